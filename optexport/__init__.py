@@ -1,0 +1,59 @@
+"""Takes a PyTorch or transformers model and gives back an optimised, portable one, with proof that it is the same.
+
+Names are imported when they are first used, so that ``import optexport`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from optexport.api import export as export
+    from optexport.errors import BundleError as BundleError
+    from optexport.errors import ConfigError as ConfigError
+    from optexport.errors import ExportError as ExportError
+    from optexport.errors import OptexportError as OptexportError
+    from optexport.errors import ParityError as ParityError
+    from optexport.errors import SourceError as SourceError
+    from optexport.errors import TraceError as TraceError
+    from optexport.errors import TrackingError as TrackingError
+    from optexport.errors import TransformationError as TransformationError
+    from optexport.pipeline import Result as Result
+    from optexport.pipeline import run as run
+    from optexport.signature import Dim as Dim
+    from optexport.trace import symbolic_trace as symbolic_trace
+    from optexport.verification import verify as verify
+
+_ERRORS = (
+    "BundleError",
+    "ConfigError",
+    "ExportError",
+    "OptexportError",
+    "ParityError",
+    "SourceError",
+    "TraceError",
+    "TrackingError",
+    "TransformationError",
+)
+_HOMES = {
+    "Dim": "signature",
+    "Result": "pipeline",
+    "export": "api",
+    "run": "pipeline",
+    "symbolic_trace": "trace",
+    "verify": "verification",
+    **dict.fromkeys(_ERRORS, "errors"),
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("transformations", "errors"):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

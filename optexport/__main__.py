@@ -1,0 +1,5 @@
+"""``python -m optexport``."""
+
+from optexport.cli import main
+
+main()

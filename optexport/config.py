@@ -1,0 +1,272 @@
+"""The config file: its keys, their meaning, and one clear message for whatever is wrong with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from optexport import registry
+from optexport.errors import ConfigError
+from optexport.tasks import AUTO_CLASSES
+
+Format = Literal["torchscript", "onnx", "pt2"]
+FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(_Table):
+    """``[model]``: which model, and how to load it."""
+
+    source: str = Field(min_length=1)
+    task: str | None = None
+    revision: str | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    arguments: dict[str, Any] = {}
+
+    @field_validator("task")
+    @classmethod
+    def _known_task(cls, task: str | None) -> str | None:
+        if task is not None and task not in AUTO_CLASSES:
+            raise ValueError(f'there is no task "{task}". {registry.did_you_mean(task, list(AUTO_CLASSES))}')
+        return task
+
+
+class TensorConfig(_Table):
+    """``[inputs.tensors.NAME]``: an input made of random numbers (the same every time)."""
+
+    shape: list[Annotated[int, Field(ge=0)] | str]
+    dtype: Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"] = "float32"
+    low: float | None = None
+    high: float | None = None
+
+
+class InputsConfig(_Table):
+    """``[inputs]``: what the model is traced with and checked on. One of texts, images, data, tensors, or none."""
+
+    texts: list[str] | None = Field(default=None, min_length=1)
+    images: list[str] | None = Field(default=None, min_length=1)
+    data: str | None = None
+    tensors: dict[str, TensorConfig] | None = None
+    max_length: int | None = Field(default=None, ge=1)
+    axes: dict[str, list[str]] = {}
+    dynamic: dict[str, Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]] | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> InputsConfig:
+        given = [name for name in ("texts", "images", "data", "tensors") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one")
+        for name, (low, high) in (self.dynamic or {}).items():
+            if low > high:
+                raise ValueError(f"dynamic.{name}: the smallest size {low} is above the largest {high}")
+        return self
+
+
+class TransformationConfig(BaseModel):
+    """``[[transformations]]``: a rule by name, or a plugin as ``python:module:Class``; other keys are its options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    use: str = Field(min_length=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class ParityConfig(_Table):
+    """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured."""
+
+    multiple: float = Field(default=4.0, gt=0)
+    atol: float | None = Field(default=None, ge=0)
+    rtol: float | None = Field(default=None, ge=0)
+    seed: int = 0
+
+
+class ExportConfig(_Table):
+    """``[export]``: which files, and where."""
+
+    formats: list[Format] = Field(default=list(FORMATS), min_length=1)
+    output: str = Field(default="build/model", min_length=1)
+    opset: int | None = Field(default=None, ge=18)
+
+
+class TrackingConfig(_Table):
+    """``[tracking]``: the MLflow server, or the embedded database, that keeps the run."""
+
+    enabled: bool = True
+    uri: str = "sqlite:///mlflow.db"
+    experiment: str = Field(default="optexport", min_length=1)
+
+
+class Config(_Table):
+    """A whole config file."""
+
+    model: ModelConfig
+    inputs: InputsConfig = InputsConfig()
+    transformations: list[TransformationConfig] | None = None
+    parity: ParityConfig = ParityConfig()
+    export: ExportConfig = ExportConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    def rules(self) -> list[TransformationConfig]:
+        """The transformations to apply: those named, or the preset."""
+        if self.transformations is None:
+            return [TransformationConfig(use=name) for name in registry.PRESET]
+        return list(self.transformations)
+
+
+class SourceKind(StrEnum):
+    """Where a model comes from."""
+
+    PACKAGE = "package"
+    PYTHON = "python"
+    MLFLOW = "mlflow"
+    PT2 = "pt2"
+    FOLDER = "folder"
+    HUB = "hub"
+
+
+def source_kind(source: str, folder: Path) -> SourceKind:
+    """Reads a model's source as one of its kinds, relative to the config's folder."""
+    prefix = source.partition(":")[0]
+    if prefix in ("package", "python", "mlflow") and ":" in source:
+        return SourceKind(prefix)
+    if source.endswith(".pt2"):
+        return SourceKind.PT2
+    if source.startswith((".", "/", "~")) or (folder / source).is_dir():
+        return SourceKind.FOLDER
+    return SourceKind.HUB
+
+
+def load_config(path: Path) -> Config:
+    """Reads and checks a config file, without importing torch.
+
+    Raises:
+        ConfigError: The file cannot be read, is not TOML, or says something that cannot be meant.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError("there is no such file", place=str(path), mend="optexport init writes one.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        raise _explained(error, path) from error
+    for index, rule in enumerate(config.rules()):
+        registry.check(rule.use, rule.options, f"{path.name}: transformations[{index}]")
+    _check_files(config, path)
+    return config
+
+
+def _check_files(config: Config, path: Path) -> None:
+    folder, source = path.parent, config.model.source
+    place = f"{path.name}: model.source"
+    kind = source_kind(source, folder)
+    _, _, rest = source.partition(":")
+    if kind is SourceKind.PACKAGE and _spec(rest.partition("/")[0], folder) is None:
+        raise ConfigError(f"the package {rest.partition('/')[0]} is not installed", place=place, mend="pip install it.")
+    if kind is SourceKind.PYTHON:
+        module, _, name = rest.partition(":")
+        if not module or not name:
+            raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
+        if _spec(module.partition(".")[0], folder) is None:
+            raise ConfigError(f"there is no module {module}", place=place, mend=f"Put {module}.py beside the config.")
+    if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
+        raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
+    if kind is SourceKind.PT2 and not (folder / source).is_file():
+        raise ConfigError(f"there is no file {source}", place=place)
+    if kind is SourceKind.FOLDER and not (folder / Path(source).expanduser()).is_dir():
+        raise ConfigError(f"there is no folder {source}", place=place)
+    if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+        raise ConfigError(
+            f'"{source}" is no folder here, and no hub id either',
+            place=place,
+            mend='Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".',
+        )
+    if config.model.arguments and kind is not SourceKind.PYTHON:
+        raise ConfigError("only a python: source takes arguments", place=f"{path.name}: model.arguments")
+    if config.inputs.data is not None and not (folder / config.inputs.data).is_file():
+        raise ConfigError(f"there is no file {config.inputs.data}", place=f"{path.name}: inputs.data")
+    for image in config.inputs.images or []:
+        if not (folder / image).is_file():
+            raise ConfigError(f"there is no file {image}", place=f"{path.name}: inputs.images")
+
+
+def _spec(module: str, folder: Path) -> object | None:
+    if not module.isidentifier():
+        return None
+    if (folder / f"{module}.py").is_file() or (folder / module).is_dir():
+        return module
+    try:
+        return sys.modules.get(module) or importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+
+
+def _explained(error: ValidationError, path: Path) -> ConfigError:
+    """All that pydantic found, as one message: a line per mistake, unknown keys with the nearest known one."""
+    mistakes: list[tuple[str, str, str | None]] = []
+    for found in error.errors():
+        location = [part for part in found["loc"] if not str(part).startswith(("function", "list["))]
+        cause, mend = found["msg"][:1].lower() + found["msg"][1:], None
+        if found["type"] == "extra_forbidden":
+            cause, mend = "there is no such key", registry.did_you_mean(str(location[-1]), _known_keys(location[:-1]))
+        elif found["type"] == "missing":
+            cause = "it is required"
+        elif found["type"] == "value_error":
+            cause = str(found["ctx"]["error"])
+        else:
+            cause = f"{cause}, not {_shown(found['input'])}"
+        mistakes.append((_dotted(location), cause, mend))
+    if len(mistakes) == 1:
+        place, cause, mend = mistakes[0]
+        return ConfigError(cause, place=f"{path.name}: {place}", mend=mend)
+    lines = [f"\n  {place}: {'. '.join(filter(None, [cause, mend]))}" for place, cause, mend in mistakes]
+    return ConfigError(f"{len(mistakes)} mistakes{''.join(lines)}", place=path.name)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _dotted(location: list[int | str]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "the file"
+
+
+def _known_keys(location: list[int | str]) -> list[str]:
+    model: Any = Config
+    for part in location:
+        fields = getattr(model, "model_fields", {})
+        if part in fields:
+            model = _table_in(fields[part].annotation)
+        elif not isinstance(part, int) and not fields:
+            break
+    return list(getattr(model, "model_fields", {}))
+
+
+def _table_in(annotation: Any) -> Any:
+    """The table class somewhere inside an annotation such as ``dict[str, TensorConfig] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_table_in(argument) for argument in getattr(annotation, "__args__", ()))
+    return next((found for found in inner if found is not None), None)

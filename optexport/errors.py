@@ -1,0 +1,85 @@
+"""Every error a user can cause: what went wrong, where, and how to mend it.
+
+Each class owns its exit code, so that the command line and the Python API agree on it.
+"""
+
+from __future__ import annotations
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error that says something, or its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+class OptexportError(Exception):
+    """Base of all errors that optexport raises on purpose.
+
+    Args:
+        cause: What is wrong, as one sentence.
+        place: Where it is wrong: a file, a key of the config, a node, an input.
+        mend: What the user can do about it.
+
+    Attributes:
+        exit_code: The exit status that the command line ends with.
+    """
+
+    exit_code = 1
+
+    def __init__(self, cause: str, *, place: str | None = None, mend: str | None = None) -> None:
+        self.cause = cause
+        self.place = place
+        self.mend = mend
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.cause}" if self.place else self.cause
+        return f"{text}\n  {self.mend}" if self.mend else text
+
+
+class ConfigError(OptexportError):
+    """The config, or the way the program was called, is wrong."""
+
+    exit_code = 2
+
+
+class SourceError(OptexportError):
+    """The model could not be loaded."""
+
+    exit_code = 3
+
+
+class TraceError(OptexportError):
+    """The model was loaded, but could not be traced to a graph as asked for."""
+
+    exit_code = 3
+
+
+class ParityError(OptexportError):
+    """A graph or a file does not compute what the original computes."""
+
+    exit_code = 4
+
+
+class ExportError(OptexportError):
+    """A file could not be written in its format."""
+
+    exit_code = 5
+
+
+class TransformationError(OptexportError):
+    """A transformation failed, or cannot be undone."""
+
+    exit_code = 5
+
+
+class TrackingError(OptexportError):
+    """The run could not be tracked; the bundle on disk is whole."""
+
+    exit_code = 7
+
+
+class BundleError(OptexportError):
+    """A bundle is damaged, incomplete, or not one of ours."""
+
+    exit_code = 4

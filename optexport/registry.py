@@ -1,0 +1,185 @@
+"""The built-in rules by name, with their options: what a config may say, known without importing torch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optexport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optexport.transformations import Transformation
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a rule: its type, its default, and what it does."""
+
+    type: type
+    default: Any
+    summary: str
+
+
+@dataclass(frozen=True)
+class RuleInfo:
+    """What is known of a built-in rule before it is imported.
+
+    Attributes:
+        location: ``module:Class``.
+        in_preset: Whether it is applied when a config names no transformations.
+    """
+
+    location: str
+    summary: str
+    reversible: bool
+    preserves_computation: bool
+    in_preset: bool
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+_HERE = "optexport.transformations"
+
+# In the order in which the preset applies them: norms are folded before linears are merged.
+RULES: Mapping[str, RuleInfo] = {
+    "fuse-batch-norm-2d-in-conv-2d": RuleInfo(
+        f"{_HERE}.fuse_batch_norm_2d_in_conv_2d:FuseBatchNorm2dInConv2d",
+        "a BatchNorm2d after a Conv2d becomes part of it",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=True,
+    ),
+    "fuse-batch-norm-1d-in-linear": RuleInfo(
+        f"{_HERE}.fuse_batch_norm_1d_in_linear:FuseBatchNorm1dInLinear",
+        "a BatchNorm1d before or after a Linear becomes part of it",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=True,
+    ),
+    "merge-linears": RuleInfo(
+        f"{_HERE}.merge_linears:MergeLinears",
+        "linears that read the same input become one",
+        reversible=True,
+        preserves_computation=True,
+        in_preset=True,
+    ),
+    "change-true-div-to-mul-by-inverse": RuleInfo(
+        f"{_HERE}.change_true_div_to_mul_by_inverse:ChangeTrueDivToMulByInverse",
+        "a division by a constant becomes a multiplication",
+        reversible=True,
+        preserves_computation=True,
+        in_preset=True,
+        options={"exact": Option(bool, False, "change only what stays equal to the bit")},
+    ),
+    "fuse-bias-in-linear": RuleInfo(
+        f"{_HERE}.fuse_bias_in_linear:FuseBiasInLinear",
+        "the bias of a linear becomes a column of its weight",
+        reversible=True,
+        preserves_computation=True,
+        in_preset=False,
+    ),
+}
+
+PRESET: tuple[str, ...] = tuple(name for name, info in RULES.items() if info.in_preset)
+
+PLUGIN = "python:"
+
+
+def canonical_name(name: str) -> str | None:
+    """The built-in rule that a name means, however it is spelled: ``merge-linears``, ``MergeLinears``."""
+    by_letters = {_letters(known): known for known in RULES}
+    by_letters |= {_letters(info.location.rpartition(":")[2]): known for known, info in RULES.items()}
+    return by_letters.get(_letters(name))
+
+
+def _letters(name: str) -> str:
+    return name.replace("-", "").replace("_", "").lower()
+
+
+def check(name: str, options: Mapping[str, Any], place: str) -> None:
+    """Checks a rule's name and options as far as that goes without importing it.
+
+    Raises:
+        ConfigError: There is no such rule, it has no such option, or the option's value has the wrong type.
+    """
+    if name.startswith(PLUGIN):
+        if len([part for part in name.removeprefix(PLUGIN).split(":") if part]) != 2:
+            raise ConfigError(f'"{name}" is not of the form "python:module:Class"', place=f"{place}.use")
+        return
+    known = canonical_name(name)
+    if known is None:
+        raise ConfigError(f'there is no rule "{name}"', place=f"{place}.use", mend=did_you_mean(name, RULES))
+    for option, value in options.items():
+        if option not in (allowed := RULES[known].options):
+            raise ConfigError(
+                f"{known} has no such option", place=f"{place}.{option}", mend=did_you_mean(option, allowed)
+            )
+        if type(value) is not allowed[option].type:
+            raise ConfigError(f"it must be a {allowed[option].type.__name__}, not {value!r}", place=f"{place}.{option}")
+
+
+def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Transformation:
+    """Imports a rule, built in or a plugin, and makes it with its options.
+
+    Args:
+        folder: Where a plugin's module may lie, besides the installed packages: that of the config.
+
+    Raises:
+        ConfigError: It cannot be imported, or does not take these options.
+    """
+    if (known := canonical_name(name)) is not None:
+        location = RULES[known].location
+    else:
+        location = name.removeprefix(PLUGIN)
+    cls = import_from(location, folder, place)
+    try:
+        made = cls(**options)
+    except TypeError as error:
+        raise ConfigError(str(error), place=place, mend=f"Its options are: {inspect.signature(cls)}") from error
+    from optexport.transformations import Transformation
+
+    if not isinstance(made, Transformation):
+        raise ConfigError(
+            f"{location} makes a {type(made).__name__}, which is no Transformation",
+            place=place,
+            mend="Subclass optexport.transformations.Transformation, or Rule.",
+        )
+    return made
+
+
+def import_from(location: str, folder: Path, place: str) -> Any:
+    """Imports ``module:name``, looking beside the config first.
+
+    Raises:
+        ConfigError: There is no such module, it fails to import, or it has no such name.
+    """
+    module_name, _, name = location.partition(":")
+    sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs code of others, which may raise anything
+        raise ConfigError(
+            f"{module_name} cannot be imported: {type(error).__name__}: {error}",
+            place=place,
+            mend=f"Install it, or put {module_name.partition('.')[0]}.py beside the config.",
+        ) from error
+    finally:
+        sys.path.remove(str(folder))
+    if not hasattr(module, name):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigError(f"{module_name} has no {name}", place=place, mend=did_you_mean(name, public))
+    return getattr(module, name)
+
+
+def did_you_mean(word: str, known: Mapping[str, Any] | list[str] | tuple[str, ...]) -> str:
+    """A hint at the nearest known word, or at all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if near:
+        return f'Did you mean "{near[0]}"?'
+    return f"Known are: {', '.join(names)}." if names else "None are known."

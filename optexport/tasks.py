@@ -1,0 +1,29 @@
+"""The tasks that a config may name, and the class of transformers that loads a model for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+AUTO_CLASSES: Mapping[str, str] = {
+    "audio-classification": "AutoModelForAudioClassification",
+    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
+    "depth-estimation": "AutoModelForDepthEstimation",
+    "feature-extraction": "AutoModel",
+    "fill-mask": "AutoModelForMaskedLM",
+    "image-classification": "AutoModelForImageClassification",
+    "image-feature-extraction": "AutoModel",
+    "image-segmentation": "AutoModelForImageSegmentation",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "masked-image-modeling": "AutoModelForMaskedImageModeling",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "object-detection": "AutoModelForObjectDetection",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "semantic-segmentation": "AutoModelForSemanticSegmentation",
+    "text-classification": "AutoModelForSequenceClassification",
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "token-classification": "AutoModelForTokenClassification",
+    "video-classification": "AutoModelForVideoClassification",
+    "zero-shot-image-classification": "AutoModelForZeroShotImageClassification",
+    "zero-shot-object-detection": "AutoModelForZeroShotObjectDetection",
+}
