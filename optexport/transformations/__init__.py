@@ -1,0 +1,31 @@
+"""Transformations of ``torch.fx`` graphs, with the contract of Optimum's FX library.
+
+One rule a file. To write your own, copy one, or subclass `Transformation`.
+"""
+
+from optexport.transformations.base import ReversibleTransformation, Transformation
+from optexport.transformations.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
+from optexport.transformations.composition import DeepCopy, LintAndRecompile, compose
+from optexport.transformations.fuse_batch_norm_1d_in_linear import FuseBatchNorm1dInLinear
+from optexport.transformations.fuse_batch_norm_2d_in_conv_2d import FuseBatchNorm2dInConv2d
+from optexport.transformations.fuse_bias_in_linear import FuseBiasInLinear
+from optexport.transformations.merge_linears import MergeLinears
+from optexport.transformations.rule import Match, Report, ReversibleRule, Rule, Skip
+
+__all__ = [
+    "ChangeTrueDivToMulByInverse",
+    "DeepCopy",
+    "FuseBatchNorm1dInLinear",
+    "FuseBatchNorm2dInConv2d",
+    "FuseBiasInLinear",
+    "LintAndRecompile",
+    "Match",
+    "MergeLinears",
+    "Report",
+    "ReversibleRule",
+    "ReversibleTransformation",
+    "Rule",
+    "Skip",
+    "Transformation",
+    "compose",
+]

@@ -1,0 +1,85 @@
+"""Several transformations as one, and the two helpers that compositions are made with."""
+
+from __future__ import annotations
+
+import copy
+
+from torch.fx import GraphModule
+
+from optexport.transformations.base import ReversibleTransformation, Transformation
+
+
+class DeepCopy(ReversibleTransformation):
+    """Goes on with a deep copy of the GraphModule, so that the given one stays as it is."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        return copy.deepcopy(graph_module)
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        return copy.deepcopy(graph_module)
+
+
+class LintAndRecompile(ReversibleTransformation):
+    """Checks the graph and generates its code, in the middle of a composition."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return graph_module
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        return self.transform(graph_module)
+
+
+class Composition(Transformation):
+    """Transformations applied one after the other.
+
+    Args:
+        transformations: In the order in which they are applied.
+    """
+
+    def __init__(self, *transformations: Transformation) -> None:
+        self.transformations = transformations
+
+    @property
+    def preserves_computation(self) -> bool:  # type: ignore[override]
+        return all(transformation.preserves_computation for transformation in self.transformations)
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for transformation in self.transformations:
+            graph_module = transformation(graph_module, lint_and_recompile=False)
+        return graph_module
+
+
+class ReversibleComposition(Composition, ReversibleTransformation):
+    """A composition of reversible transformations, undone last to first."""
+
+    transformations: tuple[ReversibleTransformation, ...]
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        # A copy that the composition starts from must be the first step of the way back too.
+        copies = [t for t in self.transformations if isinstance(t, DeepCopy)]
+        others = [t for t in self.transformations if not isinstance(t, DeepCopy)]
+        for transformation in [*copies[:1], *reversed(others)]:
+            graph_module = transformation(graph_module, lint_and_recompile=False, reverse=True)
+        return graph_module
+
+
+def compose(*transformations: Transformation, inplace: bool = True) -> Transformation:
+    """Makes one transformation of several.
+
+    Args:
+        transformations: In the order in which they are applied; undone in the opposite order.
+        inplace: Whether to change the given GraphModule; else a deep copy is changed and returned.
+
+    Returns:
+        A transformation that preserves the computation if all do, and a `ReversibleTransformation` if all are.
+    """
+    steps = transformations if inplace else (DeepCopy(), *transformations)
+    if all(isinstance(step, ReversibleTransformation) for step in steps):
+        return ReversibleComposition(*steps)
+    return Composition(*steps)

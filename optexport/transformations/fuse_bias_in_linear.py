@@ -1,0 +1,82 @@
+"""The bias of a linear becomes one more column of its weight, and its input gets a column of ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from optexport.transformations import modules
+from optexport.transformations.rule import Match, ReversibleRule, Skip
+
+
+@dataclass(frozen=True)
+class FuseBiasInLinear(ReversibleRule):
+    """x @ W.T + b  ->  [x, 1] @ [W, b].T
+
+    Every call then copies its input, so this is seldom faster; it is in no preset.
+
+    Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; a bias of another dtype, device or
+             requires_grad than the weight's; a call on other than a single tensor.
+    Exact:   to rounding (the bias is summed with the products).
+    Inverse: exact; weight and bias are cut apart again.
+    """
+
+    def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
+        linear = modules.called_module(graph_module, node)
+        if not isinstance(linear, nn.Linear) or linear.bias is None:
+            return None
+        uses = modules.uses(graph_module)
+        target = str(node.target)
+        if reason := modules.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear):
+            return Skip(f"{target}: {reason}")
+        w, b = linear.weight, linear.bias
+        if (w.dtype, w.device, w.requires_grad) != (b.dtype, b.device, b.requires_grad):
+            return Skip(f"{target}: weight and bias differ in dtype, device or requires_grad")
+        calls = uses.calls_of(target)
+        if any(modules.sole_input(call) is None for call in calls):
+            return Skip(f"{target}: it is not called on a single tensor")
+        return Match(tuple(calls))
+
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        target = str(match.nodes[0].target)
+        linear = graph_module.get_submodule(target)
+        assert isinstance(linear, nn.Linear)
+        fused: nn.Linear = modules.like(
+            linear, nn.Linear, linear.in_features + 1, linear.out_features, bias=False, dtype=linear.weight.dtype
+        )
+        weight = torch.cat([linear.weight.detach(), linear.bias.detach()[:, None]], dim=1)
+        fused.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
+        modules.replace_module(graph_module, target, fused)
+        rewritten = []
+        for call in match.nodes:
+            x = modules.sole_input(call)
+            assert x is not None
+            with graph_module.graph.inserting_before(call):
+                padded = graph_module.graph.call_function(F.pad, (x, (0, 1)), {"value": 1.0})
+            rewritten.append((call, {"keyword": bool(call.kwargs)}))
+            modules.call_on(call, padded, keyword=False)
+        return rewritten
+
+    def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
+        padded = node.args[0]
+        assert isinstance(padded, Node)
+        x = padded.args[0]
+        assert isinstance(x, Node)
+        modules.call_on(node, x, keyword=record["keyword"])
+        graph_module.graph.erase_node(padded)
+        fused = graph_module.get_submodule(str(node.target))
+        assert isinstance(fused, nn.Linear)
+        if fused.bias is not None:  # another call of the same linear came first
+            return
+        weight = fused.weight.detach()
+        linear: nn.Linear = modules.like(
+            fused, nn.Linear, fused.in_features - 1, fused.out_features, bias=True, dtype=weight.dtype
+        )
+        linear.weight = nn.Parameter(weight[:, :-1].clone(), requires_grad=fused.weight.requires_grad)
+        linear.bias = nn.Parameter(weight[:, -1].clone(), requires_grad=fused.weight.requires_grad)
+        modules.replace_module(graph_module, str(node.target), linear)

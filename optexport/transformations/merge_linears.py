@@ -1,0 +1,260 @@
+"""Linears that read the same input become one wide linear, whose result is cut into theirs."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from optexport.errors import TransformationError
+from optexport.transformations import modules
+from optexport.transformations.rule import Match, ReversibleRule, Skip
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Group(Match):
+    """Linears that are always called together.
+
+    Attributes:
+        targets: Their qualified names.
+        sites: Every input that they share, with their calls on it in the targets' order.
+    """
+
+    targets: tuple[str, ...]
+    sites: tuple[tuple[Node, tuple[Node, ...]], ...]
+
+
+@dataclass(frozen=True)
+class MergeLinears(ReversibleRule):
+    """q = Q(x); k = K(x); v = V(x)  ->  qkv = QKV(x); q = qkv[..., :a]; k = qkv[..., a:b]; v = qkv[..., b:]
+
+    Any linears of one input are merged: queries, keys and values; gate and up projections; the keys and values that all
+    layers of a decoder make of one encoder state; and linears that are called more than once, if always together.
+
+    Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; one that is called elsewhere without
+             the others; linears that differ in dtype, device or requires_grad; a weight that is not contiguous; an input that is changed in place
+             between them; a result that is viewed in a shape that only contiguous memory can take.
+    Exact:   to rounding (a wider product may be summed in another order).
+    Inverse: exact; the weights are cut out of the merged one, and biases that were not there are not added.
+    """
+
+    def match(self, graph_module: GraphModule, node: Node) -> Group | Skip | None:
+        calls = [c for c in node.users if isinstance(modules.called_module(graph_module, c), nn.Linear)]
+        if len(calls) < 2:
+            return None
+        reasons: list[str] = []
+        families: dict[Any, list[str]] = defaultdict(list)
+        for target in dict.fromkeys(str(call.target) for call in sorted(calls)):
+            if reason := _why_not(graph_module, target):
+                reasons.append(f"{target}: {reason}")
+                continue
+            weight = _linear(graph_module, target).weight
+            inputs = tuple(modules.sole_input(call) for call in modules.uses(graph_module).calls_of(target))
+            families[inputs, weight.dtype, weight.device, weight.requires_grad].append(target)
+        for (inputs, *_), targets in families.items():
+            if len(targets) > 1 and inputs[0] is node:
+                found = self._group(graph_module, tuple(targets), inputs)
+                if isinstance(found, Group):
+                    return found
+                reasons.append(found.reason)
+        if len(families) > 1 and not any(len(targets) > 1 for targets in families.values()):
+            names = ", ".join(target for targets in families.values() for target in targets)
+            reasons.append(f"{names}: they differ in where they are called, dtype, device or requires_grad")
+        return Skip("; ".join(reasons)) if reasons else None
+
+    def _group(self, graph_module: GraphModule, targets: tuple[str, ...], inputs: tuple[Node, ...]) -> Group | Skip:
+        uses = modules.uses(graph_module)
+        by_input: dict[Node | None, dict[str, Node]] = defaultdict(dict)
+        for target in targets:
+            for call in uses.calls_of(target):
+                by_input[modules.sole_input(call)][target] = call
+        sites = tuple((x, tuple(by_input[x][target] for target in targets)) for x in inputs)
+        for x, calls in sites:
+            first, last = min(calls), max(calls)
+            memory = modules.memory_of(graph_module, x)
+            for change in uses.mutations:
+                if first < change < last and modules.memory_of(graph_module, change) is memory:
+                    return Skip(f"{x.name} is changed in place by {change.name} between {first.name} and {last.name}")
+            for call, target in zip(calls, targets, strict=True):
+                if (user := _view_of_whole(call, _linear(graph_module, target).out_features)) is not None:
+                    return Skip(f"{user.name} views the result of {call.name} in a shape that a slice cannot take")
+        return Group(tuple(call for _, calls in sites for call in calls), targets, sites)
+
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        assert isinstance(match, Group)
+        linears = [_linear(graph_module, target) for target in match.targets]
+        widths = [linear.out_features for linear in linears]
+        order = {target: modules.children_order(graph_module, target) for target in match.targets}
+        merged_target = _merged_name(graph_module, match.targets)
+        merged = _merge(linears)
+        parent, name = modules.parent_of(graph_module, merged_target)
+        parent.add_module(name, merged)
+        modules.reorder_children(
+            graph_module, merged_target, _put_before(order[match.targets[0]], match.targets[0], name)
+        )
+        for target in match.targets:
+            modules.remove_module(graph_module, target)
+        record = {
+            "targets": list(match.targets),
+            "widths": widths,
+            "biased": [linear.bias is not None for linear in linears],
+            "order": order,
+        }
+        rewritten = []
+        for x, calls in match.sites:
+            with graph_module.graph.inserting_before(min(calls)):
+                node = graph_module.graph.call_module(merged_target, (x,))
+            _copy_meta(min(calls), node, merged.out_features)
+            keyword = [bool(call.kwargs) for call in calls]
+            start = 0
+            for call, width in zip(calls, widths, strict=True):
+                call.op, call.target = "call_function", operator.getitem
+                call.args = (node, (..., slice(start, start + width)))
+                call.kwargs = {}
+                start += width
+            rewritten.append((node, {**record, "keyword": keyword}))
+        return rewritten
+
+    def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
+        merged_target = str(node.target)
+        if record["targets"][0] not in dict(graph_module.named_modules()):
+            merged = _linear(graph_module, merged_target)
+            for target, linear in zip(
+                record["targets"], _split(merged, record["widths"], record["biased"]), strict=True
+            ):
+                parent, name = modules.parent_of(graph_module, target)
+                parent.add_module(name, linear)
+        slices = sorted(node.users, key=lambda user: (_start(node, user), user))
+        if len(slices) != len(record["targets"]):
+            raise TransformationError(
+                f"{node.name} was cut into {len(record['targets'])} results, of which {len(slices)} are left",
+                place="MergeLinears",
+                mend="Undo it before the graph is freed of dead code.",
+            )
+        x = modules.sole_input(node)
+        assert x is not None
+        for call, target, keyword in zip(slices, record["targets"], record["keyword"], strict=True):
+            call.op, call.target = "call_module", target
+            modules.call_on(call, x, keyword=keyword)
+        graph_module.graph.erase_node(node)
+        if not any(n.op == "call_module" and n.target == merged_target for n in graph_module.graph.nodes):
+            modules.remove_module(graph_module, merged_target)
+            for target, order in record["order"].items():
+                modules.reorder_children(graph_module, target, order)
+
+
+def _linear(graph_module: GraphModule, target: str) -> nn.Linear:
+    linear = graph_module.get_submodule(target)
+    assert isinstance(linear, nn.Linear)
+    return linear
+
+
+def _why_not(graph_module: GraphModule, target: str) -> str | None:
+    """Why a linear can be merged with no other; None if it can."""
+    linear, uses = _linear(graph_module, target), modules.uses(graph_module)
+    if reason := modules.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear):
+        return reason
+    inputs = [modules.sole_input(call) for call in uses.calls_of(target)]
+    if None in inputs:
+        return "it is not called on a single tensor"
+    if len(set(inputs)) < len(inputs):
+        return "it is called twice on the same input"
+    if linear.bias is not None and linear.bias.requires_grad != linear.weight.requires_grad:
+        return "its weight and bias differ in requires_grad"
+    if not linear.weight.is_contiguous():
+        return "its weight is not contiguous"
+    return None
+
+
+def _merge(linears: list[nn.Linear]) -> nn.Linear:
+    first = linears[0]
+    biased = any(linear.bias is not None for linear in linears)
+    width = sum(linear.out_features for linear in linears)
+    merged: nn.Linear = modules.like(first, nn.Linear, first.in_features, width, bias=biased, dtype=first.weight.dtype)
+    with torch.no_grad():
+        weight = torch.cat(tuple(linear.weight for linear in linears))
+        merged.weight = nn.Parameter(weight, requires_grad=first.weight.requires_grad)
+        if biased:
+            biases = tuple(
+                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+                for linear in linears
+            )
+            merged.bias = nn.Parameter(torch.cat(biases), requires_grad=first.weight.requires_grad)
+    return merged
+
+
+def _split(merged: nn.Linear, widths: list[int], biased: list[bool]) -> list[nn.Linear]:
+    linears = []
+    weights = merged.weight.detach().split(widths)
+    biases = (None,) * len(widths) if merged.bias is None else merged.bias.detach().split(widths)
+    for weight, bias, has_bias in zip(weights, biases, biased, strict=True):
+        linear = modules.like(merged, nn.Linear, merged.in_features, weight.shape[0], bias=has_bias, dtype=weight.dtype)
+        linear.weight = nn.Parameter(weight.clone(), requires_grad=merged.weight.requires_grad)
+        if has_bias:
+            linear.bias = nn.Parameter(bias.clone(), requires_grad=merged.bias.requires_grad)
+        linears.append(linear)
+    return linears
+
+
+def _merged_name(graph_module: GraphModule, targets: tuple[str, ...]) -> str:
+    prefix, _, first = targets[0].rpartition(".")
+    names = [target.rpartition(".")[2] for target in targets]
+    parts = [*names, "merged"] if len(set(names)) == len(names) < 5 else [first, "and", str(len(names) - 1), "merged"]
+    name = ".".join(filter(None, [prefix, "-".join(parts)]))
+    taken = dict(graph_module.named_modules())
+    while name in taken:
+        name += "-"
+    return name
+
+
+def _put_before(order: list[str], target: str, name: str) -> list[str]:
+    position = order.index(target.rpartition(".")[2])
+    return [*order[:position], name, *order[position:]]
+
+
+def _copy_meta(source: Node, merged: Node, width: int) -> None:
+    merged.meta = {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
+    value = source.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        merged.meta["val"] = value.new_empty((*value.shape[:-1], width))
+
+
+def _start(node: Node, user: Node) -> int:
+    if user.target is operator.getitem and user.args[0] is node:
+        match user.args[1]:
+            case (_, slice(start=int(start))):
+                return start
+    raise TransformationError(
+        f"{node.name} is now used by {user.name} as a whole", place="MergeLinears", mend="Undo later changes first."
+    )
+
+
+def _view_of_whole(call: Node, width: int) -> Node | None:
+    """A user of a linear's result that only works while that is contiguous, if there is one.
+
+    A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it: where the
+    sizes at the end of the shape multiply to its width.
+    """
+    for user in call.users:
+        if user.target in (aten.view.default, "view"):
+            sizes = list(user.args[1:])
+            if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)):
+                sizes = list(sizes[0])
+            value = user.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                sizes = list(value.shape)
+            product = 1
+            while product != width and sizes and type(size := sizes.pop()) is int and size > 0:
+                product *= size
+            if product != width:
+                return user
+        elif user.target in (aten.view.dtype, aten.as_strided.default, "as_strided", "view_as", "unflatten_"):
+            return user
+    return None

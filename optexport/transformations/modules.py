@@ -1,0 +1,213 @@
+"""Looking at, and replacing, the modules that a graph calls, without touching any that others hold too."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+
+def called_module(graph_module: GraphModule, node: object) -> nn.Module | None:
+    """The module that a ``call_module`` node calls; None for any other node or value."""
+    if not isinstance(node, Node) or node.op != "call_module":
+        return None
+    return graph_module.get_submodule(str(node.target))
+
+
+def sole_input(node: Node) -> Node | None:
+    """The one tensor that a module is called on, given by position or as ``input=``; None for any other call."""
+    arguments = [*node.args, *node.kwargs.values()]
+    if len(arguments) != 1 or not isinstance(arguments[0], Node) or set(node.kwargs) - {"input"}:
+        return None
+    return arguments[0]
+
+
+def call_on(node: Node, x: Node, *, keyword: bool) -> None:
+    """Calls a module on one tensor, by position or as ``input=``."""
+    if keyword:
+        node.args, node.kwargs = (), {"input": x}
+    else:
+        node.args, node.kwargs = (x,), {}
+
+
+def dims(node: Node) -> int | None:
+    """The number of dimensions of a node's result, where the trace knows it."""
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else None
+
+
+class Uses:
+    """Who uses what in a graph, read once per pass.
+
+    A pass only ever takes calls away, or adds modules that nobody shares yet, so what is read at its start errs on
+    the safe side until its end.
+    """
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.calls: dict[str, list[Node]] = defaultdict(list)
+        self.mutations: list[Node] = []
+        self._reads: set[str] = set()
+        self._module_names: dict[nn.Module, list[str]] = defaultdict(list)
+        self._parameter_names: dict[torch.Tensor, list[str]] = defaultdict(list)
+        for node in graph_module.graph.nodes:
+            if node.op == "call_module":
+                self.calls[node.target].append(node)
+            elif node.op == "get_attr":
+                self._reads.add(node.target)
+            if mutates_input(node):
+                self.mutations.append(node)
+        for name, module in graph_module.named_modules(remove_duplicate=False):
+            self._module_names[module].append(name)
+        for name, parameter in graph_module.named_parameters(remove_duplicate=False):
+            self._parameter_names[parameter].append(name)
+
+    def calls_of(self, target: str) -> list[Node]:
+        """The nodes that call a module still, in the graph's order."""
+        return [n for n in self.calls.get(target, []) if not n._erased and n.op == "call_module" and n.target == target]
+
+    def why_shared(self, target: str, module: nn.Module) -> str | None:
+        """Why a module cannot be replaced without changing something else; None where it can."""
+        names = self._module_names.get(module, [])
+        if len(names) > 1:
+            return f"the same module is known as {' and '.join(sorted(names))}"
+        prefix = target
+        while prefix := prefix.rpartition(".")[0]:
+            if prefix in self.calls:
+                return f"it is part of {prefix}, which is called as a whole"
+        for name, parameter in module.named_parameters(recurse=False):
+            if len(owners := self._parameter_names.get(parameter, [])) > 1:
+                return f"its {name} is tied to {next(o for o in sorted(owners) if o != f'{target}.{name}')}"
+            if f"{target}.{name}" in self._reads:
+                return f"the graph reads its {name} elsewhere"
+        return None
+
+
+_uses: WeakKeyDictionary[GraphModule, Uses] = WeakKeyDictionary()
+
+
+@contextmanager
+def indexed(graph_module: GraphModule) -> Iterator[None]:
+    """Within it, `uses` reads the graph once instead of at every call."""
+    _uses[graph_module] = Uses(graph_module)
+    try:
+        yield
+    finally:
+        del _uses[graph_module]
+
+
+def uses(graph_module: GraphModule) -> Uses:
+    """Who uses what in a graph."""
+    return _uses.get(graph_module) or Uses(graph_module)
+
+
+def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
+    """Why a module is more than its class says: a subclass, hooks, weights computed on the fly; None if it is plain."""
+    if type(module) is not cls:
+        return f"it is a {type(module).__name__}, a subclass of {cls.__name__}"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name, None) for name in hooks):
+        return "it has hooks"
+    if module._modules or "weight" in vars(module) or hasattr(module, "weight_orig"):
+        return "its weight is computed by a parametrization"
+    return None
+
+
+def parent_of(graph_module: GraphModule, target: str) -> tuple[nn.Module, str]:
+    """The module that holds a target, safe to change, and the target's name in it.
+
+    A GraphModule shares its leaves with the model that it was traced from. A container on the way that is more than
+    the bare ``nn.Module`` that ``torch.fx`` makes may be such a leaf, and is replaced by a shallow copy first.
+    """
+    *path, name = target.split(".")
+    parent: nn.Module = graph_module
+    for part in path:
+        child = parent.get_submodule(part)
+        if type(child) is not nn.Module:
+            child = copy.copy(child)
+            child._modules = dict(child._modules)
+            parent._modules[part] = child
+        parent = child
+    return parent, name
+
+
+def replace_module(graph_module: GraphModule, target: str, module: nn.Module) -> None:
+    """Puts another module in a target's place, keeping the order of its parent's modules."""
+    parent, name = parent_of(graph_module, target)
+    parent._modules[name] = module
+
+
+def remove_module(graph_module: GraphModule, target: str) -> None:
+    """Takes a module out that no node calls any more."""
+    parent, name = parent_of(graph_module, target)
+    del parent._modules[name]
+
+
+def children_order(graph_module: GraphModule, target: str) -> list[str]:
+    """The names in a target's parent, in order, to be given to `reorder_children` later."""
+    return list(parent_of(graph_module, target)[0]._modules)
+
+
+def reorder_children(graph_module: GraphModule, target: str, order: list[str]) -> None:
+    """Puts the modules of a target's parent in an order that they had before; others follow."""
+    parent, _ = parent_of(graph_module, target)
+    rank = {name: position for position, name in enumerate(order)}
+    parent._modules = dict(sorted(parent._modules.items(), key=lambda item: rank.get(item[0], len(rank))))
+
+
+def like(module: nn.Module, cls: type[nn.Module], *arguments: Any, bias: bool, **options: Any) -> Any:
+    """A new module in the mode of another, its parameters yet to be set; no random number is drawn."""
+    new = cls(*arguments, bias=bias, device="meta", **options)
+    return new.train(module.training)
+
+
+# Operators that hand on the memory of their first argument; their results change with it.
+_VIEW_METHODS = (
+    *("view", "view_as", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "expand", "expand_as", "narrow"),
+    *("select", "flatten", "unflatten", "t", "contiguous", "detach", "chunk", "split", "swapaxes", "movedim", "to"),
+    *("float", "half", "type_as", "__getitem__"),
+)
+_VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def mutates_input(node: Node) -> bool:
+    """Whether a call changes its first argument in place, as far as its name or schema tells."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    name = getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("setitem", "iadd", "isub", "imul", "itruediv") or node.kwargs.get("inplace") is True
+
+
+def memory_of(graph_module: GraphModule, node: Node) -> Node:
+    """The node whose memory a node's result may be a view of, itself if of none."""
+    while node.args and isinstance(node.args[0], Node) and _hands_on_memory(graph_module, node):
+        node = node.args[0]
+    return node
+
+
+def _hands_on_memory(graph_module: GraphModule, node: Node) -> bool:
+    if mutates_input(node):
+        return True
+    if node.op == "call_method":
+        return node.target in _VIEW_METHODS
+    if node.op == "call_module":
+        module = called_module(graph_module, node)
+        return isinstance(module, _VIEW_MODULES) or getattr(module, "inplace", False) is True
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema
+        # Some operators return a view only when they can, and declare nothing.
+        maybe = schema.name in ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout")
+        return maybe or any(r.alias_info is not None for r in schema.returns)
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in (*_VIEW_METHODS, "getitem", "getattr")
