@@ -1,0 +1,112 @@
+"""What goes into a model and what comes out: names, dtypes, and shapes with named dynamic dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension whose size may change between calls: ``min <= size <= max``, with no upper end where max is None."""
+
+    name: str
+    min: int = 1
+    max: int | None = None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output. A shape holds sizes and, where the axis is dynamic, names or expressions of dimensions."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs and outputs of a traced model.
+
+    Attributes:
+        dims: The dynamic dimensions by name, with the sizes that they may take.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dims: Mapping[str, Dim]
+
+    @property
+    def output_names(self) -> list[str]:
+        return [spec.name for spec in self.outputs]
+
+    def axes(self) -> Iterator[tuple[str, int, Dim]]:
+        """Every dynamic axis of an input: (input name, axis, dimension)."""
+        for spec in self.inputs:
+            for axis, size in enumerate(spec.shape):
+                if isinstance(size, str):
+                    yield spec.name, axis, self.dims[size]
+
+    def dynamic_shapes(self) -> dict[str, dict[int, Any]]:
+        """The same for ``torch.export``: axes that share a dimension share one ``torch.export.Dim``."""
+        dims = {name: torch.export.Dim(name, min=dim.min, max=dim.max) for name, dim in self.dims.items()}
+        shapes: dict[str, dict[int, Any]] = {spec.name: {} for spec in self.inputs}
+        for name, axis, dim in self.axes():
+            shapes[name][axis] = dims[dim.name]
+        return shapes
+
+    def sizes(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The size that each dynamic dimension has in a batch of inputs."""
+        return {dim.name: inputs[name].shape[axis] for name, axis, dim in self.axes()}
+
+
+_CONVENTIONS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("input_ids", "attention_mask", "token_type_ids", "position_ids"), ("batch", "sequence")),
+    **dict.fromkeys(("decoder_input_ids", "decoder_attention_mask"), ("batch", "decoder_sequence")),
+    "inputs_embeds": ("batch", "sequence", "hidden"),
+    "bbox": ("batch", "sequence", "coordinates"),
+    "pixel_values": ("batch", "channels", "height", "width"),
+    "input_values": ("batch", "samples"),
+    "input_features": ("batch", "features", "frames"),
+}
+
+
+def conventional_axes(name: str, rank: int) -> tuple[str, ...]:
+    """What the axes of an input are called where the user did not say: the first is the batch, as everywhere."""
+    known = _CONVENTIONS.get(name, ())
+    if len(known) == rank:
+        return known
+    return tuple("batch" if axis == 0 else f"{name}_{axis}" for axis in range(rank))
+
+
+def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
+    """Names every tensor of a model's output by its path: ``last_hidden_state``, ``hidden_states.0``, ``output``.
+
+    Args:
+        outputs: A tensor, or any nesting of dicts, dataclasses, lists and tuples of tensors. ``None`` is passed over.
+    """
+    leaves, _ = pytree.tree_flatten_with_path(outputs)
+    names = (".".join(_key(key) for key in path) for path, leaf in leaves)
+    named = dict(zip(names, (leaf for _, leaf in leaves), strict=True))
+    return {
+        name if name and not name[0].isdigit() else f"output_{name}" if name else "output": leaf
+        for name, leaf in named.items()
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

@@ -1,0 +1,263 @@
+"""From a model to a GraphModule of modules and operators, with its dynamic dimensions named and tied."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _pytree as pytree
+
+from optexport import transformers_exporters
+from optexport.dummy_inputs import dummy_inputs
+from optexport.errors import TraceError, first_line
+from optexport.raising import raise_graph
+from optexport.signature import Dim, Signature, TensorSpec, conventional_axes, flatten_outputs
+
+logger = logging.getLogger("optexport")
+
+# What a caller may say of an axis: its dimension's name, or the name with the sizes that it may take.
+Dynamic = Mapping[str, Mapping[int, "str | Dim"]]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced model.
+
+    Attributes:
+        graph_module: Calls of modules and operators; shares its parameters with the model.
+        signature: Its inputs and outputs.
+        fixed: Axes of inputs that the model holds to one size though nobody asked for it: ``pixel_values[1] = 3``.
+    """
+
+    graph_module: fx.GraphModule
+    signature: Signature
+    fixed: tuple[str, ...]
+
+
+def symbolic_trace(
+    model: nn.Module,
+    input_names: list[str] | None = None,
+    disable_check: bool = False,  # noqa: ARG001
+    *,
+    example_inputs: Mapping[str, torch.Tensor] | None = None,
+    dynamic: Dynamic | None = None,
+) -> fx.GraphModule:
+    """Traces a model to a graph that transformations can be applied to.
+
+    Args:
+        model: A model of transformers, any other ``nn.Module``, or a GraphModule, which is copied as it is. It is not
+            changed; the graph shares its parameters.
+        input_names: The inputs to trace with; by default those of ``example_inputs``, or those that a transformers
+            model needs.
+        disable_check: Accepted for the sake of code written for ``transformers.utils.fx.symbolic_trace``. There it
+            let unlisted architectures pass; here every architecture may be traced.
+        example_inputs: Tensors by input name. Without them, inputs of a transformers model are made from its config,
+            and any other module goes through ``torch.fx.symbolic_trace``.
+        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. By default, every axis that the
+            model leaves dynamic; those that it fixes are logged.
+
+    Raises:
+        TraceError: The model cannot be traced, or fixes an axis that was declared dynamic.
+    """
+    if example_inputs is None:
+        if isinstance(model, fx.GraphModule):
+            return _copy(model)
+        if not transformers_exporters.holds_transformers(model):
+            return _symbolic_trace_module(model)
+        example_inputs = dummy_inputs(model, input_names)
+    elif input_names is not None:
+        missing = [name for name in input_names if name not in example_inputs]
+        if missing:
+            raise TraceError(f"no tensor is given for {', '.join(missing)}", place="example_inputs")
+        example_inputs = {name: example_inputs[name] for name in input_names}
+    traced = trace(model, example_inputs, dynamic)
+    if traced.fixed:
+        logger.warning("The model fixes some axes of its inputs: %s", ", ".join(traced.fixed))
+    return traced.graph_module
+
+
+def trace(
+    model: nn.Module | ExportedProgram, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None = None
+) -> Traced:
+    """Traces a model with example inputs; see `symbolic_trace`.
+
+    Sizes of 0 or 1 are always taken as fixed by ``torch.export``: a dynamic axis needs at least 2 in the example.
+    """
+    if isinstance(model, ExportedProgram):
+        program = model
+    else:
+        program = _export(model, example, dynamic)
+    signature, fixed = _signature(program, dynamic)
+    if isinstance(model, fx.GraphModule):
+        graph_module = _copy(model)
+        FakeTensorProp(graph_module).propagate(*(example[spec.name] for spec in signature.inputs))
+    else:
+        unlifted = program.module(check_guards=False)
+        assert isinstance(unlifted, fx.GraphModule)
+        graph_module = raise_graph(unlifted)
+    return Traced(graph_module, signature, fixed)
+
+
+def _copy(model: fx.GraphModule) -> fx.GraphModule:
+    graph = copy.deepcopy(model.graph)
+    copied = fx.GraphModule(model, graph)
+    copied.meta = copy.copy(model.meta)
+    return copied
+
+
+def _symbolic_trace_module(model: nn.Module) -> fx.GraphModule:
+    try:
+        return fx.symbolic_trace(model)
+    except Exception as error:  # the tracer runs the model's own code, which may raise anything
+        raise TraceError(
+            f"torch.fx could not trace it without inputs: {error}",
+            place=type(model).__name__,
+            mend="Give example_inputs: with them torch.export traces what torch.fx cannot.",
+        ) from error
+
+
+def _export(model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None) -> ExportedProgram:
+    for name, value in example.items():
+        if not isinstance(value, torch.Tensor):
+            raise TraceError(
+                f"it is a {type(value).__name__}, not a tensor",
+                place=f"input {name}",
+                mend="Give tensors by input name; set other arguments in the model or its config.",
+            )
+    shapes = {name: _hints(name, tensor, dynamic) for name, tensor in example.items()}
+    try:
+        with torch.no_grad(), transformers_exporters.no_cache(model), transformers_exporters.quiet():
+            if transformers_exporters.holds_transformers(model):
+                return transformers_exporters.export_program(model, example, shapes)
+            return torch.export.export(
+                model,
+                args=(),
+                kwargs=copy.deepcopy(dict(example)),
+                dynamic_shapes=shapes,
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except Exception as error:  # torch.export raises many kinds, and the model's own code any other
+        raise _explained(model, error, dynamic) from error
+
+
+def _hints(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int, Any]:
+    """What ``torch.export`` is told of each axis; declared ranges are promises that it must keep or refuse."""
+    if dynamic is None:
+        return dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO)
+    return {
+        axis: torch.export.Dim(dim.name, min=dim.min, max=dim.max) if isinstance(dim, Dim) else torch.export.Dim.AUTO
+        for axis, dim in dynamic.get(name, {}).items()
+    }
+
+
+def _explained(model: nn.Module, error: Exception, dynamic: Dynamic | None) -> TraceError:
+    suggestion = re.search(r"Suggested fixes:\n((?:\s+.+\n?)+)", str(error))
+    if suggestion and dynamic:
+        wanted = "; ".join(line.strip() for line in suggestion.group(1).strip().splitlines())
+        return TraceError(
+            f"the model does not take every size that is declared; it asks for {wanted}",
+            place="inputs.dynamic",
+            mend="Narrow the range in inputs.dynamic, or leave the dimension out to have it fixed.",
+        )
+    return TraceError(
+        f"torch.export could not trace it: {first_line(error)}",
+        place=type(model).__name__,
+        mend="Run again with --debug for the line of the model that it stopped at.",
+    )
+
+
+def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signature, tuple[str, ...]]:
+    """Reads the signature off a program, naming each symbol after the first axis that it appears on."""
+    user_inputs = set(program.graph_signature.user_inputs)
+    placeholders = [n for n in program.graph.find_nodes(op="placeholder") if n.name in user_inputs]
+    names: dict[Any, str] = {}
+    dims: dict[str, Dim] = {}
+    inputs, fixed = [], []
+    for name, placeholder in zip(_input_names(program), placeholders, strict=True):
+        value = placeholder.meta["val"]
+        declared = (dynamic or {}).get(name, {})
+        conventional = conventional_axes(name, value.dim())
+        shape: list[int | str] = []
+        for axis, size in enumerate(value.shape):
+            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+            if symbol is None or not symbol.is_Symbol:
+                if axis in declared:
+                    wanted = declared[axis]
+                    raise TraceError(
+                        f"the model fixes {wanted.name if isinstance(wanted, Dim) else wanted} to {size}",
+                        place=f"input {name}, axis {axis}",
+                        mend="Leave that dimension out of inputs.dynamic, or trace with another size.",
+                    )
+                hint = size if symbol is None else size.node.hint
+                shape.append(int(hint))
+                if dynamic is None:
+                    fixed.append(f"{name}[{axis}] = {size if symbol is None else _renamed(symbol, names)}")
+                continue
+            wanted = declared.get(axis, conventional[axis])
+            dim_name = names.setdefault(symbol, wanted.name if isinstance(wanted, Dim) else wanted)
+            dims[dim_name] = _narrowest(dims.get(dim_name), _range(program, symbol, wanted, dim_name))
+            shape.append(dim_name)
+        inputs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(shape)))
+    return Signature(tuple(inputs), _outputs(program, names), dims), tuple(fixed)
+
+
+def _input_names(program: ExportedProgram) -> list[str]:
+    _, kwargs = pytree.tree_unflatten(range(program.call_spec.in_spec.num_leaves), program.call_spec.in_spec)
+    if not isinstance(kwargs, dict) or len(kwargs) != program.call_spec.in_spec.num_leaves:
+        return list(program.graph_signature.user_inputs)
+    return list(kwargs)
+
+
+def _range(program: ExportedProgram, symbol: Any, wanted: str | Dim, name: str) -> Dim:
+    if isinstance(wanted, Dim):
+        return wanted
+    limits = program.range_constraints.get(symbol)
+    if limits is None:
+        return Dim(name, 1, None)
+    upper = int(limits.upper) if limits.upper.is_Integer else None
+    return Dim(name, max(1, int(limits.lower)), None if upper is None or upper >= 2**31 else upper)
+
+
+def _narrowest(one: Dim | None, other: Dim) -> Dim:
+    if one is None:
+        return other
+    uppers = [dim.max for dim in (one, other) if dim.max is not None]
+    return Dim(other.name, max(one.min, other.min), min(uppers, default=None))
+
+
+def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[TensorSpec, ...]:
+    (output,) = program.graph.find_nodes(op="output")
+    count = len(program.graph_signature.user_outputs)
+    leaves = [node.meta["val"] if isinstance(node, fx.Node) else node for node in output.args[0][-count:]]
+    tensors = flatten_outputs(pytree.tree_unflatten(leaves, program.call_spec.out_spec))
+    if not tensors:
+        raise TraceError("the model returns no tensor", place="output")
+    taken = set(_input_names(program))
+    return tuple(
+        TensorSpec(
+            f"{name}_out" if name in taken else name,
+            str(value.dtype).removeprefix("torch."),
+            tuple(
+                _renamed(size.node.expr, names) if isinstance(size, torch.SymInt) else int(size) for size in value.shape
+            ),
+        )
+        for name, value in tensors.items()
+    )
+
+
+def _renamed(expression: Any, names: Mapping[Any, str]) -> str:
+    """A size in the names of dimensions: ``s70*2`` becomes ``batch*2``."""
+    return re.sub(r"\bs\d+\b", lambda found: _lookup(found.group(), names), str(expression))
+
+
+def _lookup(symbol: str, names: Mapping[Any, str]) -> str:
+    return next((name for known, name in names.items() if str(known) == symbol), symbol)

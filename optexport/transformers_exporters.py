@@ -1,0 +1,135 @@
+"""The one door to ``transformers.exporters``, which its authors call experimental.
+
+It carries the patches that several hundred architectures need before ``torch.export`` and ``torch.onnx.export`` take
+them. Whatever moves there with a new version of transformers is mended here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from transformers import PreTrainedModel
+from transformers.exporters import DynamoConfig, DynamoExporter
+from transformers.exporters import exporter_onnx as _onnx
+from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
+
+aten = torch.ops.aten
+
+# The ONNX patches replace Python functions while a model is traced. A graph that already holds the ATen operator
+# passes them by, and some of the files are then wrong (rows that mask every key, for one): so these operators are
+# turned into calls of the Python function again before the graph is exported a second time.
+_PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: lambda *a, **k: torch.nn.functional.scaled_dot_product_attention(
+        *a, **k
+    ),
+    aten.where.self: lambda *a: torch.where(*a),
+    aten.where.ScalarOther: lambda *a: torch.where(*a),
+    aten.where.ScalarSelf: lambda *a: torch.where(*a),
+    aten.where.Scalar: lambda *a: torch.where(*a),
+    aten.unsqueeze.default: lambda *a: torch.unsqueeze(*a),
+    aten.split.Tensor: lambda *a: torch.split(*a),
+    aten.chunk.default: lambda *a: torch.chunk(*a),
+    aten.roll.default: lambda *a: torch.roll(*a),
+    aten.exp.default: lambda *a: torch.exp(*a),
+    aten.fft_irfft.default: lambda *a: torch.fft.irfft(*a),
+    aten.masked_scatter.default: lambda x, *a: x.masked_scatter(*a),
+}
+
+
+def holds_transformers(module: torch.nn.Module) -> bool:
+    """Whether a module is, or wraps, a model of transformers."""
+    return any(isinstance(child, PreTrainedModel) for child in module.modules())
+
+
+def export_program(
+    model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], dynamic_shapes: Mapping[str, Any]
+) -> ExportedProgram:
+    """Exports a model of transformers under the patches of its architecture; the model itself is not changed."""
+    had_forward = "forward" in vars(model)
+    try:
+        with quiet():
+            exporter = DynamoExporter()
+            program: ExportedProgram = exporter.export(
+                model,  # type: ignore[arg-type]  # typed for its own models, and made for modules that hold one too
+                dict(inputs),
+                DynamoConfig(
+                    dynamic=True,
+                    dynamic_shapes=dict(dynamic_shapes),
+                    # Named ranges are promises: check them when the graph runs instead of refusing to prove them.
+                    prefer_deferred_runtime_asserts_over_guards=True,
+                ),
+            ).program
+    finally:
+        if not had_forward:
+            vars(model).pop("forward", None)  # the exporter leaves its bound method behind
+    return program
+
+
+@contextlib.contextmanager
+def onnx_patches() -> Iterator[None]:
+    """Within it, tracing and ``torch.onnx.export`` give operators that ONNX Runtime computes as torch does."""
+    with apply_patches("dynamo"), apply_patches("onnx"), quiet():
+        yield
+
+
+def call_patched_functions(graph_module: fx.GraphModule) -> None:
+    """Retargets, in place, the ATen operators that the ONNX patches know only as Python functions."""
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.target in _PATCHED_FUNCTIONS:
+            node.target = _PATCHED_FUNCTIONS[node.target]
+
+
+def fix_for_onnx(program: ExportedProgram) -> None:
+    """Replaces, in place, the nodes that ONNX cannot express."""
+    apply_fx_node_fixes("onnx", program.graph_module)
+
+
+def onnx_translations() -> dict[Any, Any]:
+    """Translations of ATen operators that override those of ``torch.onnx``, for its ``custom_translation_table``."""
+    return dict(_onnx._ONNX_TRANSLATION_TABLE)
+
+
+def fix_onnx_model(onnx_program: torch.onnx.ONNXProgram) -> None:
+    """Replaces, in place, what ONNX Runtime is known to refuse or to compute wrongly."""
+    _onnx.apply_onnx_ir_fixes(onnx_program)
+
+
+@contextlib.contextmanager
+def no_cache(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, generative models return no key/value cache: one forward pass is exported, not a decoding loop."""
+    configs = [c for child in model.modules() if (c := getattr(child, "config", None)) is not None]
+    changed = []
+    for config in configs:
+        if getattr(config, "use_cache", False):
+            changed.append(config)
+            config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = True
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences the exporters' own chatter (version drift, deprecated calls of their own); errors still raise."""
+    names = ("transformers", "torch.onnx", "torch.export", "torch.fx", "onnxscript", "onnx_ir", "torch._export")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for category in (UserWarning, FutureWarning, DeprecationWarning):
+                warnings.simplefilter("ignore", category)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
