@@ -1,0 +1,81 @@
+"""The graph as an ``ExportedProgram`` again: the ``.pt2`` file, and the ground that the other formats start from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from optexport import transformers_exporters
+from optexport.errors import ExportError, first_line
+from optexport.signature import Signature
+
+
+def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModule:
+    """Returns the same graph with tensors in, in the signature's order, and a plain tuple of tensors out.
+
+    A file whose output is a class of transformers could not be loaded without transformers. An output that repeats
+    another, or hands an input through, becomes a tensor of its own, since formats with named outputs need one each.
+    """
+    graph = fx.Graph()
+    outputs = graph.graph_copy(graph_module.graph, {})
+    for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
+        placeholder.target = spec.name
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, fx.Node)]
+    seen: set[fx.Node] = set()
+    flat = []
+    for leaf in leaves:
+        if leaf in seen or leaf.op in ("placeholder", "get_attr"):
+            leaf = graph.call_function(torch.clone, (leaf,))
+        seen.add(leaf)
+        flat.append(leaf)
+    graph.output(tuple(flat))
+    return fx.GraphModule(graph_module, graph)
+
+
+def to_program(
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor]
+) -> ExportedProgram:
+    """Exports a flat graph, every declared dimension dynamic.
+
+    Raises:
+        ExportError: The transformed graph fixes a dimension, or holds what ``torch.export`` cannot take.
+    """
+    inputs = {spec.name: example[spec.name] for spec in signature.inputs}
+    try:
+        with torch.no_grad(), transformers_exporters.quiet():
+            return torch.export.export(
+                graph_module,
+                args=(),
+                kwargs=copy.deepcopy(inputs),
+                dynamic_shapes=signature.dynamic_shapes(),
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except Exception as error:  # torch.export raises many kinds; each means the same to the user
+        raise ExportError(
+            f"torch.export refused the transformed graph: {first_line(error)}",
+            place="export",
+            mend="Run again with --without RULE to find the transformation that it does not take.",
+        ) from error
+
+
+def save(program: ExportedProgram, path: Path) -> None:
+    """Writes a ``.pt2`` file; ``torch.export.load(path).module()(**inputs)`` returns a tuple of tensors.
+
+    Sample inputs are left out, and so is where each node came from: the one is not needed to run the file, the other
+    differs from run to run.
+    """
+    program = copy.copy(program)
+    program._example_inputs = None
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("from_node", None)
+                node.meta.pop("stack_trace", None)
+    with transformers_exporters.quiet():
+        torch.export.save(program, path)

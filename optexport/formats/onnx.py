@@ -1,0 +1,109 @@
+"""ONNX, through ``torch.onnx`` under the patches that transformers keeps for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir
+import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from torch import fx
+
+from optexport import transformers_exporters
+from optexport.errors import ExportError, OptexportError, first_line
+from optexport.formats.exported_program import to_program
+from optexport.signature import Signature
+
+# Weights beyond this many bytes go to a file of their own; a protobuf holds no more than 2 GB.
+EXTERNAL_DATA_ABOVE = 1 << 30
+
+
+def save(
+    graph_module: fx.GraphModule,
+    signature: Signature,
+    example: Mapping[str, torch.Tensor],
+    path: Path,
+    *,
+    opset: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    external_data_above: int = EXTERNAL_DATA_ABOVE,
+) -> None:
+    """Writes an ONNX file whose inputs, outputs and dynamic axes are named as in the signature.
+
+    Args:
+        graph_module: Flat: tensors in, a tuple of tensors out. Not changed.
+        metadata: Written to the model's ``metadata_props``, each value as JSON.
+        external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
+
+    Raises:
+        ExportError: The graph holds an operator that ONNX lacks, or the file does not pass ``onnx.checker``.
+    """
+    try:
+        with torch.no_grad(), transformers_exporters.onnx_patches():
+            model = _convert(graph_module, signature, example, opset)
+    except OptexportError:
+        raise
+    except Exception as error:  # torch.onnx wraps whatever went wrong in types of its own
+        raise ExportError(
+            f"torch.onnx could not convert the graph: {_cause(error)}",
+            place="export.formats: onnx",
+            mend='Try another export.opset, or leave "onnx" out of export.formats.',
+        ) from error
+    model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    onnx_ir.save(model, path, external_data=f"{path.name}.data" if size > external_data_above else None)
+    try:
+        onnx.checker.check_model(str(path), full_check=False)
+    except onnx.checker.ValidationError as error:
+        raise ExportError(
+            f"onnx.checker refuses the file: {first_line(error)}",
+            place=path.name,
+            mend="This is a defect of the exporter: please report it with the config.",
+        ) from error
+
+
+def _convert(
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], opset: int | None
+) -> onnx_ir.Model:
+    patched = copy.copy(graph_module)
+    patched.graph = copy.deepcopy(graph_module.graph)
+    transformers_exporters.call_patched_functions(patched)
+    patched.recompile()
+    program = to_program(patched, signature, example)
+    transformers_exporters.fix_for_onnx(program)
+    converted = torch.onnx.export(
+        program,
+        args=(),
+        kwargs={spec.name: example[spec.name] for spec in signature.inputs},
+        input_names=[spec.name for spec in signature.inputs],
+        output_names=[spec.name for spec in signature.outputs],
+        dynamic_shapes={
+            spec.name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+            for spec in signature.inputs
+        },
+        custom_translation_table=transformers_exporters.onnx_translations(),
+        opset_version=opset,
+        verbose=False,
+    )
+    assert converted is not None
+    transformers_exporters.fix_onnx_model(converted)
+    _name(converted.model.graph.outputs, [spec.name for spec in signature.outputs])
+    # Metadata of the nodes holds the paths of the machine that built the file.
+    return ClearMetadataAndDocStringPass()(converted.model).model
+
+
+def _name(values: Sequence[onnx_ir.Value], names: Sequence[str]) -> None:
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+
+
+def _cause(error: BaseException) -> str:
+    """The message at the root of a chain of exceptions: that of the operator, not of the exporter around it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)

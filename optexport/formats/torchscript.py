@@ -1,0 +1,86 @@
+"""TorchScript, by scripting the ATen graph: every size stays dynamic, as tracing would not leave it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from optexport import transformers_exporters
+from optexport.errors import ExportError, first_line
+from optexport.signature import Signature
+
+aten = torch.ops.aten
+
+# What an exported graph asserts about its inputs; TorchScript has no schema for them, and computes the same without.
+_ASSERTIONS = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+
+
+def save(program: ExportedProgram, signature: Signature, example: Mapping[str, torch.Tensor], path: Path) -> str | None:
+    """Writes a TorchScript file that takes the inputs by name and returns a tuple of tensors.
+
+    Args:
+        program: Flat: tensors in, a tuple of tensors out.
+        example: Inputs to trace with, where the graph cannot be scripted.
+
+    Returns:
+        None, or, where only a trace could be had, the reason; such a file works at the example's shapes only.
+
+    Raises:
+        ExportError: It can be neither scripted nor traced.
+    """
+    graph_module = program.module(check_guards=False)
+    assert isinstance(graph_module, fx.GraphModule)
+    with transformers_exporters.quiet():  # TorchScript is deprecated, and asked for
+        try:
+            module: torch.jit.ScriptModule = torch.jit.script(_scriptable(graph_module, signature))
+            reason = None
+        except Exception as error:  # the TorchScript compiler raises many kinds
+            reason = first_line(error)
+            module = _trace(graph_module, signature, example, reason)
+        torch.jit.save(module, str(path))
+    return reason
+
+
+def _scriptable(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModule:
+    """The graph as TorchScript reads it: operators without overload names, a plain signature, no assertions."""
+    graph = fx.Graph()
+    output = graph.graph_copy(graph_module.graph, {})
+    graph.output(tuple(torch.utils._pytree.tree_leaves(output)))
+    for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
+        placeholder.target = spec.name
+    for node in list(graph.nodes):
+        if node.target in _ASSERTIONS or (node.op == "call_module" and node.target == "_guards_fn"):
+            graph.erase_node(node)
+        elif node.target is aten.sym_size.int:
+            node.target = aten.size
+        elif isinstance(node.target, torch._ops.OpOverload):
+            node.target = node.target.overloadpacket
+    graph.eliminate_dead_code()
+    return fx.GraphModule(graph_module, graph)
+
+
+def _trace(
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], reason: str
+) -> torch.jit.ScriptModule:
+    inputs = {spec.name: example[spec.name] for spec in signature.inputs}
+    try:
+        with torch.no_grad():
+            module = torch.jit.trace(graph_module, example_kwarg_inputs=copy.deepcopy(inputs), check_trace=False)
+    except Exception as error:
+        raise ExportError(
+            f"the graph can be neither scripted ({reason}) nor traced ({first_line(error)})",
+            place="export.formats: torchscript",
+            mend='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
+        ) from error
+    assert isinstance(module, torch.jit.ScriptModule)
+    return module
