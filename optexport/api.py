@@ -1,0 +1,80 @@
+"""Exporting a model that is in memory, for those who have no config file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from optexport import bundle, cases, pipeline
+from optexport.config import FORMATS, Config
+from optexport.errors import TraceError
+from optexport.pipeline import Job, Result
+from optexport.sources import Loaded
+from optexport.stages import Stages
+from optexport.trace import Dynamic
+from optexport.transform import NamedRule
+from optexport.transformations import Transformation
+
+
+def export(
+    model: nn.Module | ExportedProgram,
+    inputs: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]],
+    output: str | Path,
+    *,
+    transformations: Transformation | Iterable[Transformation] | None = None,
+    formats: Sequence[str] = FORMATS,
+    dynamic: Dynamic | None = None,
+    multiple: float = 4.0,
+    atol: float | None = None,
+    rtol: float | None = None,
+    opset: int | None = None,
+    stages: Stages | None = None,
+) -> Result:
+    """Traces, transforms, proves and exports a model, as ``optexport run`` does, but without tracking.
+
+    Args:
+        model: In eval mode; it is not changed.
+        inputs: Tensors by input name. Of several batches the first is traced, and all are checked on.
+        output: The bundle's folder; a bundle that is there already is replaced.
+        transformations: One or several, in the order in which they are applied; the preset by default.
+        formats: Any of "torchscript", "onnx" and "pt2".
+        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``; by default every axis
+            that the model leaves dynamic.
+        multiple: How many times farther from float64 than the original a result may be.
+        atol: With rtol, a fixed tolerance against the original instead.
+        opset: The ONNX opset; the exporter's own choice by default.
+        stages: Is told of every stage.
+
+    Raises:
+        ConfigError: An argument cannot be meant.
+        TraceError: The model is in train mode, cannot be traced, or fixes an axis that is declared dynamic.
+        ParityError: What was made does not compute the same; nothing appears under ``output``.
+        ExportError: A file cannot be written in its format.
+    """
+    batches = (dict(inputs),) if isinstance(inputs, Mapping) else tuple(dict(batch) for batch in inputs)
+    output = Path(output).resolve()
+    bundle.check_output(output)
+    if isinstance(model, ExportedProgram):
+        loaded = Loaded(model.module(check_guards=False), model)
+    elif model.training:
+        raise TraceError(
+            "it is in train mode, where it may draw random numbers",
+            place=type(model).__name__,
+            mend="Call model.eval() first.",
+        )
+    else:
+        loaded = Loaded(model)
+    config = Config.model_validate(
+        {
+            "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
+            "parity": {"multiple": multiple, "atol": atol, "rtol": rtol},
+            "export": {"formats": list(formats), "output": output.name, "opset": opset},
+        }
+    )
+    rules = pipeline.preset() if transformations is None else NamedRule.of(transformations)
+    example = cases.traceable(batches[0], dynamic or {})
+    return pipeline.produce(Job(config, loaded, example, batches, dynamic, rules, output), stages or Stages())

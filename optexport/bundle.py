@@ -1,0 +1,186 @@
+"""The bundle: a directory that appears under its name only when it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from optexport import sealed_json
+from optexport.cases import Case
+from optexport.errors import BundleError, ConfigError
+from optexport.manifest import FileRecord, Manifest
+from optexport.parity import Outputs, Reference
+
+MANIFEST = "manifest.json"
+MEASUREMENTS = "measurements.json"
+REFERENCE = "reference.safetensors"
+
+# Reference tensors beyond this many bytes are left out, largest cases first; the traced case always stays.
+_REFERENCE_BYTES = 16 << 20
+
+
+def check_output(output: Path) -> None:
+    """Checks that a bundle may be written to a place, before any work is done for it.
+
+    Raises:
+        ConfigError: Something else is there, or nothing can be written there.
+    """
+    if output.exists() and not (output / MANIFEST).is_file() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(
+            "it exists and is no bundle, so it is not replaced",
+            place=f"export.output: {output}",
+            mend="Choose another place, or remove it.",
+        )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"nothing can be written there: {error}", place=f"export.output: {output}") from error
+
+
+@contextmanager
+def drafting(output: Path) -> Iterator[Path]:
+    """Gives a folder to write a bundle in; it takes its final name when the block ends well, and goes when it fails.
+
+    A bundle of an earlier run stays under the name until then.
+    """
+    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+    try:
+        yield draft
+        draft.chmod(0o777 & ~_umask())
+        if output.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+            output.rename(replaced / output.name)
+            draft.rename(output)
+            shutil.rmtree(replaced)
+        else:
+            draft.rename(output)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def file_records(folder: Path) -> list[FileRecord]:
+    """Path, size and digest of every file that a manifest vouches for."""
+    return [
+        FileRecord(path=path.relative_to(folder).as_posix(), size=path.stat().st_size, sha256=_sha256(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).as_posix() not in (MANIFEST, MEASUREMENTS)
+    ]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest; the last file of a bundle but for the measurements."""
+    sealed_json.write(folder / MANIFEST, manifest.model_dump(mode="json", exclude={"digest"}))
+
+
+def write_measurements(folder: Path, measurements: Mapping[str, Any]) -> None:
+    """Writes what may differ between two equal runs."""
+    sealed_json.write(folder / MEASUREMENTS, measurements)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks the manifest, and that the bundle holds its files and no others, unchanged.
+
+    Raises:
+        ConfigError: The folder is no bundle.
+        BundleError: A file is missing, added or changed.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder))
+    document = sealed_json.read(folder / MANIFEST)
+    if (version := document.get("manifest_version")) != 1:
+        raise BundleError(
+            f"its version is {version}, and this program reads 1", place=MANIFEST, mend="Upgrade optexport."
+        )
+    try:
+        manifest = Manifest.model_validate(document)
+    except ValueError as error:
+        raise BundleError(f"it does not follow the schema: {error}", place=MANIFEST) from error
+    sealed_json.read(folder / MEASUREMENTS)
+    expected = {record.path: record for record in manifest.files}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            raise BundleError("it is a symbolic link, which no bundle holds", place=name)
+        if path.is_file() and name not in expected and name not in (MANIFEST, MEASUREMENTS):
+            raise BundleError("the manifest does not know this file", place=name, mend="Remove it.")
+    for name, record in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise BundleError("it is missing", place=name)
+        if path.stat().st_size != record.size or _sha256(path) != record.sha256:
+            raise BundleError("it was changed since the bundle was written", place=name)
+    return manifest
+
+
+def write_reference(path: Path, reference: Reference) -> list[str]:
+    """Stores inputs and the original's outputs: of the traced case, and of as many others as fit, smallest first.
+
+    Returns:
+        The names of the stored cases.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    names: list[str] = []
+    size = 0
+    traced, *others = zip(reference.cases, reference.outputs, reference.exact, strict=True)
+    for case, outputs, exact in [traced, *sorted(others, key=lambda row: _bytes(row[1]))]:
+        size += 3 * _bytes(outputs)
+        if names and size > _REFERENCE_BYTES:
+            break
+        for part, values in (("inputs", case.batch), ("outputs", outputs), ("float64", exact)):
+            for name, tensor in values.items():
+                tensors[f"{len(names)}.{part}.{name}"] = tensor.detach().contiguous().clone()
+        names.append(case.name)
+    save_file(tensors, path)
+    return names
+
+
+def _bytes(outputs: Outputs) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in outputs.values())
+
+
+def read_reference(path: Path, case_names: Sequence[str]) -> Reference:
+    """Reads what `write_reference` stored.
+
+    Raises:
+        BundleError: It is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError) as error:
+        raise BundleError(f"it cannot be read: {error}", place=path.name) from error
+
+    def part(index: int, kind: str) -> dict[str, torch.Tensor]:
+        prefix = f"{index}.{kind}."
+        return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+    indices = range(len(case_names))
+    return Reference(
+        cases=tuple(Case(name, part(index, "inputs")) for index, name in enumerate(case_names)),
+        outputs=tuple(part(index, "outputs") for index in indices),
+        exact=tuple(part(index, "float64") for index in indices),
+    )

@@ -1,0 +1,143 @@
+"""The batches that a model is checked on: the traced one, real data, and sizes that were never traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from optexport.signature import Dim, Signature
+
+Batch = dict[str, torch.Tensor]
+
+# Check inputs hold at most this many numbers, or this many times those of the example where that is more.
+_BUDGET = 8192
+_BUDGET_TIMES = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch to check on."""
+
+    name: str
+    batch: Batch
+
+
+def cases(example: Batch, real: Sequence[Batch], signature: Signature) -> list[Case]:
+    """The batches to check on: the traced one, the user's data, and at least three sizes that were never traced.
+
+    Fewer only where the declared ranges hold fewer sizes.
+    """
+    found = [Case("traced", example)]
+    found += [Case("data" if len(real) == 1 else f"data {i}", batch) for i, batch in enumerate(real)]
+    traced = signature.sizes(example)
+    budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
+    seen = [signature.sizes(case.batch) for case in found]
+    for sizes in _untraced_sizes(signature, traced):
+        batch = resize(example, signature, sizes)
+        while sum(tensor.numel() for tensor in batch.values()) > budget:
+            largest = max(sizes, key=lambda name: sizes[name] / traced[name])
+            if sizes[largest] <= max(signature.dims[largest].min, 1):
+                break
+            sizes = {**sizes, largest: max(sizes[largest] // 2, signature.dims[largest].min)}
+            batch = resize(example, signature, sizes)
+        if sizes not in seen:
+            seen.append(sizes)
+            found.append(Case(", ".join(f"{dim} {size}" for dim, size in sizes.items()), _with_padding(batch)))
+    return found
+
+
+def _untraced_sizes(signature: Signature, traced: Mapping[str, int]) -> list[dict[str, int]]:
+    names = list(traced)
+    if not names:
+        return []
+
+    def clamped(name: str, size: int) -> int:
+        dim = signature.dims[name]
+        return max(dim.min, size if dim.max is None else min(size, dim.max))
+
+    smallest = {name: clamped(name, 1) for name in names}
+    prime = {name: clamped(name, _prime_after(traced[name] + i)) for i, name in enumerate(names)}
+    longer = {name: clamped(name, 4 * traced[name]) for name in names}
+    largest = {name: clamped(name, signature.dims[name].max or 4 * traced[name]) for name in names}
+    head, *tail = names
+    found = [
+        smallest,
+        prime,
+        {**longer, head: smallest[head]},
+        {**largest, head: smallest[head]},
+        {**prime, head: longer[head]},
+        {**smallest, head: prime[head]},
+        {**smallest, **{name: prime[name] for name in tail}},
+    ]
+    return found
+
+
+def _prime_after(number: int) -> int:
+    candidate = number + 1
+    while candidate < 2 or any(candidate % divisor == 0 for divisor in range(2, int(candidate**0.5) + 1)):
+        candidate += 1
+    return candidate
+
+
+def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mapping[str, int]) -> Batch:
+    """Cuts or repeats the dynamic axes of a batch to other sizes; every value stays one that the input had.
+
+    Repeated rows are rolled along their other dynamic axes, or scaled where they have none and are not binary, so
+    that no two rows are alike.
+    """
+    axes: dict[str, dict[int, int]] = {name: {} for name in batch}
+    for name, axis, dim in signature.axes():
+        axes[name][axis] = sizes[dim.name]
+    return {name: resize_tensor(tensor, axes[name]) for name, tensor in batch.items()}
+
+
+def resize_tensor(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """Resizes some axes of one tensor; see `resize`."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    for axis, size in sizes.items():
+        tensor = tensor.index_select(axis, torch.arange(size) % tensor.shape[axis])
+    if 0 not in sizes or sizes[0] <= rows:
+        return tensor
+    others = [axis for axis in sizes if axis != 0]
+    repeated = tensor.clone()
+    for row in range(rows, sizes[0]):
+        turn = row // rows
+        if others:
+            repeated[row] = tensor[row].roll([3 * turn] * len(others), [axis - 1 for axis in others])
+        elif tensor.is_floating_point() and not ((tensor == 0) | (tensor == 1)).all():
+            repeated[row] = tensor[row] * (1 - 0.05 * (turn % 16))
+    return repeated
+
+
+def _with_padding(batch: Batch) -> Batch:
+    """Pads some rows of a batch that has an attention mask of ones: at the right, at the left, and one whole row."""
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = batch.get(name)
+        if mask is None or mask.dim() != 2 or mask.shape[0] < 2 or mask.shape[1] < 3:
+            continue
+        mask = mask.clone()
+        mask[1::3, (mask.shape[1] + 1) // 2 :] = 0
+        mask[2::3, : mask.shape[1] // 3] = 0
+        if mask.shape[0] > 4:
+            mask[4] = 0
+        batch = {**batch, name: mask}
+    return batch
+
+
+def traceable(batch: Batch, dynamic: Mapping[str, Mapping[int, str | Dim]]) -> Batch:
+    """A batch with every dynamic axis at least 2 long, as tracing needs it, and inside its declared range."""
+    sizes: dict[str, int] = {}
+    for name, axes in dynamic.items():
+        for axis, given in axes.items():
+            dim = given if isinstance(given, Dim) else Dim(given)
+            size = max(batch[name].shape[axis], dim.min, 2)
+            sizes.setdefault(dim.name, size if dim.max is None else min(size, dim.max))
+    return {
+        name: resize_tensor(
+            tensor,
+            {axis: sizes[d.name if isinstance(d, Dim) else d] for axis, d in dynamic.get(name, {}).items()},
+        )
+        for name, tensor in batch.items()
+    }

@@ -1,0 +1,212 @@
+"""The command line. Nothing heavy is imported before a command needs it, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optexport import __version__
+from optexport.errors import OptexportError, ParityError
+
+if TYPE_CHECKING:
+    from optexport.stages import Stages
+
+_EPILOG = """\b
+Exit codes:
+  0    done; for run: exported and proven
+  2    the config, or the call, is wrong
+  3    the model could not be loaded or traced
+  4    the proof failed: results differ, or a bundle was changed
+  5    a transformation or an export failed
+  6    a gate failed
+  7    tracking failed; the bundle is whole on disk
+  130  interrupted"""
+
+
+class _Group(click.Group):
+    """Turns errors into one message and their exit code; a traceback only with ``--debug``."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OptexportError as error:
+            _fail(ctx, str(error), error.exit_code)
+        except KeyboardInterrupt:
+            _fail(ctx, "interrupted", 130)
+        except click.exceptions.ClickException:
+            raise
+        except (click.exceptions.Exit, click.exceptions.Abort):
+            raise
+        except Exception as error:  # a defect of ours, or of a library: still one message
+            _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
+
+
+def _fail(ctx: click.Context, message: str, code: int) -> None:
+    if ctx.params.get("debug"):
+        traceback.print_exc()
+    click.echo(f"Error: {message}", err=True)
+    ctx.exit(code)
+
+
+@click.group(cls=_Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.version_option(__version__, prog_name="optexport")
+def cli(debug: bool) -> None:
+    """Turns a PyTorch or transformers model into an optimised, portable one, with proof that it is the same."""
+
+
+_CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+@cli.command()
+@_CONFIG
+@click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be given more than once.")
+@click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
+@click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
+@_JSON
+def run(config: Path, without: tuple[str, ...], baseline: bool, dump: Path | None, as_json: bool) -> None:
+    """Transform, prove and export the model that CONFIG names."""
+    from optexport.config import load_config
+
+    load_config(config)  # a mistake in the file is told before torch is imported
+    with _progress(quiet=as_json) as stages:
+        from optexport import pipeline, summary
+
+        result = pipeline.run(config, without=without, baseline=baseline, dump=dump, stages=stages)
+    if as_json:
+        click.echo(json.dumps(summary.as_json(result), indent=2))
+    else:
+        summary.show(result, _console())
+    if result.tracking_failure is not None:
+        raise result.tracking_failure
+
+
+@cli.command()
+@_CONFIG
+def check(config: Path) -> None:
+    """Check the whole of CONFIG, without loading anything."""
+    from optexport.config import load_config
+
+    rules = [rule.use for rule in load_config(config).rules()]
+    click.echo(f"{config}: good. Rules: {', '.join(rules) or 'none'}.")
+
+
+@cli.command()
+@click.argument("source", required=False, default=".")
+@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), default=Path("optexport.toml"))
+@click.option("--force", is_flag=True, help="Replace the file if it is there.")
+def init(source: str, output: Path, force: bool) -> None:
+    """Write a commented starter config for the model at SOURCE: a folder, a package:NAME/PATH or a hub id."""
+    from optexport.starter import starter_config
+
+    if output.exists() and not force:
+        raise click.UsageError(f"{output} is there already. Give another --output, or --force.")
+    output.write_text(starter_config(source, output.parent), encoding="utf-8")
+    click.echo(f"Wrote {output}. Read it, then: optexport run {output}")
+
+
+@cli.command()
+@_JSON
+def transformations(as_json: bool) -> None:
+    """List the built-in rules."""
+    from optexport.registry import RULES
+
+    if as_json:
+        rows = {
+            name: {
+                "summary": info.summary,
+                "reversible": info.reversible,
+                "preserves_computation": info.preserves_computation,
+                "in_preset": info.in_preset,
+                "options": {key: {"default": o.default, "summary": o.summary} for key, o in info.options.items()},
+            }
+            for name, info in RULES.items()
+        }
+        click.echo(json.dumps(rows, indent=2))
+        return
+    width = max(map(len, RULES))
+    for name, info in RULES.items():
+        traits = [
+            "reversible" if info.reversible else "not reversible",
+            "preserving" if info.preserves_computation else "not preserving",
+            *(["preset"] if info.in_preset else []),
+            *(f"{key} = {json.dumps(option.default)}" for key, option in info.options.items()),
+        ]
+        click.echo(f"{name:{width}}  {info.summary} ({', '.join(traits)})")
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
+@_JSON
+def verify(bundle: Path, as_json: bool) -> None:
+    """Check that BUNDLE is unchanged, and that its files still give its stored outputs."""
+    from optexport.verification import verify as verify_bundle
+
+    places = verify_bundle(bundle)
+    failures = [f"{p.place}: {o.output}, {o.failure}" for p in places for o in p.outputs if o.failure is not None]
+    if as_json:
+        rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs, "limit": o.limit, "passed": o.passed}
+                for p in places for o in p.outputs]  # fmt: skip
+        click.echo(json.dumps({"passed": not failures, "places": rows}, indent=2))
+    if failures:
+        raise ParityError("the files no longer give the stored outputs\n  " + "\n  ".join(failures), place=str(bundle))
+    if not as_json:
+        click.echo(f"{bundle}: unchanged, and {', '.join(p.place for p in places)} give the stored outputs.")
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # Outside a terminal a table must not be cut to 80 columns.
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Stages]:
+    """Shows the stages on standard error: a spinner on a terminal, plain lines elsewhere."""
+    from optexport.stages import Stages
+
+    def plain(name: str, seconds: float | None) -> None:
+        if seconds is not None:
+            click.echo(f"{name}: {seconds:.1f} s", err=True)
+
+    if quiet:
+        yield Stages()
+    elif not sys.stderr.isatty():
+        yield Stages(plain)
+    else:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        with console.status("starting") as status:
+
+            def live(name: str, seconds: float | None) -> None:
+                if seconds is None:
+                    status.update(name)
+                else:
+                    console.print(f"  {name:20} {seconds:6.1f} s", highlight=False)
+
+            yield Stages(live)
+
+
+def main() -> None:
+    """The console script."""
+    _quieten()
+    cli()
+
+
+def _quieten() -> None:
+    """Keeps the libraries' own chatter out of the way of ours; a user's own setting stays."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")

@@ -1,0 +1,236 @@
+"""The inputs that a model is traced with, and the user's data that it is checked on."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from optexport import registry
+from optexport.cases import Batch, traceable
+from optexport.config import InputsConfig, TensorConfig
+from optexport.dummy_inputs import dummy_inputs
+from optexport.errors import ConfigError, first_line
+from optexport.signature import Dim, conventional_axes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What to trace and check a model with.
+
+    Attributes:
+        example: The batch to trace with; each dynamic axis at least 2 long, as tracing needs it.
+        real: The user's data, as given; empty where there is none.
+        dynamic: The dynamic dimension of each axis, by input; None to find out.
+    """
+
+    example: Batch
+    real: tuple[Batch, ...]
+    dynamic: dict[str, dict[int, Dim]] | None
+
+
+def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: str | None, seed: int) -> Inputs:
+    """Makes the inputs that the config asks for.
+
+    Args:
+        folder: The config's folder, which paths are relative to.
+        pretrained: Where to find the model's tokenizer or processor.
+        seed: For inputs made of random numbers.
+
+    Raises:
+        ConfigError: The data cannot be read, do not fit the model, or a dimension is declared that no input has.
+    """
+    real: tuple[Batch, ...] = ()
+    if config.texts is not None:
+        real = (_from_texts(config.texts, model, pretrained, config.max_length),)
+    elif config.images is not None:
+        real = (_from_images([folder / image for image in config.images], pretrained),)
+    elif config.data is not None:
+        real = (_from_file(folder / config.data, model, pretrained, config.max_length),)
+    if real:
+        example = real[0]
+    elif config.tensors is not None:
+        example = _from_specs(config.tensors, config.dynamic or {}, seed)
+    elif hasattr(model, "main_input_name"):
+        example = dummy_inputs(model)
+    else:
+        raise ConfigError(
+            "nothing says what the model's inputs are",
+            place="inputs",
+            mend='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
+        )
+    _check_names(example, model)
+    axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
+    if config.dynamic is None:
+        # A batch of one would be taken for a model that takes no other.
+        single = {n: {0: Dim("batch")} for n, t in example.items() if axes[n][:1] == ("batch",) and t.shape[0] == 1}
+        return Inputs(traceable(example, single), real, None)
+    dims = {name: Dim(name, low, high) for name, (low, high) in config.dynamic.items()}
+    known = {axis for names in axes.values() for axis in names}
+    for name in dims:
+        if name not in known:
+            raise ConfigError(
+                "no input has such a dimension",
+                place=f"inputs.dynamic.{name}",
+                mend=f"{registry.did_you_mean(name, sorted(known))} Name the axes of an input with [inputs.axes].",
+            )
+    free = {name for name, (low, high) in config.dynamic.items() if low < high}
+    dynamic = {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in free} for name, names in axes.items()}
+    return Inputs(traceable(example, dynamic), real, dynamic)
+
+
+def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[str, ...]:
+    if config.tensors is not None and name in config.tensors:
+        shape = config.tensors[name].shape
+        return tuple(size if isinstance(size, str) else f"{name}_{axis}" for axis, size in enumerate(shape))
+    names = config.axes.get(name)
+    if names is None:
+        return conventional_axes(name, tensor.dim())
+    if len(names) != tensor.dim():
+        raise ConfigError(f"{len(names)} names are given for its {tensor.dim()} axes", place=f"inputs.axes.{name}")
+    return tuple(names)
+
+
+def _check_names(example: Batch, model: nn.Module) -> None:
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and not hasattr(model, "main_input_name"):
+        return
+    for name in example:
+        if name not in parameters:
+            known = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+            raise ConfigError(
+                f"{type(model).__name__} takes no such input",
+                place=f"inputs: {name}",
+                mend=registry.did_you_mean(name, known),
+            )
+
+
+def _from_texts(texts: Sequence[str], model: nn.Module, pretrained: str | None, max_length: int | None) -> Batch:
+    import transformers
+
+    if pretrained is None:
+        raise ConfigError("this model has no tokenizer", place="inputs.texts", mend="Give its inputs as data instead.")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
+    except Exception as error:  # transformers raises many kinds where it finds no tokenizer
+        raise ConfigError(
+            f"its tokenizer cannot be loaded: {first_line(error)}",
+            place="inputs.texts",
+            mend="Give token ids as data instead.",
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    config: Any = model.config
+    limit = max_length or getattr(config.get_text_config(), "max_position_embeddings", None)
+    encoded = tokenizer(list(texts), padding=True, truncation=limit is not None, max_length=limit, return_tensors="pt")
+    ids = encoded["input_ids"]
+    words = ~torch.isin(ids, torch.tensor([i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id]))
+    if not words.any() or (tokenizer.unk_token_id is not None and (ids[words] == tokenizer.unk_token_id).all()):
+        raise ConfigError(
+            "the tokenizer turns the texts into nothing but unknown tokens",
+            place="inputs.texts",
+            mend="It does not know this kind of text, or is not the model's own: give token ids as data instead.",
+        )
+    accepted = inspect.signature(model.forward).parameters
+    batch = {name: value for name, value in encoded.items() if name in accepted}
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+        start = config.decoder_start_token_id or 0
+        batch["decoder_input_ids"] = torch.cat(
+            [torch.full_like(ids[:, :1], start), ids[:, : max(ids.shape[1] // 2, 1)]], 1
+        )
+    return batch
+
+
+def _from_images(paths: Sequence[Path], pretrained: str | None) -> Batch:
+    import transformers
+
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError("reading images needs Pillow", place="inputs.images", mend="pip install pillow") from error
+    if pretrained is None:
+        raise ConfigError("this model has no image processor", place="inputs.images", mend="Give data or tensors.")
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(pretrained, backend="pil")
+        images = [Image.open(path).convert("RGB") for path in paths]
+        return dict(processor(images=images, return_tensors="pt"))
+    except Exception as error:  # transformers and Pillow raise many kinds
+        raise ConfigError(f"the images cannot be processed: {first_line(error)}", place="inputs.images") from error
+
+
+def _from_file(path: Path, model: nn.Module, pretrained: str | None, max_length: int | None) -> Batch:
+    place = f"inputs.data: {path.name}"
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        if path.suffix == ".jsonl":
+            records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            if records and all(isinstance(record, dict) and set(record) == {"text"} for record in records):
+                return _from_texts([record["text"] for record in records], model, pretrained, max_length)
+            return _from_records(records, model, place)
+    except ConfigError:
+        raise
+    except Exception as error:  # each format has errors of its own
+        raise ConfigError(f"it cannot be read: {first_line(error)}", place=place) from error
+    raise ConfigError(
+        f"files of the kind {path.suffix or path.name} are not known",
+        place=place,
+        mend="Give .safetensors, .npz, or .jsonl.",
+    )
+
+
+def _from_records(records: Sequence[Any], model: nn.Module, place: str) -> Batch:
+    """One row per record; shorter ones are padded, and an attention mask says where."""
+    if not records or not all(isinstance(record, dict) and set(record) == set(records[0]) for record in records):
+        raise ConfigError(
+            "its lines must be objects with the same keys",
+            place=place,
+            mend='Write {"text": ...} or {"input_ids": [...]}.',
+        )
+    padding = {"input_ids": int(getattr(getattr(model, "config", None), "pad_token_id", None) or 0)}
+    batch: Batch = {}
+    for name in records[0]:
+        rows = [torch.tensor(record[name]) for record in records]
+        if len({row.shape for row in rows}) > 1 and all(row.dim() == 1 for row in rows):
+            batch[name] = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding.get(name, 0))
+        else:
+            batch[name] = torch.stack(rows)
+    if "input_ids" in batch and "attention_mask" not in batch:
+        lengths = torch.tensor([len(record["input_ids"]) for record in records])
+        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
+    return batch
+
+
+def _from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[int]], seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    free = {size for spec in specs.values() for size in spec.shape if isinstance(size, str)}
+    sizes = {name: 2 + i for i, name in enumerate(sorted(free))}
+    sizes |= {name: min(max(low, 2 + i), high) for i, (name, (low, high)) in enumerate(dynamic.items())}
+    batch: Batch = {}
+    for name, spec in specs.items():
+        shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
+        dtype = getattr(torch, spec.dtype)
+        low = 0.0 if spec.low is None else spec.low
+        if not dtype.is_floating_point:
+            end = int(2 if spec.high is None else spec.high)
+            if int(low) >= end:
+                raise ConfigError(f"high must be above low, which is {int(low)}", place=f"inputs.tensors.{name}.high")
+            batch[name] = torch.randint(int(low), end, shape, generator=generator).to(dtype)
+        elif spec.low is None and spec.high is None:
+            batch[name] = torch.randn(shape, generator=generator).to(dtype)
+        else:
+            high = 1.0 if spec.high is None else spec.high
+            batch[name] = (low + (high - low) * torch.rand(shape, generator=generator)).to(dtype)
+    return batch

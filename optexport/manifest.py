@@ -1,0 +1,150 @@
+"""What a bundle says of itself: a versioned document with a published JSON schema.
+
+Only relative paths stand in it, and nothing that differs between two equal runs; times and hosts are in
+``measurements.json``. Neither this module nor what it imports needs torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+VERSION: Literal[1] = 1
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelRecord(_Record):
+    """Where the model came from. ``weights_sha256`` is over names, dtypes, shapes and bytes of its state_dict."""
+
+    source: str
+    revision: str | None
+    class_name: str
+    weights_sha256: str
+
+
+class DimRecord(_Record):
+    """The sizes that a dynamic dimension may take; no upper end where ``max`` is null."""
+
+    min: int
+    max: int | None
+
+
+class TensorRecord(_Record):
+    """An input or output. A shape holds sizes, and expressions of dynamic dimensions."""
+
+    name: str
+    dtype: str
+    shape: list[int | str]
+
+
+class ChangeRecord(_Record):
+    """The nodes that stand in the graph now, what they call, and the nodes that they replaced."""
+
+    nodes: list[str]
+    target: str
+    replaced: list[str]
+
+
+class NearMissRecord(_Record):
+    """A node that a rule nearly matched, and why it was left alone."""
+
+    node: str
+    reason: str
+
+
+class TransformationRecord(_Record):
+    """One applied transformation."""
+
+    rule: str
+    options: dict[str, Any]
+    signature: str
+    preserves_computation: bool
+    reversible: bool
+    nodes_before: int
+    nodes_after: int
+    changes: list[ChangeRecord]
+    near_misses: list[NearMissRecord]
+
+
+class OutputRecord(_Record):
+    """How near one output is, at one place; distances are from float64 unless atol or rtol was set.
+
+    ``multiple`` is the distance as a multiple of the floor, null where the floor is zero; ``tolerance`` the absolute
+    tolerance against the original itself that would just have passed.
+    """
+
+    output: str
+    max_abs: float
+    max_rel: float
+    cosine: float
+    multiple: float | None
+    argmax_agreement: float
+    tolerance: float
+    worst_case: str
+
+
+class PlaceRecord(_Record):
+    """Parity at one place: the original, the transformed graph, or a file in its runtime."""
+
+    place: str
+    outputs: list[OutputRecord]
+
+
+class BoundRecord(_Record):
+    """The noise floor of an output, and how far from the reference it may be."""
+
+    floor: float
+    limit: float
+    atol: float | None
+    rtol: float | None
+
+
+class ParityRecord(_Record):
+    """The proof. ``fallback`` says why float64 could not be had, where it could not."""
+
+    cases: list[str]
+    bounds: dict[str, BoundRecord]
+    fallback: str | None
+    places: list[PlaceRecord]
+
+
+class ArtifactRecord(_Record):
+    """One exported model. ``fixed_shape`` says why it works at the traced shape only, where it does."""
+
+    format: Literal["torchscript", "onnx", "pt2"]
+    path: str
+    fixed_shape: str | None
+
+
+class FileRecord(_Record):
+    """One file of the bundle."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class Manifest(_Record):
+    """The whole document; ``digest`` is the SHA-256 of the document without it."""
+
+    manifest_version: Literal[1] = VERSION
+    optexport_version: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    model: ModelRecord
+    inputs: list[TensorRecord]
+    outputs: list[TensorRecord]
+    dims: dict[str, DimRecord]
+    fixed_axes: list[str]
+    nodes_before: int
+    nodes_after: int
+    transformations: list[TransformationRecord]
+    parity: ParityRecord
+    reference_cases: list[str]
+    artifacts: list[ArtifactRecord]
+    files: list[FileRecord]
+    digest: str | None = None

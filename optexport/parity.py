@@ -1,0 +1,284 @@
+"""The proof: does a candidate compute what the original computes, as far as the original's own precision tells?
+
+No fixed tolerance fits all models, so it is measured. The original is run in float64 and in its own precision, and
+the distance between the two is the noise floor of this model on these inputs. A candidate passes when its own
+distance from float64 stays within a multiple of the floor.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from optexport.cases import Batch, Case
+from optexport.errors import first_line
+from optexport.runtimes import Run
+
+Outputs = dict[str, torch.Tensor]
+
+# The floor of an output that is not rounded at all (a gather) is zero; this many units in the last place of its
+# largest value stand in for it.
+LEAST_FLOOR_ULPS = 2
+FALLBACK_ULPS = 64
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far an output may be from what it is compared with.
+
+    Attributes:
+        floor: The original's own distance from float64, the largest over all elements and cases.
+        limit: The distance from float64 up to which a candidate passes.
+        atol: With rtol, a fixed limit instead: ``|candidate - original| <= atol + rtol * |original|``.
+    """
+
+    floor: float
+    limit: float
+    atol: float | None = None
+    rtol: float | None = None
+
+    @property
+    def fixed(self) -> bool:
+        return self.atol is not None or self.rtol is not None
+
+    def allowed(self, magnitude: torch.Tensor) -> torch.Tensor:
+        """The allowed distance of each element, given the reference's magnitudes."""
+        if self.fixed:
+            return (self.atol or 0.0) + (self.rtol or 0.0) * magnitude
+        return torch.full_like(magnitude, self.limit)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the original computes.
+
+    Attributes:
+        outputs: In its own precision, per case.
+        exact: In float64, per case; where the model does not run in float64, the same as `outputs`.
+        fallback: Why float64 could not be had; None where it could.
+    """
+
+    cases: tuple[Case, ...]
+    outputs: tuple[Outputs, ...]
+    exact: tuple[Outputs, ...]
+    fallback: str | None = None
+
+    def at_traced_shape(self) -> Reference:
+        """Only the cases shaped as the first, the traced one: all that a file of fixed shape can be asked for."""
+
+        def shapes(case: Case) -> dict[str, torch.Size]:
+            return {name: tensor.shape for name, tensor in case.batch.items()}
+
+        kept = [i for i, case in enumerate(self.cases) if shapes(case) == shapes(self.cases[0])]
+        return Reference(
+            tuple(self.cases[i] for i in kept),
+            tuple(self.outputs[i] for i in kept),
+            tuple(self.exact[i] for i in kept),
+            self.fallback,
+        )
+
+
+@dataclass(frozen=True)
+class OutputParity:
+    """How one output of a candidate compares, over all cases. Distances are the largest over all elements.
+
+    Attributes:
+        max_abs: Distance from the reference (float64, or the original where a fixed tolerance is asked for).
+        max_rel: The same, relative to the reference's element.
+        cosine: Smallest cosine similarity of a case with the reference; 1 is the same direction.
+        floor: The original's own distance from float64.
+        limit: The distance up to which it passes.
+        multiple: ``max_abs`` as a multiple of the floor.
+        argmax_agreement: Share of positions whose largest element along the last axis is the same.
+        tolerance: The absolute tolerance against the original itself that would just have passed.
+        worst_case: The case of ``max_abs``.
+        failure: Why it fails; None where it passes.
+    """
+
+    output: str
+    max_abs: float
+    max_rel: float
+    cosine: float
+    floor: float
+    limit: float
+    multiple: float
+    argmax_agreement: float
+    tolerance: float
+    worst_case: str
+    failure: str | None
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None
+
+
+@dataclass(frozen=True)
+class PlaceParity:
+    """How a candidate compares at one place of the pipeline."""
+
+    place: str
+    outputs: tuple[OutputParity, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(output.passed for output in self.outputs)
+
+
+def reference(run: Callable[[nn.Module, Batch], Outputs], model: nn.Module, cases: Sequence[Case]) -> Reference:
+    """Runs the original on all cases, in its own precision and in float64.
+
+    Args:
+        run: Runs a model on a batch and names its outputs.
+        model: The original; a copy of it is made for float64.
+    """
+    with torch.no_grad():
+        outputs = tuple(run(model, case.batch) for case in cases)
+        if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *outputs[0].values()]):
+            return Reference(tuple(cases), outputs, outputs)
+        try:
+            double = copy.deepcopy(model).double()
+            exact = tuple(run(double, _double(case.batch)) for case in cases)
+        except Exception as error:  # a model's own code, which may hold a dtype of its own
+            return Reference(tuple(cases), outputs, outputs, f"{type(error).__name__}: {first_line(error)}")
+    return Reference(tuple(cases), outputs, exact)
+
+
+def _double(batch: Batch) -> Batch:
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+
+
+def bounds(
+    reference: Reference, multiple: float, atol: float | None = None, rtol: float | None = None
+) -> dict[str, Bound]:
+    """Measures the noise floor of every output, and sets the limit at a multiple of it.
+
+    Outputs that are not floating point must be equal. Where float64 could not be had, the floor is unknown, and
+    `FALLBACK_ULPS` units in the last place of the largest value stand in for it.
+    """
+    return {name: _bound(name, reference, multiple, atol, rtol) for name in reference.outputs[0]}
+
+
+def _bound(name: str, reference: Reference, multiple: float, atol: float | None, rtol: float | None) -> Bound:
+    original = [outputs[name] for outputs in reference.outputs]
+    exact = [outputs[name] for outputs in reference.exact]
+    if not original[0].is_floating_point():
+        return Bound(0.0, 0.0)
+    floor = max(_max(_distance(o, e)) for o, e in zip(original, exact, strict=True))
+    scale = max(_max(_finite(e).abs()) for e in exact)
+    ulps = LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
+    return Bound(floor, multiple * max(floor, ulps * torch.finfo(original[0].dtype).eps * scale), atol, rtol)
+
+
+def check(place: str, run: Run, reference: Reference, bounds: Mapping[str, Bound]) -> PlaceParity:
+    """Compares a candidate with the original on all cases.
+
+    A candidate that raises fails with what it raised: a size that was baked in shows in this way.
+    """
+    results: list[Outputs | str] = []
+    with torch.no_grad():
+        for case in reference.cases:
+            try:
+                results.append(run(case.batch))
+            except Exception as error:  # each runtime raises kinds of its own
+                results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
+    return _compare_all(place, results, reference, bounds)
+
+
+def check_original(reference: Reference, bounds: Mapping[str, Bound]) -> PlaceParity:
+    """The original against itself in float64: the floor that the other places are measured by."""
+    return _compare_all("original", list(reference.outputs), reference, bounds)
+
+
+def _compare_all(
+    place: str, results: Sequence[Outputs | str], reference: Reference, bounds: Mapping[str, Bound]
+) -> PlaceParity:
+    return PlaceParity(place, tuple(_compare(name, results, reference, bound) for name, bound in bounds.items()))
+
+
+def _compare(name: str, results: Sequence[Outputs | str], reference: Reference, bound: Bound) -> OutputParity:
+    failure: str | None = None
+    max_abs = max_rel = tolerance = 0.0
+    cosine, agreements, worst = 1.0, [], reference.cases[0].name
+    for case, result, originals, exacts in zip(
+        reference.cases, results, reference.outputs, reference.exact, strict=True
+    ):
+        original = originals[name]
+        problem = result if isinstance(result, str) else _why_incomparable(result.get(name), original)
+        if problem is not None:
+            nothing = (math.inf, math.inf, 0.0, bound.floor, bound.limit, math.inf, 0.0, math.inf)
+            return OutputParity(name, *nothing, case.name, f"at {case.name}: {problem}")
+        assert not isinstance(result, str)
+        candidate = result[name]
+        expected = original if bound.fixed else _known(exacts[name], original)
+        distance = _distance(candidate, expected)
+        magnitude = _finite(expected).abs()
+        allowed = bound.allowed(magnitude)
+        if failure is None and (distance > allowed).any():
+            failure = f"at {case.name}: {_max(distance):.3g} from the reference, {_max(allowed):.3g} allowed"
+        if _max(distance) >= max_abs:
+            max_abs, worst = _max(distance), case.name
+        tolerance = max(tolerance, _max(_distance(candidate, original)))
+        max_rel = max(max_rel, _max(distance / magnitude.clamp(min=torch.finfo(torch.float64).tiny)))
+        cosine = min(cosine, _cosine(candidate, expected))
+        agreements.append(_argmax_agreement(candidate, original))
+    multiple = 0.0 if max_abs == 0 else math.inf if bound.floor == 0 else max_abs / bound.floor
+    agreement = sum(agreements) / len(agreements)
+    return OutputParity(
+        name, max_abs, max_rel, cosine, bound.floor, bound.limit, multiple, agreement, tolerance, worst, failure
+    )
+
+
+def _known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """The float64 values, and the original's own where float64 alone overflowed."""
+    exact = exact.double()
+    return torch.where(torch.isfinite(exact) | ~torch.isfinite(original), exact, original.double())
+
+
+def _why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> str | None:
+    if candidate is None:
+        return "the output is missing"
+    if candidate.shape != original.shape:
+        return f"its shape is {list(candidate.shape)}, and the original's {list(original.shape)}"
+    if candidate.dtype != original.dtype:
+        return f"its dtype is {candidate.dtype}, and the original's {original.dtype}"
+    if original.is_floating_point():
+        strange = ~torch.isfinite(candidate) & torch.isfinite(original)
+        if strange.any():
+            return f"{int(strange.sum())} elements are NaN or infinite where the original's are not"
+        unlike = torch.isinf(original) & (candidate != original)
+        if unlike.any():
+            return f"{int(unlike.sum())} elements are not infinite where the original's are"
+    return None
+
+
+def _distance(candidate: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Element-wise distance in float64; zero where the reference itself is NaN or infinite."""
+    return _finite(candidate.double() - expected.double()).abs()
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(values.double(), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _max(values: torch.Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _cosine(candidate: torch.Tensor, expected: torch.Tensor) -> float:
+    a, b = candidate.double().flatten(), expected.double().flatten()
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    a, b = a[finite], b[finite]
+    if torch.equal(a, b) or a.norm() * b.norm() == 0:
+        return 1.0 if torch.equal(a, b) else 0.0
+    return float(torch.dot(a, b) / (a.norm() * b.norm()))
+
+
+def _argmax_agreement(candidate: torch.Tensor, original: torch.Tensor) -> float:
+    if original.dim() == 0 or original.numel() == 0:
+        return 1.0
+    return float((candidate.argmax(-1) == original.argmax(-1)).double().mean())

@@ -1,0 +1,265 @@
+"""The way of a model through the stages, from its source to a proven bundle."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from optexport import bundle, cases, inputs, parity, records, registry, runtimes, sources, tracking
+from optexport.cases import Batch
+from optexport.config import Config, SourceKind, load_config, source_kind
+from optexport.errors import ConfigError, ParityError, TrackingError
+from optexport.formats import exported_program, onnx, torchscript
+from optexport.manifest import ArtifactRecord, Manifest
+from optexport.parity import Bound, PlaceParity, Reference
+from optexport.signature import Signature, flatten_outputs
+from optexport.sources import Loaded
+from optexport.stages import Stages
+from optexport.trace import Dynamic, trace
+from optexport.transform import Applied, NamedRule, blame, transform
+from optexport.transformers_exporters import no_cache
+
+_FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs to know, once its config is read and its model is loaded.
+
+    Attributes:
+        example: The batch to trace with.
+        real: The user's batches to check on.
+        dump: A folder to write the graph to, before and after every transformation.
+    """
+
+    config: Config
+    loaded: Loaded
+    example: Batch
+    real: tuple[Batch, ...]
+    dynamic: Dynamic | None
+    rules: tuple[NamedRule, ...]
+    output: Path
+    config_text: str | None = None
+    dump: Path | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run that ended well.
+
+    Attributes:
+        output: The bundle's folder.
+        parity: How near every place is to the original, in the order of the pipeline.
+        manifest: What the bundle says of itself.
+        run_id: The MLflow run, if there is one.
+        run_page: What shows that run in MLflow's own page.
+        tracking_failure: Why the run could not be tracked, if it could not.
+    """
+
+    output: Path
+    parity: tuple[PlaceParity, ...]
+    manifest: Manifest
+    run_id: str | None = None
+    run_page: str | None = None
+    tracking_failure: TrackingError | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every place passed; always so, since a run that did not raises `ParityError` instead."""
+        return all(place.passed for place in self.parity)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The exported files by format."""
+        return {artifact.format: self.output / artifact.path for artifact in self.manifest.artifacts}
+
+    @property
+    def transformed_nodes(self) -> dict[str, list[str]]:
+        """The nodes that each rule changed."""
+        return {t.rule: [n for c in t.changes for n in c.nodes] for t in self.manifest.transformations}
+
+
+def run(
+    path: Path,
+    *,
+    without: Sequence[str] = (),
+    baseline: bool = False,
+    dump: Path | None = None,
+    stages: Stages | None = None,
+) -> Result:
+    """Runs a config file.
+
+    Args:
+        without: Rules to leave out.
+        baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
+        dump: A folder to write the graph to, before and after every transformation.
+        stages: Is told of every stage.
+
+    Raises:
+        OptexportError: One of its kinds, with the exit code of what went wrong.
+    """
+    stages = stages or Stages()
+    config, folder = load_config(path), path.parent
+    rules = _rules(config, folder, without)
+    output = (folder / config.export.output).resolve()
+    plain = output.with_name(f"{output.name}-baseline")
+    for place in (output, plain) if baseline else (output,):
+        bundle.check_output(place)
+    with tracking.tracking(config.tracking, folder) as tracker:
+        tracker.params(config.model_dump(mode="json", exclude_none=True))
+        tracker.tags({**tracking.git_tags(folder), **records.versions(), "source": config.model.source})
+        with stages.stage("load"):
+            loaded = _load(config, folder)
+        with stages.stage("inputs"):
+            given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
+        text = path.read_text(encoding="utf-8")
+        job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump)
+        if baseline:
+            produce(replace(job, rules=(), output=plain, dump=None), Stages(stages.announce))
+        result = produce(job, stages)
+        with stages.stage("track"):
+            tracker.result(result.manifest, stages.seconds, output, text)
+    return replace(result, run_id=tracker.run_id, run_page=tracker.page, tracking_failure=tracker.failure)
+
+
+def produce(job: Job, stages: Stages) -> Result:
+    """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before."""
+    with bundle.drafting(job.output) as draft, torch.random.fork_rng(devices=[]):
+        with stages.stage("trace"):
+            traced = trace(job.loaded.to_trace, job.example, job.dynamic)
+            signature = traced.signature
+            nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
+        with stages.stage("reference"):
+            checked = cases.cases(job.example, job.real, signature)
+            reference = parity.reference(_caller(signature), job.loaded.model, checked)
+            bounds = _bounds(job.config, reference)
+            places = [parity.check_original(reference, bounds)]
+        with stages.stage("transform"):
+            graph_module, applied = transform(traced.graph_module, job.rules, job.dump)
+            records.write_graph(draft / "graph_after.txt", graph_module)
+        with stages.stage("check graph"):
+            places.append(parity.check("transformed graph", _runner(graph_module, signature), reference, bounds))
+            if not places[-1].passed:
+                raise _failure(places, _blame(job, reference, bounds))
+        artifacts = []
+        for artifact in _export(graph_module, signature, job, applied, draft, stages):
+            artifacts.append(artifact)
+            with stages.stage(f"check {artifact.format}"):
+                against = reference if artifact.fixed_shape is None else reference.at_traced_shape()
+                for place, candidate in runtimes.open_file(
+                    draft / artifact.path, artifact.format, signature.output_names
+                ):
+                    places.append(parity.check(place, candidate, against, bounds))
+        if not all(place.passed for place in places):
+            raise _failure(places, "The transformed graph passes: the exporter or the runtime changed the numbers.")
+        with stages.stage("bundle"):
+            stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
+            if job.config_text is not None:
+                (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
+            proof = records.parity_record(reference, bounds, places)
+            manifest = records.manifest(
+                job.config, job.loaded, traced, applied, nodes_before, proof, stored, artifacts
+            ).model_copy(update={"files": bundle.file_records(draft)})
+            bundle.write_manifest(draft, manifest)
+        bundle.write_measurements(draft, records.measurements(stages.seconds))
+    return Result(job.output, tuple(places), manifest)
+
+
+def _export(
+    graph_module: fx.GraphModule,
+    signature: Signature,
+    job: Job,
+    applied: Sequence[Applied],
+    draft: Path,
+    stages: Stages,
+) -> Iterator[ArtifactRecord]:
+    """Writes the files, and gives the record of each as soon as it is there."""
+    with stages.stage("re-export"):
+        flat = exported_program.flatten(graph_module, signature)
+        program = exported_program.to_program(flat, signature, job.example)
+    for name in dict.fromkeys(job.config.export.formats):
+        path, fixed_shape = draft / _FILES[name], None
+        with stages.stage(f"export {name}"):
+            if name == "pt2":
+                exported_program.save(program, path)
+            elif name == "torchscript":
+                fixed_shape = torchscript.save(program, signature, job.example, path)
+            else:
+                metadata = records.onnx_metadata(job.loaded, applied)
+                onnx.save(flat, signature, job.example, path, opset=job.config.export.opset, metadata=metadata)
+        yield ArtifactRecord(format=name, path=path.name, fixed_shape=fixed_shape)
+
+
+def _rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedRule, ...]:
+    left_out = {registry.canonical_name(name) or name for name in without}
+    named = [(registry.canonical_name(rule.use) or rule.use, rule.options) for rule in config.rules()]
+    for name in left_out - {name for name, _ in named}:
+        raise ConfigError(
+            "this run has no such rule",
+            place=f"--without {name}",
+            mend=registry.did_you_mean(name, [n for n, _ in named]),
+        )
+    return tuple(
+        NamedRule(name, options, registry.load(name, options, folder, f"transformations[{index}]"))
+        for index, (name, options) in enumerate(named)
+        if name not in left_out
+    )
+
+
+def preset() -> tuple[NamedRule, ...]:
+    """The rules that are applied where none are named."""
+    return tuple(NamedRule(name, {}, registry.load(name, {}, Path(), "preset")) for name in registry.PRESET)
+
+
+def _load(config: Config, folder: Path) -> Loaded:
+    if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:
+        return sources.load(config.model, folder)
+    with tempfile.TemporaryDirectory() as place:
+        uri = config.model.source.removeprefix("mlflow:")
+        downloaded = tracking.download_model(uri, config.tracking, folder, Path(place))
+        return sources.load(config.model, folder, downloaded)
+
+
+def _bounds(config: Config, reference: Reference) -> dict[str, Bound]:
+    return parity.bounds(reference, config.parity.multiple, config.parity.atol, config.parity.rtol)
+
+
+def _caller(signature: Signature) -> Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]:
+    """Runs a module on a batch and names its outputs as the signature does."""
+
+    def call(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
+        with no_cache(model):
+            outputs = flatten_outputs(model(**copied)).values()
+        return dict(zip(signature.output_names, outputs, strict=True))
+
+    return call
+
+
+def _runner(graph_module: fx.GraphModule, signature: Signature) -> runtimes.Run:
+    call = _caller(signature)
+    return lambda batch: call(graph_module, dict(batch))
+
+
+def _blame(job: Job, reference: Reference, bounds: Mapping[str, Bound]) -> str:
+    traced = trace(job.loaded.to_trace, job.example, job.dynamic)
+
+    def passes(graph_module: fx.GraphModule) -> bool:
+        return parity.check("", _runner(graph_module, traced.signature), reference, bounds).passed
+
+    return blame(traced.graph_module, job.rules, passes)
+
+
+def _failure(places: Sequence[PlaceParity], explanation: str) -> ParityError:
+    lines = [
+        f"{place.place}: {output.output}, {output.failure}"
+        for place in places
+        for output in place.outputs
+        if output.failure is not None
+    ]
+    return ParityError("the results differ from the original's\n  " + "\n  ".join(lines), mend=explanation)

@@ -1,0 +1,190 @@
+"""Turns what a run found into what its bundle says of it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import math
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from optexport import __version__
+from optexport.config import Config
+from optexport.manifest import (
+    ArtifactRecord,
+    BoundRecord,
+    ChangeRecord,
+    DimRecord,
+    Manifest,
+    ModelRecord,
+    NearMissRecord,
+    OutputRecord,
+    ParityRecord,
+    PlaceRecord,
+    TensorRecord,
+    TransformationRecord,
+)
+from optexport.parity import Bound, PlaceParity, Reference
+from optexport.signature import TensorSpec
+from optexport.sources import Loaded, weights_sha256
+from optexport.trace import Traced
+from optexport.tracking import redact
+from optexport.transform import Applied
+
+_PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """The versions of everything that has a say in the files."""
+    return {
+        "optexport": __version__,
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def write_graph(path: Path, graph_module: fx.GraphModule) -> int:
+    """Writes a graph as text, node by node; returns the number of nodes."""
+    path.write_text(f"{graph_module.graph}\n", encoding="utf-8")
+    return len(graph_module.graph.nodes)
+
+
+def measurements(seconds: Mapping[str, float]) -> dict[str, Any]:
+    """What may differ between two equal runs: times, and the machine."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "seconds": {stage: round(spent, 3) for stage, spent in seconds.items()},
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def onnx_metadata(loaded: Loaded, applied: Sequence[Applied]) -> dict[str, Any]:
+    """What an ONNX file says of its own making, in its ``metadata_props``."""
+    return {
+        "optexport.version": __version__,
+        "optexport.weights_sha256": weights_sha256(loaded.model),
+        "optexport.transformations": [
+            {"rule": a.rule.name, "options": dict(a.rule.options), "changes": len(a.report.changes)} for a in applied
+        ],
+    }
+
+
+def manifest(
+    config: Config,
+    loaded: Loaded,
+    traced: Traced,
+    applied: Sequence[Applied],
+    nodes_before: int,
+    parity: ParityRecord,
+    reference_cases: Sequence[str],
+    artifacts: Sequence[ArtifactRecord],
+) -> Manifest:
+    """The manifest, but for the files, which are not all written yet."""
+    return Manifest(
+        optexport_version=__version__,
+        config=_portable(config),
+        versions=versions(),
+        model=ModelRecord(
+            source=_portable(config)["model"]["source"],
+            revision=loaded.revision,
+            class_name=f"{type(loaded.model).__module__}.{type(loaded.model).__qualname__}",
+            weights_sha256=weights_sha256(loaded.model),
+        ),
+        inputs=[_tensor(spec) for spec in traced.signature.inputs],
+        outputs=[_tensor(spec) for spec in traced.signature.outputs],
+        dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in traced.signature.dims.items()},
+        fixed_axes=list(traced.fixed),
+        nodes_before=nodes_before,
+        nodes_after=applied[-1].nodes_after if applied else nodes_before,
+        transformations=[_transformation(a) for a in applied],
+        parity=parity,
+        reference_cases=list(reference_cases),
+        artifacts=list(artifacts),
+        files=[],
+    )
+
+
+def parity_record(reference: Reference, bounds: Mapping[str, Bound], places: Sequence[PlaceParity]) -> ParityRecord:
+    """The proof as the manifest holds it; distances to three digits."""
+    return ParityRecord(
+        cases=[case.name for case in reference.cases],
+        bounds={name: BoundRecord(**vars(bound)) for name, bound in bounds.items()},
+        fallback=reference.fallback,
+        places=[
+            PlaceRecord(
+                place=place.place,
+                outputs=[
+                    OutputRecord(
+                        output=output.output,
+                        max_abs=_rounded(output.max_abs),
+                        max_rel=_rounded(output.max_rel),
+                        cosine=round(output.cosine, 9),
+                        multiple=_rounded(output.multiple) if math.isfinite(output.multiple) else None,
+                        argmax_agreement=output.argmax_agreement,
+                        tolerance=_rounded(output.tolerance),
+                        worst_case=output.worst_case,
+                    )
+                    for output in place.outputs
+                ],
+            )
+            for place in places
+        ],
+    )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _transformation(applied: Applied) -> TransformationRecord:
+    return TransformationRecord(
+        rule=applied.rule.name,
+        options=dict(applied.rule.options),
+        signature=applied.rule.transformation.signature,
+        preserves_computation=applied.rule.transformation.preserves_computation,
+        reversible=applied.reversible,
+        nodes_before=applied.nodes_before,
+        nodes_after=applied.nodes_after,
+        changes=[
+            ChangeRecord(nodes=list(c.nodes), target=c.target, replaced=list(c.replaced))
+            for c in applied.report.changes
+        ],
+        near_misses=[NearMissRecord(node=m.node, reason=m.reason) for m in applied.report.near_misses],
+    )
+
+
+def _tensor(spec: TensorSpec) -> TensorRecord:
+    return TensorRecord(name=spec.name, dtype=spec.dtype, shape=list(spec.shape))
+
+
+def _portable(config: Config) -> dict[str, Any]:
+    """The config as it was resolved, without secrets, and without paths that only this machine knows."""
+    document = config.model_dump(mode="json", exclude_none=True)
+    document["transformations"] = [rule.model_dump(mode="json") for rule in config.rules()]
+    document["tracking"]["uri"] = redact(config.tracking.uri)
+    for table, key in (("model", "source"), ("export", "output"), ("inputs", "data")):
+        value = document[table].get(key)
+        if value is not None and Path(value).is_absolute():
+            document[table][key] = Path(value).name
+    if document["tracking"]["uri"].startswith("sqlite:////"):
+        document["tracking"]["uri"] = f"sqlite:///{Path(document['tracking']['uri']).name}"
+    return document

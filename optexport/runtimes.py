@@ -1,0 +1,94 @@
+"""Runs exported files, each in its own runtime. Needs neither transformers nor the original model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import torch
+
+from optexport import pt2_archive
+from optexport.errors import ExportError, first_line
+
+Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def open_file(path: Path, file_format: str, outputs: Sequence[str]) -> Iterator[tuple[str, Run]]:
+    """Opens an exported file in each way that it is proven; gives the name of each and how to run it."""
+    match file_format:
+        case "onnx":
+            yield "onnx", open_onnx(path, outputs, optimised=False)
+            yield "onnx, optimised", open_onnx(path, outputs, optimised=True)
+        case "torchscript":
+            yield "torchscript", open_torchscript(path, outputs)
+        case "pt2":
+            yield "pt2", open_pt2(path, outputs)
+
+
+def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool) -> Run:
+    """Opens an ONNX file in ONNX Runtime on the CPU.
+
+    Args:
+        outputs: The names of its outputs.
+        optimised: Whether with all of the runtime's graph optimisations, as in production, or with none.
+
+    Raises:
+        ExportError: The runtime refuses the file.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only: the optimiser warns about constants that it folds itself
+    level = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimised else level.ORT_DISABLE_ALL
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime's exceptions share no base class
+        raise ExportError(
+            f"ONNX Runtime refuses the file: {first_line(error)}",
+            place=path.name,
+            mend='Try another export.opset or model.dtype, or leave "onnx" out of export.formats.',
+        ) from error
+    wanted = [given.name for given in session.get_inputs()]
+
+    def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        results = session.run(list(outputs), {name: inputs[name].numpy() for name in wanted})
+        return {name: torch.from_numpy(np.asarray(result)) for name, result in zip(outputs, results, strict=True)}
+
+    return run
+
+
+def open_torchscript(path: Path, outputs: Sequence[str]) -> Run:
+    """Opens a TorchScript file.
+
+    Raises:
+        ExportError: It cannot be loaded.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            module = torch.jit.load(str(path))
+        except Exception as error:  # RuntimeError, and whatever a damaged archive causes
+            raise ExportError(f"torch cannot load it: {first_line(error)}", place=path.name) from error
+    return _runner(module, outputs)
+
+
+def open_pt2(path: Path, outputs: Sequence[str]) -> Run:
+    """Opens a ``.pt2`` file, after checking that it holds no code.
+
+    Raises:
+        SourceError: It holds what could run code, or cannot be loaded.
+    """
+    return _runner(pt2_archive.load(path).module(), outputs)
+
+
+def _runner(module: Callable[..., Sequence[torch.Tensor]], outputs: Sequence[str]) -> Run:
+    def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            results = module(**copy.deepcopy(dict(inputs)))  # a model may change its inputs in place
+        return dict(zip(outputs, results, strict=True))
+
+    return run

@@ -1,0 +1,46 @@
+"""JSON documents that carry their own digest, in one canonical form: a changed byte anywhere shows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optexport.errors import BundleError
+
+_MEND = "The bundle was changed after it was written: get it again, or export it again."
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a document with its digest."""
+    path.write_bytes(_canonical({**document, "digest": _digest(document)}))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads a document that `write` wrote.
+
+    Raises:
+        BundleError: It is missing, is not JSON, or is not byte for byte what was written.
+    """
+    try:
+        content = path.read_bytes()
+        document = json.loads(content)
+    except FileNotFoundError as error:
+        raise BundleError("it is missing", place=path.name, mend=_MEND) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"it cannot be read: {error}", place=path.name, mend=_MEND) from error
+    if not isinstance(document, dict) or document.get("digest") != _digest(document) or content != _canonical(document):
+        raise BundleError("it does not match its own digest", place=path.name, mend=_MEND)
+    return document
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in document.items() if key != "digest"}
+    return hashlib.sha256(_canonical(content)).hexdigest()
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    text = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return f"{text}\n".encode()

@@ -1,0 +1,164 @@
+"""Loading the model, from wherever the config says it is."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from optexport import pt2_archive, registry, transformers_exporters
+from optexport.config import ModelConfig, SourceKind, source_kind
+from optexport.errors import ConfigError, SourceError, first_line
+from optexport.tasks import AUTO_CLASSES
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded model, in eval mode.
+
+    Attributes:
+        model: The original, to trace and to compare with.
+        program: The program that a ``.pt2`` file held; ``model`` is then its module.
+        revision: What identifies the source's version: a commit, or a package with its version; None if unknown.
+        pretrained: Where transformers finds the tokenizer or processor beside the model: a folder or hub id.
+    """
+
+    model: nn.Module
+    program: ExportedProgram | None = None
+    revision: str | None = None
+    pretrained: str | None = None
+
+    @property
+    def to_trace(self) -> nn.Module | ExportedProgram:
+        return self.model if self.program is None else self.program
+
+
+def load(config: ModelConfig, folder: Path, downloaded: Path | None = None) -> Loaded:
+    """Loads a model.
+
+    Args:
+        folder: The config's folder, which paths are relative to.
+        downloaded: Where the model of an MLflow source now lies: a folder of transformers, or a ``.pt2`` file.
+
+    Raises:
+        SourceError: It cannot be loaded, or not without running untrusted code, or some of its weights are missing.
+    """
+    kind = source_kind(config.source, folder)
+    rest = config.source.partition(":")[2]
+    if kind is SourceKind.PYTHON:
+        return _from_factory(rest, config, folder)
+    if kind is SourceKind.PACKAGE:
+        location, revision = _in_package(rest)
+        return _from_path(location, config, revision)
+    if kind is SourceKind.MLFLOW:
+        assert downloaded is not None
+        return _from_path(downloaded, config, rest)
+    if kind is SourceKind.HUB:
+        return _from_pretrained(config.source, config, local=False)
+    return _from_path((folder / Path(config.source).expanduser()).resolve(), config, None)
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """A digest of all parameters and buffers: names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
+    factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
+    try:
+        model = factory(**config.arguments)
+    except Exception as error:  # code of the user's, which may raise anything
+        raise SourceError(
+            f"the factory raised {type(error).__name__}: {error}",
+            place=f"model.source: python:{location}",
+            mend=f"It is called as {location.rpartition(':')[2]}{inspect.signature(factory)}.",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise SourceError(f"the factory returned a {type(model).__name__}, not a module", place=f"python:{location}")
+    return Loaded(model.eval(), pretrained=getattr(getattr(model, "config", None), "_name_or_path", None))
+
+
+def _in_package(rest: str) -> tuple[Path, str | None]:
+    """The path inside an installed package, found without importing it."""
+    name, _, inner = rest.partition("/")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SourceError(f"the package {name} is not installed", place="model.source", mend="pip install it.")
+    path = Path(next(iter(spec.submodule_search_locations))) / inner
+    if not path.exists():
+        raise SourceError(f"the package {name} has no {inner}", place="model.source")
+    distributions = importlib.metadata.packages_distributions().get(name, [])
+    revision = f"{distributions[0]} {importlib.metadata.version(distributions[0])}" if distributions else None
+    return path, revision
+
+
+def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
+    if path.suffix == ".pt2":
+        program = pt2_archive.load(path)
+        return Loaded(program.module(check_guards=False), program, revision)
+    if not (path / "config.json").is_file():
+        raise SourceError(
+            "it holds no config.json, so it is no folder of a transformers model",
+            place=str(path),
+            mend='Give the folder that save_pretrained wrote, a .pt2 file, or a "python:module:factory".',
+        )
+    loaded = _from_pretrained(str(path), config, local=True)
+    return Loaded(loaded.model, revision=revision, pretrained=loaded.pretrained)
+
+
+def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
+    import transformers
+
+    options: dict[str, Any] = {
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": local,
+        **({"revision": config.revision} if config.revision else {}),
+    }
+    try:
+        with transformers_exporters.quiet():
+            model_config = transformers.AutoConfig.from_pretrained(name, **options)
+            cls = _model_class(config.task, model_config)
+            if config.attn_implementation:
+                options["attn_implementation"] = config.attn_implementation
+            if config.dtype:
+                options["dtype"] = getattr(torch, config.dtype)
+            model, info = cls.from_pretrained(name, config=model_config, output_loading_info=True, **options)
+    except (ConfigError, SourceError):
+        raise
+    except Exception as error:  # transformers and its hub client raise many kinds
+        raise SourceError(
+            f"transformers could not load it: {first_line(error)}",
+            place=f"model.source: {config.source}",
+            mend="Check the name and the network." if not local else "Check the folder, and model.task.",
+        ) from error
+    if missing := sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"]):
+        raise SourceError(
+            f"{len(missing)} weights are not in the checkpoint, {missing[0]} for one: they would be random numbers",
+            place=f"model.source: {config.source} as {type(model).__name__}",
+            mend=f"Choose the task that it was trained for; its config names {model_config.architectures}.",
+        )
+    return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=name)
+
+
+def _model_class(task: str | None, model_config: Any) -> Any:
+    import transformers
+
+    if task is not None:
+        return getattr(transformers, AUTO_CLASSES[task])
+    named = [getattr(transformers, name, None) for name in model_config.architectures or []]
+    return next((cls for cls in named if cls is not None), transformers.AutoModel)

@@ -1,0 +1,103 @@
+"""What a run says at its end, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from optexport.manifest import Manifest
+from optexport.parity import PlaceParity
+from optexport.pipeline import Result
+
+_SHOWN_NEAR_MISSES = 3
+
+
+def show(result: Result, console: Console) -> None:
+    """Prints the summary of a run that ended well."""
+    manifest = result.manifest
+    _show_transformations(manifest, console)
+    _show_parity(manifest, result.parity, console)
+    _show_files(result, console)
+    if result.run_page is not None:
+        console.print(f"\nMLflow run {result.run_id}\n  {escape(result.run_page)}", soft_wrap=True, highlight=False)
+
+
+def _show_transformations(manifest: Manifest, console: Console) -> None:
+    console.print(f"\n[bold]Transformations[/] ({manifest.nodes_before} nodes -> {manifest.nodes_after})")
+    if not manifest.transformations:
+        console.print("  none")
+    for t in manifest.transformations:
+        replaced = sum(len(change.replaced) for change in t.changes)
+        made = sum(len(change.nodes) for change in t.changes)
+        done = f"{replaced} nodes -> {made}" if t.changes else "nothing to change"
+        console.print(f"  {escape(t.rule):38} {done}", highlight=False)
+        for miss in t.near_misses[:_SHOWN_NEAR_MISSES]:
+            console.print(f"    skipped at {escape(miss.node)}: {escape(miss.reason)}", highlight=False, soft_wrap=True)
+        if (more := len(t.near_misses) - _SHOWN_NEAR_MISSES) > 0:
+            console.print(f"    and {more} more near misses, all in manifest.json")
+
+
+def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Console) -> None:
+    proof = manifest.parity
+    verdict = "[bold green]passed[/]" if all(place.passed for place in places) else "[bold red]failed[/]"
+    console.print(f"\n[bold]Parity[/] {verdict}, on {len(proof.cases)} batches: {escape('; '.join(proof.cases))}")
+    if proof.fallback:
+        console.print(f"  float64 could not be had ({escape(proof.fallback)}): compared with the original itself")
+    console.print(parity_table(places))
+    for artifact in manifest.artifacts:
+        if artifact.fixed_shape is not None:
+            console.print(f"  {artifact.format}: [bold]fixed shape[/], since {escape(artifact.fixed_shape)}")
+    for axis in manifest.fixed_axes:
+        console.print(f"  fixed by the model: {escape(axis)}", highlight=False)
+
+
+def parity_table(places: Sequence[PlaceParity]) -> Table:
+    """One row for every output at every place: its distance beside the floor."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("place", "output"):
+        table.add_column(heading)
+    for heading in ("distance", "floor", "multiple", "limit", "cosine", "argmax", "would pass"):
+        table.add_column(heading, justify="right")
+    for place in places:
+        for o in place.outputs:
+            style = None if o.passed else "red"
+            cells = (
+                *(f"{value:.2g}" for value in (o.max_abs, o.floor, o.multiple, o.limit)),
+                f"{o.cosine:.6f}",
+                f"{o.argmax_agreement:.2%}",
+                f"atol={o.tolerance:.2g}",
+            )
+            table.add_row(place.place, escape(o.output), *cells, style=style)
+    return table
+
+
+def _show_files(result: Result, console: Console) -> None:
+    console.print(f"[bold]Files[/] in {escape(str(result.output))}", soft_wrap=True, highlight=False)
+    for file in result.manifest.files:
+        console.print(f"  {escape(file.path):28} {_size(file.size):>10}", highlight=False)
+
+
+def _size(size: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The result for machines."""
+    return {
+        "passed": result.passed,
+        "output": str(result.output),
+        "files": {name: str(path) for name, path in result.files.items()},
+        "transformed_nodes": result.transformed_nodes,
+        "near_misses": {t.rule: [miss.model_dump() for miss in t.near_misses] for t in result.manifest.transformations},
+        "parity": result.manifest.parity.model_dump(mode="json"),
+        "mlflow_run_id": result.run_id,
+        "tracking_failure": None if result.tracking_failure is None else str(result.tracking_failure),
+    }

@@ -1,0 +1,97 @@
+"""Applies the transformations that a run names, one by one, and finds the one to blame when the numbers part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from optexport import registry
+from optexport.errors import OptexportError, TransformationError, first_line
+from optexport.transformations import ReversibleTransformation, Transformation
+from optexport.transformations.rule import Report, run
+
+
+@dataclass(frozen=True)
+class NamedRule:
+    """A transformation under the name, and with the options, that the config gives it."""
+
+    name: str
+    options: Mapping[str, Any]
+    transformation: Transformation
+
+    @classmethod
+    def of(cls, transformations: Transformation | Iterable[Transformation]) -> tuple[NamedRule, ...]:
+        """Names transformations that were made in Python, after their classes."""
+        given = [transformations] if isinstance(transformations, Transformation) else list(transformations)
+        return tuple(cls(_name(t), {key: repr(value) for key, value in vars(t).items()}, t) for t in given)
+
+
+def _name(transformation: Transformation) -> str:
+    cls = type(transformation)
+    known = registry.canonical_name(cls.__name__) if cls.__module__.startswith("optexport.") else None
+    return known or f"{cls.__module__}:{cls.__qualname__}"
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What one transformation did to the graph."""
+
+    rule: NamedRule
+    report: Report
+    nodes_before: int
+    nodes_after: int
+
+    @property
+    def reversible(self) -> bool:
+        return isinstance(self.rule.transformation, ReversibleTransformation)
+
+
+def transform(
+    graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Path | None = None
+) -> tuple[fx.GraphModule, list[Applied]]:
+    """Applies transformations in place, in their order.
+
+    Args:
+        dump: A folder to write the graph to, before and after each.
+
+    Raises:
+        TransformationError: One of them raised, or left a graph that is not sound.
+    """
+    applied = []
+    for index, rule in enumerate(rules):
+        before = str(graph_module.graph)
+        nodes_before = len(graph_module.graph.nodes)
+        try:
+            graph_module, report = run(rule.transformation, graph_module)
+        except OptexportError:
+            raise
+        except Exception as error:  # a plugin's own code may raise anything
+            raise TransformationError(
+                f"it raised {type(error).__name__}: {first_line(error)}",
+                place=rule.name,
+                mend="Leave it out with --without, or see --debug for the line.",
+            ) from error
+        applied.append(Applied(rule, report, nodes_before, len(graph_module.graph.nodes)))
+        if dump is not None:
+            dump.mkdir(parents=True, exist_ok=True)
+            name = f"{index + 1:02d}-{rule.name.replace(':', '-').replace('/', '-')}"
+            (dump / f"{name}-before.txt").write_text(f"{before}\n", encoding="utf-8")
+            (dump / f"{name}-after.txt").write_text(f"{graph_module.graph}\n", encoding="utf-8")
+    return graph_module, applied
+
+
+def blame(graph_module: fx.GraphModule, rules: Sequence[NamedRule], passes: Callable[[fx.GraphModule], bool]) -> str:
+    """Applies transformations to a fresh graph one by one, and says after which it no longer passes."""
+    if not passes(graph_module):
+        return "The trace itself already differs from the model: no transformation is to blame."
+    for rule in rules:
+        graph_module, (applied,) = transform(graph_module, [rule])
+        if not passes(graph_module):
+            nodes = [node for change in applied.report.changes for node in change.nodes]
+            shown = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
+            return f"{rule.name} is to blame, which changed {shown}. Run again with --without {rule.name}."
+    return "Each transformation passes when it is applied alone."

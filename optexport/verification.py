@@ -1,0 +1,32 @@
+"""Checks a bundle by itself: its files are the ones that were proven, and they still give the stored outputs.
+
+Needs torch and onnxruntime; neither transformers, nor the original model, nor its code.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from optexport import bundle, parity, runtimes
+from optexport.parity import Bound, PlaceParity
+
+
+def verify(folder: Path) -> list[PlaceParity]:
+    """Runs a bundle's files on its stored inputs and compares them with its stored outputs.
+
+    Returns:
+        How each file compares, in each of its runtimes.
+
+    Raises:
+        ConfigError: The folder is no bundle.
+        BundleError: A file is missing, added or changed.
+    """
+    manifest = bundle.read_manifest(folder)
+    reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases)
+    bounds = {name: Bound(**record.model_dump()) for name, record in manifest.parity.bounds.items()}
+    outputs = [output.name for output in manifest.outputs]
+    return [
+        parity.check(place, run, reference if artifact.fixed_shape is None else reference.at_traced_shape(), bounds)
+        for artifact in manifest.artifacts
+        for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs)
+    ]
