@@ -6,11 +6,14 @@ Only relative paths stand in it, and nothing that differs between two equal runs
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 VERSION: Literal[1] = 1
+SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
 
 
 class _Record(BaseModel):
@@ -148,3 +151,12 @@ class Manifest(_Record):
     artifacts: list[ArtifactRecord]
     files: list[FileRecord]
     digest: str | None = None
+
+
+def json_schema() -> dict[str, Any]:
+    """The document's JSON schema, as it is published in the package."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Manifest.model_json_schema()}
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")

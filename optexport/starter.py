@@ -24,7 +24,8 @@ def starter_config(source: str, folder: Path) -> str:
     """
     kind = source_kind(source, folder)
     known = _config_json(source, kind, folder)
-    name = source.rstrip("/").rpartition("/")[2].rpartition(":")[2].strip(".") or "model"
+    path = (folder / source).resolve().name if kind is SourceKind.FOLDER else source.rstrip("/").rpartition("/")[2]
+    name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
     lines = [
         "# What to export. A folder, a hub id, package:NAME/PATH, python:module:factory,",
         "# mlflow:models:/NAME@ALIAS, or a .pt2 file. Paths are relative to this file.",

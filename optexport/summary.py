@@ -35,7 +35,8 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
         replaced = sum(len(change.replaced) for change in t.changes)
         made = sum(len(change.nodes) for change in t.changes)
         done = f"{replaced} nodes -> {made}" if t.changes else "nothing to change"
-        console.print(f"  {escape(t.rule):38} {done}", highlight=False)
+        first = f", first at {escape(t.changes[0].target or t.changes[0].replaced[0])}" if t.changes else ""
+        console.print(f"  {escape(t.rule):38} {done}{first}", highlight=False, soft_wrap=True)
         for miss in t.near_misses[:_SHOWN_NEAR_MISSES]:
             console.print(f"    skipped at {escape(miss.node)}: {escape(miss.reason)}", highlight=False, soft_wrap=True)
         if (more := len(t.near_misses) - _SHOWN_NEAR_MISSES) > 0:

@@ -120,16 +120,12 @@ def no_cache(model: torch.nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences the exporters' own chatter (version drift, deprecated calls of their own); errors still raise."""
-    names = ("transformers", "torch.onnx", "torch.export", "torch.fx", "onnxscript", "onnx_ir", "torch._export")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             for category in (UserWarning, FutureWarning, DeprecationWarning):
                 warnings.simplefilter("ignore", category)
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)

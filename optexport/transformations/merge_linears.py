@@ -39,8 +39,9 @@ class MergeLinears(ReversibleRule):
     layers of a decoder make of one encoder state; and linears that are called more than once, if always together.
 
     Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; one that is called elsewhere without
-             the others; linears that differ in dtype, device or requires_grad; a weight that is not contiguous; an input that is changed in place
-             between them; a result that is viewed in a shape that only contiguous memory can take.
+             the others; linears that differ in dtype, device or requires_grad; a weight that is not contiguous; an
+             input that is changed in place between them; a result that is viewed in a shape that only contiguous
+             memory can take.
     Exact:   to rounding (a wider product may be summed in another order).
     Inverse: exact; the weights are cut out of the merged one, and biases that were not there are not added.
     """
@@ -116,8 +117,8 @@ class MergeLinears(ReversibleRule):
             start = 0
             for call, width in zip(calls, widths, strict=True):
                 call.op, call.target = "call_function", operator.getitem
-                call.args = (node, (..., slice(start, start + width)))
-                call.kwargs = {}
+                index: Any = (..., slice(start, start + width))
+                call.args, call.kwargs = (node, index), {}
                 start += width
             rewritten.append((node, {**record, "keyword": keyword}))
         return rewritten

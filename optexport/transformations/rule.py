@@ -36,7 +36,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Change:
-    """One change: the nodes that stand there now, what they call, and the names of those that they stand for."""
+    """One change: the nodes that stand there now (if any), what they call, and the names of those that are gone."""
 
     nodes: tuple[str, ...]
     target: str
@@ -82,7 +82,8 @@ class Rule(Transformation):
 
         Returns:
             The nodes that now stand there, to be marked, each with a record of what `restore` needs (None where the
-            rule cannot be undone): plain data, with names in place of nodes and modules.
+            rule cannot be undone): plain data, with names in place of nodes and modules. An empty list where nodes
+            are only taken away.
         """
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
@@ -135,7 +136,8 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
                 for new, record in rewritten:
                     step += 1
                     set_marks(new, {**marks(new), signature: (step, record)})
-                changes.append(Change(tuple(n.name for n, _ in rewritten), str(rewritten[0][0].target), replaced))
+                target = str(rewritten[0][0].target) if rewritten else ""
+                changes.append(Change(tuple(n.name for n, _ in rewritten), target, replaced))
                 if node._erased:
                     found = None
                     break

@@ -1,0 +1,33 @@
+"""A rule of one's own: outside of training a dropout hands its input on, so it can go."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from optexport.transformations import Match, Rule, Skip
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class DropDropout(Rule):
+    """dropout(x, p, train=False)  ->  x
+
+    Skips:   a dropout in train mode, which draws random numbers.
+    Exact:   to the bit.
+    Inverse: none, because the probability is gone.
+    """
+
+    def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
+        if node.target is not aten.dropout.default:
+            return None
+        _, _, train = node.args
+        return Skip("it is in train mode") if train else Match((node,))
+
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        (dropout,) = match.nodes
+        dropout.replace_all_uses_with(dropout.args[0])
+        graph_module.graph.erase_node(dropout)
+        return []
