@@ -13,9 +13,9 @@ from optexport import bundle, cases, pipeline
 from optexport.config import FORMATS, Config
 from optexport.errors import TraceError
 from optexport.pipeline import Job, Result
+from optexport.signature import Dynamic
 from optexport.sources import Loaded
 from optexport.stages import Stages
-from optexport.trace import Dynamic
 from optexport.transform import NamedRule
 from optexport.transformations import Transformation
 

@@ -58,7 +58,10 @@ def drafting(output: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
     try:
         yield draft
-        draft.chmod(0o777 & ~_umask())
+        mask = _umask()
+        draft.chmod(0o777 & ~mask)
+        for file in draft.iterdir():  # some writers keep their files to themselves
+            file.chmod(0o666 & ~mask)
         if output.exists():
             replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
             output.rename(replaced / output.name)

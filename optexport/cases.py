@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optexport.signature import Dim, Signature
+from optexport.signature import Dim, Dynamic, Signature
 
 Batch = dict[str, torch.Tensor]
 
@@ -126,7 +126,7 @@ def _with_padding(batch: Batch) -> Batch:
     return batch
 
 
-def traceable(batch: Batch, dynamic: Mapping[str, Mapping[int, str | Dim]]) -> Batch:
+def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
     """A batch with every dynamic axis at least 2 long, as tracing needs it, and inside its declared range."""
     sizes: dict[str, int] = {}
     for name, axes in dynamic.items():

@@ -18,7 +18,8 @@ from optexport.cases import Batch, traceable
 from optexport.config import InputsConfig, TensorConfig
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, first_line
-from optexport.signature import Dim, conventional_axes
+from optexport.signature import Dim, Dynamic, conventional_axes
+from optexport.sources import Pretrained
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Inputs:
 
     example: Batch
     real: tuple[Batch, ...]
-    dynamic: dict[str, dict[int, Dim]] | None
+    dynamic: Dynamic | None
 
 
-def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: str | None, seed: int) -> Inputs:
+def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pretrained | None, seed: int) -> Inputs:
     """Makes the inputs that the config asks for.
 
     Args:
@@ -69,9 +70,7 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: st
     _check_names(example, model)
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
     if config.dynamic is None:
-        # A batch of one would be taken for a model that takes no other.
-        single = {n: {0: Dim("batch")} for n, t in example.items() if axes[n][:1] == ("batch",) and t.shape[0] == 1}
-        return Inputs(traceable(example, single), real, None)
+        return _undeclared(example, real, axes, config)
     dims = {name: Dim(name, low, high) for name, (low, high) in config.dynamic.items()}
     known = {axis for names in axes.values() for axis in names}
     for name in dims:
@@ -84,6 +83,21 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: st
     free = {name for name, (low, high) in config.dynamic.items() if low < high}
     dynamic = {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in free} for name, names in axes.items()}
     return Inputs(traceable(example, dynamic), real, dynamic)
+
+
+def _undeclared(
+    example: Batch, real: tuple[Batch, ...], axes: Mapping[str, tuple[str, ...]], config: InputsConfig
+) -> Inputs:
+    """Leaves the dynamic dimensions to be found out, except for axes that the user gave a name."""
+    named: dict[str, dict[int, str | Dim]] = {
+        name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+        for name, spec in (config.tensors or {}).items()
+    } or {name: dict(enumerate(names)) for name, names in config.axes.items()}
+    if any(named.values()):
+        return Inputs(traceable(example, named), real, named)
+    # A batch of one would be taken for a model that takes no other.
+    batches = {name: {0: "batch"} for name, names in axes.items() if names[:1] == ("batch",)}
+    return Inputs(traceable(example, batches), real, None)
 
 
 def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[str, ...]:
@@ -112,13 +126,13 @@ def _check_names(example: Batch, model: nn.Module) -> None:
             )
 
 
-def _from_texts(texts: Sequence[str], model: nn.Module, pretrained: str | None, max_length: int | None) -> Batch:
+def _from_texts(texts: Sequence[str], model: nn.Module, pretrained: Pretrained | None, max_length: int | None) -> Batch:
     import transformers
 
     if pretrained is None:
         raise ConfigError("this model has no tokenizer", place="inputs.texts", mend="Give its inputs as data instead.")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.name, **pretrained.options)
     except Exception as error:  # transformers raises many kinds where it finds no tokenizer
         raise ConfigError(
             f"its tokenizer cannot be loaded: {first_line(error)}",
@@ -148,7 +162,7 @@ def _from_texts(texts: Sequence[str], model: nn.Module, pretrained: str | None, 
     return batch
 
 
-def _from_images(paths: Sequence[Path], pretrained: str | None) -> Batch:
+def _from_images(paths: Sequence[Path], pretrained: Pretrained | None) -> Batch:
     import transformers
 
     try:
@@ -158,14 +172,16 @@ def _from_images(paths: Sequence[Path], pretrained: str | None) -> Batch:
     if pretrained is None:
         raise ConfigError("this model has no image processor", place="inputs.images", mend="Give data or tensors.")
     try:
-        processor = transformers.AutoImageProcessor.from_pretrained(pretrained, backend="pil")
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            pretrained.name, backend="pil", **pretrained.options
+        )
         images = [Image.open(path).convert("RGB") for path in paths]
         return dict(processor(images=images, return_tensors="pt"))
     except Exception as error:  # transformers and Pillow raise many kinds
         raise ConfigError(f"the images cannot be processed: {first_line(error)}", place="inputs.images") from error
 
 
-def _from_file(path: Path, model: nn.Module, pretrained: str | None, max_length: int | None) -> Batch:
+def _from_file(path: Path, model: nn.Module, pretrained: Pretrained | None, max_length: int | None) -> Batch:
     place = f"inputs.data: {path.name}"
     try:
         if path.suffix == ".safetensors":

@@ -17,10 +17,10 @@ from optexport.errors import ConfigError, ParityError, TrackingError
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
 from optexport.parity import Bound, PlaceParity, Reference
-from optexport.signature import Signature, flatten_outputs
+from optexport.signature import Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
 from optexport.stages import Stages
-from optexport.trace import Dynamic, trace
+from optexport.trace import trace
 from optexport.transform import Applied, NamedRule, blame, transform
 from optexport.transformers_exporters import no_cache
 
@@ -110,11 +110,11 @@ def run(
     plain = output.with_name(f"{output.name}-baseline")
     for place in (output, plain) if baseline else (output,):
         bundle.check_output(place)
-    with tracking.tracking(config.tracking, folder) as tracker:
+    with tempfile.TemporaryDirectory() as downloads, tracking.tracking(config.tracking, folder) as tracker:
         tracker.params(config.model_dump(mode="json", exclude_none=True))
         tracker.tags({**tracking.git_tags(folder), **records.versions(), "source": config.model.source})
         with stages.stage("load"):
-            loaded = _load(config, folder)
+            loaded = _load(config, folder, Path(downloads))
         with stages.stage("inputs"):
             given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
         text = path.read_text(encoding="utf-8")
@@ -216,13 +216,12 @@ def preset() -> tuple[NamedRule, ...]:
     return tuple(NamedRule(name, {}, registry.load(name, {}, Path(), "preset")) for name in registry.PRESET)
 
 
-def _load(config: Config, folder: Path) -> Loaded:
-    if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:
-        return sources.load(config.model, folder)
-    with tempfile.TemporaryDirectory() as place:
+def _load(config: Config, folder: Path, downloads: Path) -> Loaded:
+    downloaded = None
+    if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
         uri = config.model.source.removeprefix("mlflow:")
-        downloaded = tracking.download_model(uri, config.tracking, folder, Path(place))
-        return sources.load(config.model, folder, downloaded)
+        downloaded = tracking.download_model(uri, config.tracking, folder, downloads)
+    return sources.load(config.model, folder, downloaded)
 
 
 def _bounds(config: Config, reference: Reference) -> dict[str, Bound]:

@@ -33,7 +33,7 @@ from optexport.manifest import (
 )
 from optexport.parity import Bound, PlaceParity, Reference
 from optexport.signature import TensorSpec
-from optexport.sources import Loaded, weights_sha256
+from optexport.sources import Loaded
 from optexport.trace import Traced
 from optexport.tracking import redact
 from optexport.transform import Applied
@@ -81,7 +81,7 @@ def onnx_metadata(loaded: Loaded, applied: Sequence[Applied]) -> dict[str, Any]:
     """What an ONNX file says of its own making, in its ``metadata_props``."""
     return {
         "optexport.version": __version__,
-        "optexport.weights_sha256": weights_sha256(loaded.model),
+        "optexport.weights_sha256": loaded.weights_sha256,
         "optexport.transformations": [
             {"rule": a.rule.name, "options": dict(a.rule.options), "changes": len(a.report.changes)} for a in applied
         ],
@@ -107,7 +107,7 @@ def manifest(
             source=_portable(config)["model"]["source"],
             revision=loaded.revision,
             class_name=f"{type(loaded.model).__module__}.{type(loaded.model).__qualname__}",
-            weights_sha256=weights_sha256(loaded.model),
+            weights_sha256=loaded.weights_sha256,
         ),
         inputs=[_tensor(spec) for spec in traced.signature.inputs],
         outputs=[_tensor(spec) for spec in traced.signature.outputs],

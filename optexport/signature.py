@@ -19,6 +19,10 @@ class Dim:
     max: int | None = None
 
 
+# What a caller may say of the axes of an input: a dimension's name, or the name with the sizes that it may take.
+Dynamic = Mapping[str, Mapping[int, str | Dim]]
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One input or output. A shape holds sizes and, where the axis is dynamic, names or expressions of dimensions."""

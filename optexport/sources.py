@@ -6,8 +6,9 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ from optexport.tasks import AUTO_CLASSES
 
 
 @dataclass(frozen=True)
+class Pretrained:
+    """Where transformers finds a model's tokenizer or processor: a folder or hub id, and how to load from it."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Loaded:
     """A loaded model, in eval mode.
 
@@ -29,17 +38,31 @@ class Loaded:
         model: The original, to trace and to compare with.
         program: The program that a ``.pt2`` file held; ``model`` is then its module.
         revision: What identifies the source's version: a commit, or a package with its version; None if unknown.
-        pretrained: Where transformers finds the tokenizer or processor beside the model: a folder or hub id.
+        pretrained: Where its tokenizer or processor is; None where there is none.
     """
 
     model: nn.Module
     program: ExportedProgram | None = None
     revision: str | None = None
-    pretrained: str | None = None
+    pretrained: Pretrained | None = None
 
     @property
     def to_trace(self) -> nn.Module | ExportedProgram:
         return self.model if self.program is None else self.program
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """A digest of all parameters and buffers: names, dtypes, shapes and bytes."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            if isinstance(tensor, torch.Tensor):
+                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+# What holds for a tokenizer as it does for its model.
+_SHARED_OPTIONS = ("trust_remote_code", "local_files_only", "revision")
 
 
 def load(config: ModelConfig, folder: Path, downloaded: Path | None = None) -> Loaded:
@@ -67,17 +90,6 @@ def load(config: ModelConfig, folder: Path, downloaded: Path | None = None) -> L
     return _from_path((folder / Path(config.source).expanduser()).resolve(), config, None)
 
 
-def weights_sha256(model: nn.Module) -> str:
-    """A digest of all parameters and buffers: names, dtypes, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
     factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
     try:
@@ -90,7 +102,8 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
         ) from error
     if not isinstance(model, nn.Module):
         raise SourceError(f"the factory returned a {type(model).__name__}, not a module", place=f"python:{location}")
-    return Loaded(model.eval(), pretrained=getattr(getattr(model, "config", None), "_name_or_path", None))
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    return Loaded(model.eval(), pretrained=Pretrained(name, {}) if name else None)
 
 
 def _in_package(rest: str) -> tuple[Path, str | None]:
@@ -152,7 +165,8 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
             place=f"model.source: {config.source} as {type(model).__name__}",
             mend=f"Choose the task that it was trained for; its config names {model_config.architectures}.",
         )
-    return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=name)
+    beside = Pretrained(name, {key: options[key] for key in _SHARED_OPTIONS if key in options})
+    return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=beside)
 
 
 def _model_class(task: str | None, model_config: Any) -> Any:

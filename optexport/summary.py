@@ -15,6 +15,7 @@ from optexport.parity import PlaceParity
 from optexport.pipeline import Result
 
 _SHOWN_NEAR_MISSES = 3
+_WIDE = 120
 
 
 def show(result: Result, console: Console) -> None:
@@ -46,10 +47,13 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
 def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Console) -> None:
     proof = manifest.parity
     verdict = "[bold green]passed[/]" if all(place.passed for place in places) else "[bold red]failed[/]"
-    console.print(f"\n[bold]Parity[/] {verdict}, on {len(proof.cases)} batches: {escape('; '.join(proof.cases))}")
+    batches = escape("; ".join(proof.cases))
+    console.print(
+        f"\n[bold]Parity[/] {verdict}, on {len(proof.cases)} batches: {batches}", soft_wrap=True, highlight=False
+    )
     if proof.fallback:
         console.print(f"  float64 could not be had ({escape(proof.fallback)}): compared with the original itself")
-    console.print(parity_table(places))
+    console.print(parity_table(places, wide=console.width >= _WIDE))
     for artifact in manifest.artifacts:
         if artifact.fixed_shape is not None:
             console.print(f"  {artifact.format}: [bold]fixed shape[/], since {escape(artifact.fixed_shape)}")
@@ -57,23 +61,19 @@ def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Con
         console.print(f"  fixed by the model: {escape(axis)}", highlight=False)
 
 
-def parity_table(places: Sequence[PlaceParity]) -> Table:
-    """One row for every output at every place: its distance beside the floor."""
+def parity_table(places: Sequence[PlaceParity], *, wide: bool) -> Table:
+    """One row for every output at every place: its distance beside the floor; the rest where there is room."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("place", "output"):
-        table.add_column(heading)
-    for heading in ("distance", "floor", "multiple", "limit", "cosine", "argmax", "would pass"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, no_wrap=True)
+    for heading in ("distance", "floor", "multiple", *(("limit", "cosine", "argmax", "would pass") if wide else ())):
+        table.add_column(heading, justify="right", no_wrap=True)
     for place in places:
         for o in place.outputs:
-            style = None if o.passed else "red"
-            cells = (
-                *(f"{value:.2g}" for value in (o.max_abs, o.floor, o.multiple, o.limit)),
-                f"{o.cosine:.6f}",
-                f"{o.argmax_agreement:.2%}",
-                f"atol={o.tolerance:.2g}",
-            )
-            table.add_row(place.place, escape(o.output), *cells, style=style)
+            cells = [f"{value:.2g}" for value in (o.max_abs, o.floor, o.multiple)]
+            if wide:
+                cells += [f"{o.limit:.2g}", f"{o.cosine:.6f}", f"{o.argmax_agreement:.2%}", f"atol={o.tolerance:.2g}"]
+            table.add_row(place.place, escape(o.output), *cells, style=None if o.passed else "red")
     return table
 
 

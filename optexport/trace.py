@@ -19,12 +19,9 @@ from optexport import transformers_exporters
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import TraceError, first_line
 from optexport.raising import raise_graph
-from optexport.signature import Dim, Signature, TensorSpec, conventional_axes, flatten_outputs
+from optexport.signature import Dim, Dynamic, Signature, TensorSpec, conventional_axes, flatten_outputs
 
 logger = logging.getLogger("optexport")
-
-# What a caller may say of an axis: its dimension's name, or the name with the sizes that it may take.
-Dynamic = Mapping[str, Mapping[int, "str | Dim"]]
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ def _export(model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dyna
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     except Exception as error:  # torch.export raises many kinds, and the model's own code any other
-        raise _explained(model, error, dynamic) from error
+        raise _explained(model, example, error, dynamic) from error
 
 
 def _hints(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int, Any]:
@@ -159,18 +156,31 @@ def _hints(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int
     }
 
 
-def _explained(model: nn.Module, error: Exception, dynamic: Dynamic | None) -> TraceError:
-    suggestion = re.search(r"Suggested fixes:\n((?:\s+.+\n?)+)", str(error))
-    if suggestion and dynamic:
-        wanted = "; ".join(line.strip() for line in suggestion.group(1).strip().splitlines())
+def _explained(
+    model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception, dynamic: Dynamic | None
+) -> TraceError:
+    name = type(model).__name__
+    try:
+        with torch.no_grad():
+            model(**copy.deepcopy(dict(example)))
+    except Exception as own:  # the model's own code may raise anything
+        shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
         return TraceError(
-            f"the model does not take every size that is declared; it asks for {wanted}",
+            f"the model itself fails on the inputs {shapes}: {type(own).__name__}: {first_line(own)}",
+            place=name,
+            mend="Give inputs, and sizes in inputs.dynamic, that the model takes.",
+        )
+    suggestion = re.search(r"Suggested fixes:\n((?:[ \t]+\S.*\n?)+)", str(error))
+    if suggestion and dynamic:
+        wanted = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
+        return TraceError(
+            f"the model does not take every size that is declared: it wants {wanted}",
             place="inputs.dynamic",
-            mend="Narrow the range in inputs.dynamic, or leave the dimension out to have it fixed.",
+            mend="Narrow the range, or leave the dimension out to have it fixed.",
         )
     return TraceError(
         f"torch.export could not trace it: {first_line(error)}",
-        place=type(model).__name__,
+        place=name,
         mend="Run again with --debug for the line of the model that it stopped at.",
     )
 
@@ -224,7 +234,9 @@ def _range(program: ExportedProgram, symbol: Any, wanted: str | Dim, name: str) 
     if limits is None:
         return Dim(name, 1, None)
     upper = int(limits.upper) if limits.upper.is_Integer else None
-    return Dim(name, max(1, int(limits.lower)), None if upper is None or upper >= 2**31 else upper)
+    # A lower end of 2 is what torch.export assumes of every axis, not what it found; a batch may well be of one.
+    lower = 1 if name == "batch" and limits.lower <= 2 else max(1, int(limits.lower))
+    return Dim(name, lower, None if upper is None or upper >= 2**31 else upper)
 
 
 def _narrowest(one: Dim | None, other: Dim) -> Dim:

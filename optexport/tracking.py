@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -139,9 +140,12 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
     except Exception as error:  # as in Tracker
         raise SourceError(redact(first_line(error)), place=f"model.source: mlflow:{uri}") from error
     if "transformers" in flavors:
-        binary = flavors["transformers"].get("model_binary")
-        if binary:
-            return local / str(binary)
+        model = local / str(flavors["transformers"].get("model_binary", "model"))
+        for part in ("tokenizer", "processor", "image_processor", "feature_extractor"):
+            # The flavour keeps them apart; a folder of transformers holds all.
+            if (local / "components" / part).is_dir():
+                shutil.copytree(local / "components" / part, model, dirs_exist_ok=True)
+        return model
     pytorch = flavors.get("pytorch", {})
     saved = [*local.rglob("*.pt2")]
     if pytorch and saved and pytorch.get("serialization_format", "pt2") == "pt2":

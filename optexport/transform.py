@@ -87,7 +87,10 @@ def transform(
 def blame(graph_module: fx.GraphModule, rules: Sequence[NamedRule], passes: Callable[[fx.GraphModule], bool]) -> str:
     """Applies transformations to a fresh graph one by one, and says after which it no longer passes."""
     if not passes(graph_module):
-        return "The trace itself already differs from the model: no transformation is to blame."
+        return (
+            "The trace itself already differs from the model: no transformation is to blame. Where only sizes that "
+            "were not traced fail, the model bakes a size in: leave that dimension out of inputs.dynamic."
+        )
     for rule in rules:
         graph_module, (applied,) = transform(graph_module, [rule])
         if not passes(graph_module):

@@ -118,7 +118,13 @@ def run(transformation: Transformation, graph_module: GraphModule) -> tuple[Grap
     changed = transformation.get_transformed_nodes(graph_module) or [
         node for node in graph_module.graph.nodes if before.get(node.name) != node.format_node()
     ]
-    return graph_module, Report(tuple(Change((n.name,), str(n.target), (n.name,)) for n in changed), ())
+    return graph_module, Report(tuple(Change((n.name,), target_name(n), (n.name,)) for n in changed), ())
+
+
+def target_name(node: Node) -> str:
+    """What a node calls, as one would write it: ``encoder.layer.0.query``, ``operator.mul``."""
+    module, name = getattr(node.target, "__module__", None), getattr(node.target, "__name__", None)
+    return f"{module.lstrip('_')}.{name}" if isinstance(module, str) and name else str(node.target)
 
 
 def apply(rule: Rule, graph_module: GraphModule) -> Report:
@@ -136,7 +142,7 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
                 for new, record in rewritten:
                     step += 1
                     set_marks(new, {**marks(new), signature: (step, record)})
-                target = str(rewritten[0][0].target) if rewritten else ""
+                target = target_name(rewritten[0][0]) if rewritten else ""
                 changes.append(Change(tuple(n.name for n, _ in rewritten), target, replaced))
                 if node._erased:
                     found = None
