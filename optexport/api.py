@@ -13,16 +13,19 @@ from optexport import bundle, cases, pipeline
 from optexport.config import FORMATS, Config
 from optexport.errors import TraceError
 from optexport.pipeline import Job, Result
-from optexport.signature import Dynamic
+from optexport.raising import unlift
+from optexport.signature import Dynamic, named_inputs
 from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.transform import NamedRule
 from optexport.transformations import Transformation
 
+Inputs = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...] | torch.Tensor
+
 
 def export(
     model: nn.Module | ExportedProgram,
-    inputs: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]],
+    inputs: Inputs | list[Inputs],
     output: str | Path,
     *,
     transformations: Transformation | Iterable[Transformation] | None = None,
@@ -38,7 +41,8 @@ def export(
 
     Args:
         model: In eval mode; it is not changed.
-        inputs: Tensors by input name. Of several batches the first is traced, and all are checked on.
+        inputs: Tensors by input name, or a tuple of them in order. Of a list of such batches the first is traced, and
+            all are checked on.
         output: The bundle's folder; a bundle that is there already is replaced.
         transformations: One or several, in the order in which they are applied; the preset by default.
         formats: Any of "torchscript", "onnx" and "pt2".
@@ -55,11 +59,10 @@ def export(
         ParityError: What was made does not compute the same; nothing appears under ``output``.
         ExportError: A file cannot be written in its format.
     """
-    batches = (dict(inputs),) if isinstance(inputs, Mapping) else tuple(dict(batch) for batch in inputs)
     output = Path(output).resolve()
     bundle.check_output(output)
     if isinstance(model, ExportedProgram):
-        loaded = Loaded(model.module(check_guards=False), model)
+        loaded = Loaded(unlift(model), model)
     elif model.training:
         raise TraceError(
             "it is in train mode, where it may draw random numbers",
@@ -68,6 +71,8 @@ def export(
         )
     else:
         loaded = Loaded(model)
+    several = isinstance(inputs, list)
+    batches = tuple(named_inputs(loaded.model, batch) for batch in (inputs if several else [inputs]))
     config = Config.model_validate(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},

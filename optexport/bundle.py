@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -124,6 +124,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise BundleError(f"it does not follow the schema: {error}", place=MANIFEST) from error
     sealed_json.read(folder / MEASUREMENTS)
     expected = {record.path: record for record in manifest.files}
+    for name in [*expected, *(artifact.path for artifact in manifest.artifacts)]:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in expected:
+            raise BundleError(f"it names {name!r}, which is no file of the bundle", place=MANIFEST)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
@@ -165,7 +168,7 @@ def _bytes(outputs: Outputs) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in outputs.values())
 
 
-def read_reference(path: Path, case_names: Sequence[str]) -> Reference:
+def read_reference(path: Path, case_names: Sequence[str], output_names: Sequence[str]) -> Reference:
     """Reads what `write_reference` stored.
 
     Raises:
@@ -182,8 +185,11 @@ def read_reference(path: Path, case_names: Sequence[str]) -> Reference:
         return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
     indices = range(len(case_names))
-    return Reference(
+    reference = Reference(
         cases=tuple(Case(name, part(index, "inputs")) for index, name in enumerate(case_names)),
         outputs=tuple(part(index, "outputs") for index in indices),
         exact=tuple(part(index, "float64") for index in indices),
     )
+    if not indices or any(set(part) != set(output_names) for part in (*reference.outputs, *reference.exact)):
+        raise BundleError("it does not hold the outputs that the manifest names", place=path.name)
+    return reference

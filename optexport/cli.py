@@ -166,8 +166,8 @@ def verify(bundle: Path, as_json: bool) -> None:
 def _console() -> Any:
     from rich.console import Console
 
-    # Outside a terminal a table must not be cut to 80 columns.
-    return Console(width=None if sys.stdout.isatty() else 160)
+    # Outside a terminal a table is not cut to 80 columns.
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -141,7 +142,9 @@ def reference(run: Callable[[nn.Module, Batch], Outputs], model: nn.Module, case
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *outputs[0].values()]):
             return Reference(tuple(cases), outputs, outputs)
         try:
-            double = copy.deepcopy(model).double()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its own output trees
+                double = copy.deepcopy(model).double()
             exact = tuple(run(double, _double(case.batch)) for case in cases)
         except Exception as error:  # a model's own code, which may hold a dtype of its own
             return Reference(tuple(cases), outputs, outputs, f"{type(error).__name__}: {first_line(error)}")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export import ExportedProgram
 
 aten = torch.ops.aten
 
@@ -149,15 +150,17 @@ _KINDS: dict[Any, _Kind] = {
 }
 
 
-def raise_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a raised copy of an unlifted ``ExportedProgram`` (``program.module(check_guards=False)``).
+def unlift(program: ExportedProgram) -> fx.GraphModule:
+    """A program as a module that takes every input by name, whichever way it was exported with."""
+    module = program.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    # A new GraphModule leaves behind the hook that insists on the way that inputs were given.
+    return fx.GraphModule(module, module.graph).eval()
 
-    Args:
-        graph_module: ATen calls on ``get_attr`` parameters, with ``nn_module_stack`` and ``val`` in the node metadata.
 
-    Returns:
-        A new GraphModule over the same parameters. Calls that cannot be raised stay ATen calls.
-    """
+def raise_graph(program: ExportedProgram) -> fx.GraphModule:
+    """Raises a program to a GraphModule over the same parameters; calls that cannot be raised stay ATen calls."""
+    graph_module = unlift(program)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(graph_module.graph, copies)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
+
+from optexport.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,25 @@ def conventional_axes(name: str, rank: int) -> tuple[str, ...]:
     if len(known) == rank:
         return known
     return tuple("batch" if axis == 0 else f"{name}_{axis}" for axis in range(rank))
+
+
+def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
+    """Inputs by name, of a mapping, or of one or several tensors in the order of ``model.forward``.
+
+    Raises:
+        ConfigError: They are anything else, or more than the model takes.
+    """
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    names = list(inspect.signature(model.forward).parameters)
+    if not all(isinstance(value, torch.Tensor) for value in given) or len(given) > len(names):
+        raise ConfigError(
+            "they must be tensors by input name, or a tuple of tensors",
+            place="inputs",
+            mend=f"{type(model).__name__} takes {', '.join(names)}.",
+        )
+    return dict(zip(names, given, strict=False))
 
 
 def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from optexport import pt2_archive, registry, transformers_exporters
 from optexport.config import ModelConfig, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
+from optexport.raising import unlift
 from optexport.tasks import AUTO_CLASSES
 
 
@@ -123,7 +124,7 @@ def _in_package(rest: str) -> tuple[Path, str | None]:
 def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
     if path.suffix == ".pt2":
         program = pt2_archive.load(path)
-        return Loaded(program.module(check_guards=False), program, revision)
+        return Loaded(unlift(program), program, revision)
     if not (path / "config.json").is_file():
         raise SourceError(
             "it holds no config.json, so it is no folder of a transformers model",

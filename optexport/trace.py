@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
@@ -19,7 +20,7 @@ from optexport import transformers_exporters
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import TraceError, first_line
 from optexport.raising import raise_graph
-from optexport.signature import Dim, Dynamic, Signature, TensorSpec, conventional_axes, flatten_outputs
+from optexport.signature import Dim, Dynamic, Signature, TensorSpec, conventional_axes, flatten_outputs, named_inputs
 
 logger = logging.getLogger("optexport")
 
@@ -44,7 +45,7 @@ def symbolic_trace(
     input_names: list[str] | None = None,
     disable_check: bool = False,  # noqa: ARG001
     *,
-    example_inputs: Mapping[str, torch.Tensor] | None = None,
+    example_inputs: Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...] | None = None,
     dynamic: Dynamic | None = None,
 ) -> fx.GraphModule:
     """Traces a model to a graph that transformations can be applied to.
@@ -56,26 +57,27 @@ def symbolic_trace(
             model needs.
         disable_check: Accepted for the sake of code written for ``transformers.utils.fx.symbolic_trace``. There it
             let unlisted architectures pass; here every architecture may be traced.
-        example_inputs: Tensors by input name. Without them, inputs of a transformers model are made from its config,
-            and any other module goes through ``torch.fx.symbolic_trace``.
+        example_inputs: Tensors by input name, or a tuple of them in order. Without them, inputs of a transformers model
+            are made from its config, and any other module goes through ``torch.fx.symbolic_trace``.
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. By default, every axis that the
             model leaves dynamic; those that it fixes are logged.
 
     Raises:
         TraceError: The model cannot be traced, or fixes an axis that was declared dynamic.
     """
-    if example_inputs is None:
+    example = None if example_inputs is None else named_inputs(model, example_inputs)
+    if example is None:
         if isinstance(model, fx.GraphModule):
             return _copy(model)
         if not transformers_exporters.holds_transformers(model):
             return _symbolic_trace_module(model)
-        example_inputs = dummy_inputs(model, input_names)
+        example = dummy_inputs(model, input_names)
     elif input_names is not None:
-        missing = [name for name in input_names if name not in example_inputs]
+        missing = [name for name in input_names if name not in example]
         if missing:
             raise TraceError(f"no tensor is given for {', '.join(missing)}", place="example_inputs")
-        example_inputs = {name: example_inputs[name] for name in input_names}
-    traced = trace(model, example_inputs, dynamic)
+        example = {name: example[name] for name in input_names}
+    traced = trace(model, example, dynamic)
     if traced.fixed:
         logger.warning("The model fixes some axes of its inputs: %s", ", ".join(traced.fixed))
     return traced.graph_module
@@ -95,11 +97,10 @@ def trace(
     signature, fixed = _signature(program, dynamic)
     if isinstance(model, fx.GraphModule):
         graph_module = _copy(model)
-        FakeTensorProp(graph_module).propagate(*(example[spec.name] for spec in signature.inputs))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
+        FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
-        unlifted = program.module(check_guards=False)
-        assert isinstance(unlifted, fx.GraphModule)
-        graph_module = raise_graph(unlifted)
+        graph_module = raise_graph(program)
     return Traced(graph_module, signature, fixed)
 
 
@@ -190,6 +191,7 @@ def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signa
     user_inputs = set(program.graph_signature.user_inputs)
     placeholders = [n for n in program.graph.find_nodes(op="placeholder") if n.name in user_inputs]
     names: dict[Any, str] = {}
+    hints: dict[str, int] = {}
     dims: dict[str, Dim] = {}
     inputs, fixed = [], []
     for name, placeholder in zip(_input_names(program), placeholders, strict=True):
@@ -198,8 +200,9 @@ def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signa
         conventional = conventional_axes(name, value.dim())
         shape: list[int | str] = []
         for axis, size in enumerate(value.shape):
-            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
-            if symbol is None or not symbol.is_Symbol:
+            hint = int(size.node.hint) if isinstance(size, torch.SymInt) else size
+            symbol = _free_symbol(program, size)
+            if symbol is None:
                 if axis in declared:
                     wanted = declared[axis]
                     raise TraceError(
@@ -207,17 +210,27 @@ def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signa
                         place=f"input {name}, axis {axis}",
                         mend="Leave that dimension out of inputs.dynamic, or trace with another size.",
                     )
-                hint = size if symbol is None else size.node.hint
-                shape.append(int(hint))
+                shape.append(hint)
                 if dynamic is None:
-                    fixed.append(f"{name}[{axis}] = {size if symbol is None else _renamed(symbol, names)}")
+                    fixed.append(f"{name}[{axis}] = {hint}")
                 continue
             wanted = declared.get(axis, conventional[axis])
             dim_name = names.setdefault(symbol, wanted.name if isinstance(wanted, Dim) else wanted)
+            if hints.setdefault(dim_name, hint) != hint:  # the usual name, but not the usual size
+                dim_name = names[symbol] = f"{name}_{axis}"
             dims[dim_name] = _narrowest(dims.get(dim_name), _range(program, symbol, wanted, dim_name))
             shape.append(dim_name)
         inputs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(shape)))
     return Signature(tuple(inputs), _outputs(program, names), dims), tuple(fixed)
+
+
+def _free_symbol(program: ExportedProgram, size: int | torch.SymInt) -> Any:
+    """The symbol of a size that may change; None for one that is fixed, or only moves with others."""
+    symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+    if symbol is None or not symbol.is_Symbol:
+        return None
+    limits = program.range_constraints.get(symbol)
+    return None if limits is not None and limits.lower == limits.upper else symbol
 
 
 def _input_names(program: ExportedProgram) -> list[str]:

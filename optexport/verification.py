@@ -22,9 +22,9 @@ def verify(folder: Path) -> list[PlaceParity]:
         BundleError: A file is missing, added or changed.
     """
     manifest = bundle.read_manifest(folder)
-    reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases)
-    bounds = {name: Bound(**record.model_dump()) for name, record in manifest.parity.bounds.items()}
     outputs = [output.name for output in manifest.outputs]
+    reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
+    bounds = {name: Bound(**record.model_dump()) for name, record in manifest.parity.bounds.items()}
     return [
         parity.check(place, run, reference if artifact.fixed_shape is None else reference.at_traced_shape(), bounds)
         for artifact in manifest.artifacts

@@ -1,0 +1,61 @@
+"""What the README shows is what happens: its Python runs, its files are quoted whole, its lists are complete."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", [code for code in blocks("python") if "import optexport" in code or "compose" in code])
+def test_its_python_runs_and_prints_what_it_says(code: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")]
+    assert done.stdout.splitlines() == said
+
+
+@pytest.mark.parametrize("path", ["examples/minilm.toml", "examples/plugin/drop_dropout.py"])
+def test_files_are_quoted_whole(path: str) -> None:
+    assert f"\n{(ROOT / path).read_text(encoding='utf-8')}```" in README
+
+
+def test_the_list_of_rules_is_what_the_program_prints() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "optexport", "transformations"], capture_output=True, text=True, check=True
+    )
+    assert f"$ optexport transformations\n{done.stdout}```" in README
+
+
+def test_every_file_that_it_links_to_is_there() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_command_and_exit_code_is_in_it() -> None:
+    from optexport import errors
+    from optexport.cli import cli
+
+    assert [name for name in cli.commands if f"`optexport {name}" not in README] == []
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    codes = {cls.exit_code for cls in classes if issubclass(cls, errors.OptexportError)} - {1}
+    assert [code for code in codes if f"\n| {code} |" not in README] == []
+
+
+def test_every_key_of_a_config_is_in_it() -> None:
+    from optexport.config import Config
+
+    text = re.search(r"\| key \| meaning \|\n(.*?)\n\n", README, re.DOTALL)
+    assert text is not None
+    for table, field in Config.model_fields.items():
+        for key in getattr(field.annotation, "model_fields", {}):
+            assert re.search(rf"`{table}\.{key}|`\.?{key}\b", text[1]), f"{table}.{key}"
