@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -35,21 +37,32 @@ class _Group(click.Group):
     """Turns errors into one message and their exit code; a traceback only with ``--debug``."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        interrupted = threading.Event()
+
+        def interrupt(signum: int, frame: object) -> None:  # noqa: ARG001
+            interrupted.set()
+            raise KeyboardInterrupt
+
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, interrupt) if in_main_thread else None
         try:
             return super().invoke(ctx)
-        except OptexportError as error:
-            _fail(ctx, str(error), error.exit_code)
-        except KeyboardInterrupt:
-            _fail(ctx, "interrupted", 130)
-        except click.exceptions.ClickException:
+        except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
-        except (click.exceptions.Exit, click.exceptions.Abort):
-            raise
-        except Exception as error:  # a defect of ours, or of a library: still one message
+        except (Exception, KeyboardInterrupt) as error:
+            # Some libraries turn an interrupt in the middle of their imports into errors of their own.
+            if isinstance(error, KeyboardInterrupt) or interrupted.is_set():
+                _fail(ctx, "interrupted", 130)
+            if isinstance(error, OptexportError):
+                _fail(ctx, str(error), error.exit_code)
+            # A defect of ours, or of a library: still one message.
             _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGINT, before)
 
 
-def _fail(ctx: click.Context, message: str, code: int) -> None:
+def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
     if ctx.params.get("debug"):
         traceback.print_exc()
     click.echo(f"Error: {message}", err=True)

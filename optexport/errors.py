@@ -5,6 +5,8 @@ Each class owns its exit code, so that the command line and the Python API agree
 
 from __future__ import annotations
 
+import re
+
 
 def first_line(error: BaseException) -> str:
     """The first line of another library's error that says something, or its type."""
@@ -12,8 +14,14 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def redact(text: str) -> str:
+    """Takes user names, passwords and tokens out of the URIs in a text."""
+    text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
+    return re.sub(r"(?i)((?:password|passwd|token|secret|api_key|access_key)=)[^&\s]+", r"\1***", text)
+
+
 class OptexportError(Exception):
-    """Base of all errors that optexport raises on purpose.
+    """Base of all errors that optexport raises on purpose. Its message holds no secret that a URI carries.
 
     Args:
         cause: What is wrong, as one sentence.
@@ -27,8 +35,8 @@ class OptexportError(Exception):
     exit_code = 1
 
     def __init__(self, cause: str, *, place: str | None = None, mend: str | None = None) -> None:
-        self.cause = cause
-        self.place = place
+        self.cause = redact(cause)
+        self.place = None if place is None else redact(place)
         self.mend = mend
         super().__init__(str(self))
 

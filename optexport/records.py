@@ -17,6 +17,7 @@ from torch import fx
 
 from optexport import __version__
 from optexport.config import Config
+from optexport.errors import redact
 from optexport.manifest import (
     ArtifactRecord,
     BoundRecord,
@@ -35,7 +36,6 @@ from optexport.parity import Bound, PlaceParity, Reference
 from optexport.signature import TensorSpec
 from optexport.sources import Loaded
 from optexport.trace import Traced
-from optexport.tracking import redact
 from optexport.transform import Applied
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.config import TrackingConfig
-from optexport.errors import SourceError, TrackingError, first_line
+from optexport.errors import SourceError, TrackingError, first_line, redact
 from optexport.manifest import Manifest, TensorRecord
 
 _LONGEST_PARAM = 500
@@ -69,8 +69,8 @@ class Tracker:
             action()
         except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
             self.failure = TrackingError(
-                redact(f"{type(error).__name__}: {first_line(error)}"),
-                place=f"tracking.uri: {redact(self._uri)}",
+                f"{type(error).__name__}: {first_line(error)}",
+                place=f"tracking.uri: {self._uri}",
                 mend="The bundle is whole on disk. Mend the server or the URI and run again to track it.",
             )
             self.failure.__cause__ = error
@@ -138,7 +138,7 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
         local = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(place)))
         flavors = mlflow.models.Model.load(str(local)).flavors
     except Exception as error:  # as in Tracker
-        raise SourceError(redact(first_line(error)), place=f"model.source: mlflow:{uri}") from error
+        raise SourceError(first_line(error), place=f"model.source: mlflow:{uri}") from error
     if "transformers" in flavors:
         model = local / str(flavors["transformers"].get("model_binary", "model"))
         for part in ("tokenizer", "processor", "image_processor", "feature_extractor"):
@@ -155,12 +155,6 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
         place=f"model.source: mlflow:{uri}",
         mend='Log it with mlflow.transformers, or with mlflow.pytorch and serialization_format="pt2".',
     )
-
-
-def redact(text: str) -> str:
-    """Takes user names, passwords and tokens out of the URIs in a text."""
-    text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
-    return re.sub(r"(?i)((?:password|passwd|token|secret|api_key|access_key)=)[^&\s]+", r"\1***", text)
 
 
 def resolved_uri(uri: str, folder: Path) -> str:
