@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 from torch.fx import GraphModule
 
@@ -15,10 +16,12 @@ class DeepCopy(ReversibleTransformation):
     preserves_computation = True
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
-        return copy.deepcopy(graph_module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its own output trees
+            return copy.deepcopy(graph_module)
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
-        return copy.deepcopy(graph_module)
+        return self.transform(graph_module)
 
 
 class LintAndRecompile(ReversibleTransformation):
