@@ -57,7 +57,7 @@ class Result:
         parity: How near every place is to the original, in the order of the pipeline.
         manifest: What the bundle says of itself.
         run_id: The MLflow run, if there is one.
-        run_page: What shows that run in MLflow's own page.
+        run_page: The address of that run in MLflow's own page, after the command that serves it if one is needed.
         tracking_failure: Why the run could not be tracked, if it could not.
     """
 

@@ -25,7 +25,9 @@ def show(result: Result, console: Console) -> None:
     _show_parity(manifest, result.parity, console)
     _show_files(result, console)
     if result.run_page is not None:
-        console.print(f"\nMLflow run {result.run_id}\n  {escape(result.run_page)}", soft_wrap=True, highlight=False)
+        console.print(f"\n[bold]MLflow[/] run {result.run_id}", highlight=False)
+        for line in result.run_page.splitlines():
+            console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
 
 
 def _show_transformations(manifest: Manifest, console: Console) -> None:

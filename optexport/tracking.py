@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ class Tracker:
 
     Attributes:
         run_id: Its id; None where it could not be started, or tracking is off.
-        page: What shows the run in MLflow's own page: its address, or the command that serves it.
+        page: The address of the run in MLflow's own page, after the command that serves it where no server does.
         failure: The first thing that failed; None while all is well.
     """
 
@@ -198,7 +199,9 @@ def _page(uri: str, experiment_id: str, run_id: str) -> str:
     path = f"#/experiments/{experiment_id}/runs/{run_id}"
     if uri.startswith("http"):
         return f"{redact(uri).rstrip('/')}/{path}"
-    return f"mlflow ui --backend-store-uri {redact(uri)}  and open  http://127.0.0.1:5000/{path}"
+    # The program may have been called by its path, from an environment that the shell does not know.
+    program = shutil.which("mlflow") or str(Path(sys.executable).with_name("mlflow"))
+    return f"{program} ui --backend-store-uri {redact(uri)}\nhttp://127.0.0.1:5000/{path}"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
