@@ -232,8 +232,9 @@ def _from_records(records: Sequence[Any], model: nn.Module, place: str) -> Batch
 def _from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[int]], seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     free = {size for spec in specs.values() for size in spec.shape if isinstance(size, str)}
-    sizes = {name: 2 + i for i, name in enumerate(sorted(free))}
-    sizes |= {name: min(max(low, 2 + i), high) for i, (name, (low, high)) in enumerate(dynamic.items())}
+    sizes = {name: 2 if name == "batch" else 16 + i for i, name in enumerate(sorted(free))}
+    # Well above the smallest: there a model may reduce an axis to length 1, which tracing would take for fixed.
+    sizes |= {name: min(2 * low + 1 + i, high) for i, (name, (low, high)) in enumerate(dynamic.items())}
     batch: Batch = {}
     for name, spec in specs.items():
         shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]

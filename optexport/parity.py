@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from optexport.cases import Batch, Case
-from optexport.errors import first_line
+from optexport.errors import TraceError, first_line
 from optexport.runtimes import Run
 
 Outputs = dict[str, torch.Tensor]
@@ -130,25 +130,45 @@ class PlaceParity:
         return all(output.passed for output in self.outputs)
 
 
-def reference(run: Callable[[nn.Module, Batch], Outputs], model: nn.Module, cases: Sequence[Case]) -> Reference:
+def reference(
+    run: Callable[[nn.Module, Batch], Outputs], model: nn.Module, cases: Sequence[Case], *, declared: bool = True
+) -> Reference:
     """Runs the original on all cases, in its own precision and in float64.
 
     Args:
         run: Runs a model on a batch and names its outputs.
         model: The original; a copy of it is made for float64.
+        declared: Whether the user declared the sizes. If not, those that the original itself refuses are left out.
+
+    Raises:
+        TraceError: The original itself fails on a case that the user declared.
     """
+    checked: list[Case] = []
+    outputs: list[Outputs] = []
     with torch.no_grad():
-        outputs = tuple(run(model, case.batch) for case in cases)
+        for case in cases:
+            try:
+                outputs.append(run(model, case.batch))
+            except Exception as error:  # a model's own code may raise anything
+                if not declared and checked:
+                    continue
+                raise TraceError(
+                    f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
+                    place=type(model).__name__,
+                    mend="Declare in inputs.dynamic only the sizes that it takes.",
+                ) from error
+            checked.append(case)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *outputs[0].values()]):
-            return Reference(tuple(cases), outputs, outputs)
+            return Reference(tuple(checked), tuple(outputs), tuple(outputs))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its own output trees
                 double = copy.deepcopy(model).double()
-            exact = tuple(run(double, _double(case.batch)) for case in cases)
-        except Exception as error:  # a model's own code, which may hold a dtype of its own
-            return Reference(tuple(cases), outputs, outputs, f"{type(error).__name__}: {first_line(error)}")
-    return Reference(tuple(cases), outputs, exact)
+            exact = tuple(run(double, _double(case.batch)) for case in checked)
+        except Exception as error:  # likewise; it may also hold a dtype of its own
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            return Reference(tuple(checked), tuple(outputs), tuple(outputs), reason)
+    return Reference(tuple(checked), tuple(outputs), exact)
 
 
 def _double(batch: Batch) -> Batch:

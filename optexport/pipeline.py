@@ -17,7 +17,7 @@ from optexport.errors import ConfigError, ParityError, TrackingError
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
 from optexport.parity import Bound, PlaceParity, Reference
-from optexport.signature import Dynamic, Signature, flatten_outputs
+from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.trace import trace
@@ -46,6 +46,11 @@ class Job:
     output: Path
     config_text: str | None = None
     dump: Path | None = None
+
+    @property
+    def sizes_declared(self) -> bool:
+        """Whether somebody said which sizes the model takes, rather than leaving it to be found out."""
+        return any(isinstance(dim, Dim) for axes in (self.dynamic or {}).values() for dim in axes.values())
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ def produce(job: Job, stages: Stages) -> Result:
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
             checked = cases.cases(job.example, job.real, signature)
-            reference = parity.reference(_caller(signature), job.loaded.model, checked)
+            reference = parity.reference(_caller(signature), job.loaded.model, checked, declared=job.sizes_declared)
             bounds = _bounds(job.config, reference)
             places = [parity.check_original(reference, bounds)]
         with stages.stage("transform"):

@@ -89,7 +89,8 @@ def blame(graph_module: fx.GraphModule, rules: Sequence[NamedRule], passes: Call
     if not passes(graph_module):
         return (
             "The trace itself already differs from the model: no transformation is to blame. Where only sizes that "
-            "were not traced fail, the model bakes a size in: leave that dimension out of inputs.dynamic."
+            "were not traced fail, the model bakes one in, or a trace cannot hold them: narrow the range in "
+            "inputs.dynamic, or leave the dimension out of it."
         )
     for rule in rules:
         graph_module, (applied,) = transform(graph_module, [rule])
