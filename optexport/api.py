@@ -10,8 +10,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport import bundle, cases, pipeline
-from optexport.config import FORMATS, Config
-from optexport.errors import TraceError
+from optexport.config import FORMATS, parse_config
+from optexport.errors import ConfigError, TraceError
 from optexport.pipeline import Job, Result
 from optexport.raising import unlift
 from optexport.signature import Dynamic, named_inputs
@@ -71,15 +71,26 @@ def export(
         )
     else:
         loaded = Loaded(model)
-    several = isinstance(inputs, list)
-    batches = tuple(named_inputs(loaded.model, batch) for batch in (inputs if several else [inputs]))
-    config = Config.model_validate(
+    given = inputs if isinstance(inputs, list) else [inputs]
+    batches = tuple(named_inputs(loaded.model, batch) for batch in given)
+    if not batches:
+        raise ConfigError("no batch is given", place="inputs")
+    for name, axes in (dynamic or {}).items():
+        rank = batches[0][name].dim() if name in batches[0] else 0
+        if any(not 0 <= axis < rank for axis in axes):
+            raise ConfigError(
+                f"no input has the axes {sorted(axes)}",
+                place=f"dynamic: {name}",
+                mend=f"Inputs are {', '.join(f'{key} {list(value.shape)}' for key, value in batches[0].items())}.",
+            )
+    config = parse_config(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
             "parity": {"multiple": multiple, "atol": atol, "rtol": rtol},
             "export": {"formats": list(formats), "output": output.name, "opset": opset},
-        }
+        },
+        "export",
     )
     rules = pipeline.preset() if transformations is None else NamedRule.of(transformations)
-    example = cases.traceable(batches[0], dynamic or {})
+    example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
     return pipeline.produce(Job(config, loaded, example, batches, dynamic, rules, output), stages or Stages())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -35,18 +36,37 @@ def check_output(output: Path) -> None:
     Raises:
         ConfigError: Something else is there, or nothing can be written there.
     """
-    if output.exists() and not (output / MANIFEST).is_file() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(
-            "it exists and is no bundle, so it is not replaced",
-            place=f"export.output: {output}",
-            mend="Choose another place, or remove it.",
-        )
     try:
+        _check_replaceable(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.parent):
             pass
-    except OSError as error:
+        Path(f"{output}{'-' * 24}").exists()  # room for the name that it bears until it is whole
+    except (OSError, ValueError) as error:
         raise ConfigError(f"nothing can be written there: {error}", place=f"export.output: {output}") from error
+
+
+def _check_replaceable(output: Path) -> None:
+    """Only an empty folder, or a bundle, may be replaced."""
+    if not output.exists() and not output.is_symlink():
+        return
+    if not output.is_symlink() and output.is_dir():
+        try:
+            document = json.loads((output / MANIFEST).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            document = None
+        names = {path.name for path in output.iterdir()}
+        if isinstance(document, dict) and {"manifest_version", "digest", "files"} <= document.keys():
+            ours = {MANIFEST, MEASUREMENTS, *(str(file.get("path")) for file in document["files"])}
+            if names <= ours:
+                return
+        if not names:
+            return
+    raise ConfigError(
+        "it exists and is no bundle, so it is not replaced",
+        place=f"export.output: {output}",
+        mend="Choose another place, or remove it.",
+    )
 
 
 @contextmanager
@@ -62,6 +82,7 @@ def drafting(output: Path) -> Iterator[Path]:
         draft.chmod(0o777 & ~mask)
         for file in draft.iterdir():  # some writers keep their files to themselves
             file.chmod(0o666 & ~mask)
+        _check_replaceable(output)  # once more: the work took its time
         if output.exists():
             replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
             output.rename(replaced / output.name)
@@ -100,8 +121,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def write_measurements(folder: Path, measurements: Mapping[str, Any]) -> None:
-    """Writes what may differ between two equal runs."""
-    sealed_json.write(folder / MEASUREMENTS, measurements)
+    """Writes what may differ between two equal runs, tied to the manifest beside it."""
+    sealed_json.write(
+        folder / MEASUREMENTS, {**measurements, "manifest": sealed_json.read(folder / MANIFEST)["digest"]}
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -122,16 +145,19 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate(document)
     except ValueError as error:
         raise BundleError(f"it does not follow the schema: {error}", place=MANIFEST) from error
-    sealed_json.read(folder / MEASUREMENTS)
+    if sealed_json.read(folder / MEASUREMENTS).get("manifest") != manifest.digest:
+        raise BundleError("it belongs to another bundle", place=MEASUREMENTS)
+    if not manifest.artifacts or set(manifest.parity.bounds) != {output.name for output in manifest.outputs}:
+        raise BundleError("it names no file, or not a bound for every output", place=MANIFEST)
     expected = {record.path: record for record in manifest.files}
     for name in [*expected, *(artifact.path for artifact in manifest.artifacts)]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in expected:
             raise BundleError(f"it names {name!r}, which is no file of the bundle", place=MANIFEST)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_symlink():
-            raise BundleError("it is a symbolic link, which no bundle holds", place=name)
-        if path.is_file() and name not in expected and name not in (MANIFEST, MEASUREMENTS):
+        if path.is_symlink() or not path.is_file():
+            raise BundleError("it is a link or a folder, which no bundle holds", place=name, mend="Remove it.")
+        if name not in expected and name not in (MANIFEST, MEASUREMENTS):
             raise BundleError("the manifest does not know this file", place=name, mend="Remove it.")
     for name, record in expected.items():
         path = folder / name

@@ -126,6 +126,13 @@ def _with_padding(batch: Batch) -> Batch:
     return batch
 
 
+def at_least_two(batch: Batch) -> Batch:
+    """A batch of one as a batch of two: of one alone, tracing would take it that the model takes no other."""
+    if any(tensor.dim() == 0 or tensor.shape[0] != 1 for tensor in batch.values()):
+        return batch
+    return traceable(batch, {name: {0: "batch"} for name in batch})
+
+
 def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
     """A batch with every dynamic axis at least 2 long, as tracing needs it, and inside its declared range."""
     sizes: dict[str, int] = {}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from optexport import __version__
-from optexport.errors import OptexportError, ParityError
+from optexport.errors import ConfigError, OptexportError, ParityError
 
 if TYPE_CHECKING:
     from optexport.stages import Stages
@@ -49,12 +49,16 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, BrokenPipeError):
+                raise  # whoever read our output has read enough; click ends quietly
             # Some libraries turn an interrupt in the middle of their imports into errors of their own.
             if isinstance(error, KeyboardInterrupt) or interrupted.is_set():
                 _fail(ctx, "interrupted", 130)
             if isinstance(error, OptexportError):
                 _fail(ctx, str(error), error.exit_code)
+            if isinstance(error, SystemExit):
+                _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
             # A defect of ours, or of a library: still one message.
             _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
         finally:
@@ -123,7 +127,10 @@ def init(source: str, output: Path, force: bool) -> None:
 
     if output.exists() and not force:
         raise click.UsageError(f"{output} is there already. Give another --output, or --force.")
-    output.write_text(starter_config(source, output.parent), encoding="utf-8")
+    try:
+        output.write_text(starter_config(source, output.parent), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"it cannot be written: {error}", place=f"--output {output}") from error
     click.echo(f"Wrote {output}. Read it, then: optexport run {output}")
 
 
@@ -180,7 +187,7 @@ def _console() -> Any:
     from rich.console import Console
 
     # Outside a terminal a table is not cut to 80 columns.
-    return Console(width=None if sys.stdout.isatty() else 120)
+    return Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
 
 
 @contextmanager
@@ -194,7 +201,7 @@ def _progress(*, quiet: bool) -> Iterator[Stages]:
 
     if quiet:
         yield Stages()
-    elif not sys.stderr.isatty():
+    elif sys.stderr is None or not sys.stderr.isatty():
         yield Stages(plain)
     else:
         from rich.console import Console

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 import tomllib
@@ -48,8 +49,8 @@ class TensorConfig(_Table):
 
     shape: list[Annotated[int, Field(ge=0)] | str]
     dtype: Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"] = "float32"
-    low: float | None = None
-    high: float | None = None
+    low: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
+    high: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
 
 
 class InputsConfig(_Table):
@@ -88,10 +89,10 @@ class TransformationConfig(BaseModel):
 class ParityConfig(_Table):
     """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured."""
 
-    multiple: float = Field(default=4.0, gt=0)
-    atol: float | None = Field(default=None, ge=0)
-    rtol: float | None = Field(default=None, ge=0)
-    seed: int = 0
+    multiple: float = Field(default=4.0, gt=0, allow_inf_nan=False)
+    atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
 
 class ExportConfig(_Table):
@@ -164,14 +165,23 @@ def load_config(path: Path) -> Config:
         raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
-    try:
-        config = Config.model_validate(raw)
-    except ValidationError as error:
-        raise _explained(error, path) from error
+    config = parse_config(raw, path.name)
     for index, rule in enumerate(config.rules()):
         registry.check(rule.use, rule.options, f"{path.name}: transformations[{index}]")
     _check_files(config, path)
     return config
+
+
+def parse_config(raw: dict[str, Any], place: str) -> Config:
+    """Checks settings that stand in no file, or have been read from one.
+
+    Raises:
+        ConfigError: They say something that cannot be meant.
+    """
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise _explained(error, place) from error
 
 
 def _check_files(config: Config, path: Path) -> None:
@@ -191,7 +201,7 @@ def _check_files(config: Config, path: Path) -> None:
         raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
     if kind is SourceKind.PT2 and not (folder / source).is_file():
         raise ConfigError(f"there is no file {source}", place=place)
-    if kind is SourceKind.FOLDER and not (folder / Path(source).expanduser()).is_dir():
+    if kind is SourceKind.FOLDER and not (folder / os.path.expanduser(source)).is_dir():
         raise ConfigError(f"there is no folder {source}", place=place)
     if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
         raise ConfigError(
@@ -219,7 +229,7 @@ def _spec(module: str, folder: Path) -> object | None:
         return None
 
 
-def _explained(error: ValidationError, path: Path) -> ConfigError:
+def _explained(error: ValidationError, name: str) -> ConfigError:
     """All that pydantic found, as one message: a line per mistake, unknown keys with the nearest known one."""
     mistakes: list[tuple[str, str, str | None]] = []
     for found in error.errors():
@@ -236,9 +246,9 @@ def _explained(error: ValidationError, path: Path) -> ConfigError:
         mistakes.append((_dotted(location), cause, mend))
     if len(mistakes) == 1:
         place, cause, mend = mistakes[0]
-        return ConfigError(cause, place=f"{path.name}: {place}", mend=mend)
+        return ConfigError(cause, place=f"{name}: {place}", mend=mend)
     lines = [f"\n  {place}: {'. '.join(filter(None, [cause, mend]))}" for place, cause, mend in mistakes]
-    return ConfigError(f"{len(mistakes)} mistakes{''.join(lines)}", place=path.name)
+    return ConfigError(f"{len(mistakes)} mistakes{''.join(lines)}", place=name)
 
 
 def _shown(value: Any) -> str:

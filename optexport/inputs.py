@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from optexport import registry
-from optexport.cases import Batch, traceable
+from optexport.cases import Batch, at_least_two, traceable
 from optexport.config import InputsConfig, TensorConfig
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, first_line
@@ -70,7 +70,7 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
     _check_names(example, model)
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
     if config.dynamic is None:
-        return _undeclared(example, real, axes, config)
+        return _undeclared(example, real, config)
     dims = {name: Dim(name, low, high) for name, (low, high) in config.dynamic.items()}
     known = {axis for names in axes.values() for axis in names}
     for name in dims:
@@ -85,9 +85,7 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
     return Inputs(traceable(example, dynamic), real, dynamic)
 
 
-def _undeclared(
-    example: Batch, real: tuple[Batch, ...], axes: Mapping[str, tuple[str, ...]], config: InputsConfig
-) -> Inputs:
+def _undeclared(example: Batch, real: tuple[Batch, ...], config: InputsConfig) -> Inputs:
     """Leaves the dynamic dimensions to be found out, except for axes that the user gave a name."""
     named: dict[str, dict[int, str | Dim]] = {
         name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
@@ -95,9 +93,7 @@ def _undeclared(
     } or {name: dict(enumerate(names)) for name, names in config.axes.items()}
     if any(named.values()):
         return Inputs(traceable(example, named), real, named)
-    # A batch of one would be taken for a model that takes no other.
-    batches = {name: {0: "batch"} for name, names in axes.items() if names[:1] == ("batch",)}
-    return Inputs(traceable(example, batches), real, None)
+    return Inputs(at_least_two(example), real, None)
 
 
 def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[str, ...]:
@@ -131,19 +127,20 @@ def _from_texts(texts: Sequence[str], model: nn.Module, pretrained: Pretrained |
 
     if pretrained is None:
         raise ConfigError("this model has no tokenizer", place="inputs.texts", mend="Give its inputs as data instead.")
+    config: Any = model.config
+    limit = max_length or getattr(config.get_text_config(), "max_position_embeddings", None)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.name, **pretrained.options)
-    except Exception as error:  # transformers raises many kinds where it finds no tokenizer
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        cut = {"truncation": limit is not None, "max_length": limit}
+        encoded = tokenizer(list(texts), padding=True, return_tensors="pt", **cut)
+    except Exception as error:  # transformers raises many kinds where a tokenizer is missing, or lacks a token
         raise ConfigError(
-            f"its tokenizer cannot be loaded: {first_line(error)}",
+            f"the model's tokenizer cannot be used: {first_line(error)}",
             place="inputs.texts",
             mend="Give token ids as data instead.",
         ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    config: Any = model.config
-    limit = max_length or getattr(config.get_text_config(), "max_position_embeddings", None)
-    encoded = tokenizer(list(texts), padding=True, truncation=limit is not None, max_length=limit, return_tensors="pt")
     ids = encoded["input_ids"]
     words = ~torch.isin(ids, torch.tensor([i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id]))
     if not words.any() or (tokenizer.unk_token_id is not None and (ids[words] == tokenizer.unk_token_id).all()):
@@ -235,19 +232,22 @@ def _from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[in
     sizes = {name: 2 if name == "batch" else 16 + i for i, name in enumerate(sorted(free))}
     # Well above the smallest: there a model may reduce an axis to length 1, which tracing would take for fixed.
     sizes |= {name: min(2 * low + 1 + i, high) for i, (name, (low, high)) in enumerate(dynamic.items())}
-    batch: Batch = {}
-    for name, spec in specs.items():
-        shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
-        dtype = getattr(torch, spec.dtype)
-        low = 0.0 if spec.low is None else spec.low
-        if not dtype.is_floating_point:
-            end = int(2 if spec.high is None else spec.high)
-            if int(low) >= end:
-                raise ConfigError(f"high must be above low, which is {int(low)}", place=f"inputs.tensors.{name}.high")
-            batch[name] = torch.randint(int(low), end, shape, generator=generator).to(dtype)
-        elif spec.low is None and spec.high is None:
-            batch[name] = torch.randn(shape, generator=generator).to(dtype)
-        else:
-            high = 1.0 if spec.high is None else spec.high
-            batch[name] = (low + (high - low) * torch.rand(shape, generator=generator)).to(dtype)
-    return batch
+    try:
+        return {name: _random(name, spec, sizes, generator) for name, spec in specs.items()}
+    except RuntimeError as error:  # more numbers than memory holds
+        raise ConfigError(f"they cannot be made: {first_line(error)}", place="inputs.tensors") from error
+
+
+def _random(name: str, spec: TensorConfig, sizes: Mapping[str, int], generator: torch.Generator) -> torch.Tensor:
+    shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
+    dtype = getattr(torch, spec.dtype)
+    low = 0.0 if spec.low is None else spec.low
+    if not dtype.is_floating_point:
+        end = int(2 if spec.high is None else spec.high)
+        if int(low) >= end:
+            raise ConfigError(f"high must be above low, which is {int(low)}", place=f"inputs.tensors.{name}.high")
+        return torch.randint(int(low), end, shape, generator=generator).to(dtype)
+    if spec.low is None and spec.high is None:
+        return torch.randn(shape, generator=generator).to(dtype)
+    high = 1.0 if spec.high is None else spec.high
+    return (low + (high - low) * torch.rand(shape, generator=generator)).to(dtype)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from optexport.cases import Batch, Case
-from optexport.errors import TraceError, first_line
+from optexport.errors import ParityError, TraceError, first_line
 from optexport.runtimes import Run
 
 Outputs = dict[str, torch.Tensor]
@@ -26,6 +27,11 @@ Outputs = dict[str, torch.Tensor]
 # largest value stand in for it.
 LEAST_FLOOR_ULPS = 2
 FALLBACK_ULPS = 64
+# A limit above this share of the largest value would let anything pass.
+LARGEST_LIMIT = 0.1
+# Values this many times the median are no results but marks, as the -1e30 of a masked position is. They are kept out
+# of floor and scale, which they would drown, and must be met by themselves to a few units in the last place.
+_SENTINEL_TIMES = 1e6
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class OutputParity:
 
     Attributes:
         max_abs: Distance from the reference (float64, or the original where a fixed tolerance is asked for).
-        max_rel: The same, relative to the reference's element.
+        max_rel: The same, relative to the reference's element, or to a millionth of its largest where that is more.
         cosine: Smallest cosine similarity of a case with the reference; 1 is the same direction.
         floor: The original's own distance from float64.
         limit: The distance up to which it passes.
@@ -145,10 +151,14 @@ def reference(
     """
     checked: list[Case] = []
     outputs: list[Outputs] = []
-    with torch.no_grad():
+    with torch.no_grad(), _buffers_kept(model):
         for case in cases:
             try:
                 outputs.append(run(model, case.batch))
+                if not checked:
+                    _check_repeatable(outputs[0], run(model, case.batch), type(model).__name__)
+            except TraceError:
+                raise
             except Exception as error:  # a model's own code may raise anything
                 if not declared and checked:
                     continue
@@ -171,6 +181,32 @@ def reference(
     return Reference(tuple(checked), tuple(outputs), exact)
 
 
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back, at its end, what a model that changes its own buffers has written there."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+def _check_repeatable(first: Outputs, second: Outputs, place: str) -> None:
+    """Refuses a model that gives other results on the same input: its floor would be its own randomness."""
+    for name, tensor in first.items():
+        distance = _max(_distance(tensor, second[name]))
+        scale = _max(_finite(tensor).abs())
+        ulps = LEAST_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * scale if tensor.is_floating_point() else 0.0
+        if distance > 16 * ulps:
+            raise TraceError(
+                f"the model gives other results when it is run again on the same input ({name} by {distance:.2g})",
+                place=place,
+                mend="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
+            )
+
+
 def _double(batch: Batch) -> Batch:
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
 
@@ -187,14 +223,22 @@ def bounds(
 
 
 def _bound(name: str, reference: Reference, multiple: float, atol: float | None, rtol: float | None) -> Bound:
-    original = [outputs[name] for outputs in reference.outputs]
-    exact = [outputs[name] for outputs in reference.exact]
-    if not original[0].is_floating_point():
+    pairs = [(outputs[name], exact[name]) for outputs, exact in zip(reference.outputs, reference.exact, strict=True)]
+    dtype = pairs[0][0].dtype
+    if not dtype.is_floating_point:
         return Bound(0.0, 0.0)
-    floor = max(_max(_distance(o, e)) for o, e in zip(original, exact, strict=True))
-    scale = max(_max(_finite(e).abs()) for e in exact)
+    ordinary = [(o, e, ~_sentinels(o)) for o, e in pairs]
+    floor = max(_max(_distance(o, _known(e, o))[kept]) for o, e, kept in ordinary)
+    scale = max(_max(_finite(o).abs()[kept]) for o, _, kept in ordinary)
     ulps = LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
-    return Bound(floor, multiple * max(floor, ulps * torch.finfo(original[0].dtype).eps * scale), atol, rtol)
+    limit = multiple * max(floor, ulps * torch.finfo(dtype).eps * scale)
+    if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
+        raise ParityError(
+            f"nothing can be proven: {multiple:g} times the noise floor is {limit:.2g}, the largest value {scale:.2g}",
+            place=f"output {name}",
+            mend="Set parity.atol and parity.rtol to what the task allows, or export in a higher precision.",
+        )
+    return Bound(floor, limit, atol, rtol)
 
 
 def check(place: str, run: Run, reference: Reference, bounds: Mapping[str, Bound]) -> PlaceParity:
@@ -225,6 +269,7 @@ def _compare_all(
 
 def _compare(name: str, results: Sequence[Outputs | str], reference: Reference, bound: Bound) -> OutputParity:
     failure: str | None = None
+    finite = False
     max_abs = max_rel = tolerance = 0.0
     cosine, agreements, worst = 1.0, [], reference.cases[0].name
     for case, result, originals, exacts in zip(
@@ -241,14 +286,20 @@ def _compare(name: str, results: Sequence[Outputs | str], reference: Reference, 
         distance = _distance(candidate, expected)
         magnitude = _finite(expected).abs()
         allowed = bound.allowed(magnitude)
+        if not bound.fixed and original.is_floating_point():
+            own = 16 * LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
+            allowed = torch.where(_sentinels(original), own, allowed)
+        finite = finite or original.numel() == 0 or bool(torch.isfinite(original).any())
         if failure is None and (distance > allowed).any():
             failure = f"at {case.name}: {_max(distance):.3g} from the reference, {_max(allowed):.3g} allowed"
         if _max(distance) >= max_abs:
             max_abs, worst = _max(distance), case.name
         tolerance = max(tolerance, _max(_distance(candidate, original)))
-        max_rel = max(max_rel, _max(distance / magnitude.clamp(min=torch.finfo(torch.float64).tiny)))
+        max_rel = max(max_rel, _max(distance / magnitude.clamp(min=max(1e-6 * _max(magnitude), 1e-300))))
         cosine = min(cosine, _cosine(candidate, expected))
         agreements.append(_argmax_agreement(candidate, original))
+    if failure is None and not finite:
+        failure = "the original gives nothing but NaN or infinity, so nothing is proven"
     multiple = 0.0 if max_abs == 0 else math.inf if bound.floor == 0 else max_abs / bound.floor
     agreement = sum(agreements) / len(agreements)
     return OutputParity(
@@ -257,9 +308,24 @@ def _compare(name: str, results: Sequence[Outputs | str], reference: Reference, 
 
 
 def _known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """The float64 values, and the original's own where float64 alone overflowed."""
+    """What a candidate is compared with: the float64 values, or the original's own where those say nothing.
+
+    That is where float64 alone overflowed, for marks such as the smallest float32, and for integers.
+    """
+    if not original.is_floating_point():
+        return original
     exact = exact.double()
-    return torch.where(torch.isfinite(exact) | ~torch.isfinite(original), exact, original.double())
+    own = (~torch.isfinite(exact) & torch.isfinite(original)) | _sentinels(original)
+    return torch.where(own, original.double(), exact)
+
+
+def _sentinels(values: torch.Tensor) -> torch.Tensor:
+    """Which values are so far above the others that they must be marks."""
+    magnitude = _finite(values).abs()
+    positive = magnitude[magnitude > 0]
+    if not positive.numel():
+        return torch.zeros_like(magnitude, dtype=torch.bool)
+    return magnitude > _SENTINEL_TIMES * positive.median()
 
 
 def _why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> str | None:
@@ -281,7 +347,10 @@ def _why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) ->
 
 def _distance(candidate: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Element-wise distance in float64; zero where the reference itself is NaN or infinite."""
-    return _finite(candidate.double() - expected.double()).abs()
+    distance = _finite(candidate.double() - expected.double()).abs()
+    if expected.is_floating_point():
+        return distance
+    return torch.where(candidate == expected, 0.0, distance.clamp(min=1.0))  # float64 does not hold every integer
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:

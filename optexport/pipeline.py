@@ -115,6 +115,11 @@ def run(
     plain = output.with_name(f"{output.name}-baseline")
     for place in (output, plain) if baseline else (output,):
         bundle.check_output(place)
+    if dump is not None:
+        try:
+            dump.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"it cannot be made: {error}", place=f"--dump {dump}") from error
     with tempfile.TemporaryDirectory() as downloads, tracking.tracking(config.tracking, folder) as tracker:
         tracker.params(config.model_dump(mode="json", exclude_none=True))
         tracker.tags({**tracking.git_tags(folder), **records.versions(), "source": config.model.source})

@@ -19,6 +19,10 @@ from torch.export import ExportedProgram
 from optexport.errors import SourceError
 
 _OPERATOR = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
+_MEMBER = re.compile(
+    r"archive_format|archive_version|byteorder|\.data/[\w-]+|\.format_version|\.storage_alignment|version"
+    r"|models/\w+\.json|data/(weights|constants)/\w+(_config\.json)?|data/sample_inputs/\w+\.pt|extra/.*"
+)
 _MEND = "Only load files that you or people you trust have made; export the model again from its source."
 
 
@@ -38,34 +42,48 @@ def load(path: Path) -> ExportedProgram:
 def _check(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            if "archive_format" not in members:
-                raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=_MEND)
-            for name, info in members.items():
+            for name, info in _members(archive, path).items():
                 place = f"{path.name}: {name}"
-                if name.startswith("data/aotinductor/"):
-                    raise SourceError("it holds compiled code", place=place, mend=_MEND)
+                if not _MEMBER.fullmatch(name):
+                    raise SourceError("it is no part of a .pt2 archive that torch.export.save writes", place=place)
                 if name.endswith("_config.json"):
-                    for pickled in _pickled_payloads(json.loads(archive.read(info)), place):
-                        member = f"{name.rpartition('/')[0]}/{pickled}"
-                        _check_pickle(archive.read(members[member]), f"{path.name}: {member}")
+                    _check_payloads(json.loads(archive.read(info)), place)
                 elif name.startswith("models/"):
                     _check_operators(json.loads(archive.read(info)), place)
                 elif name.endswith(".pt") and info.file_size:
                     _check_pickle(archive.read(info), place)
-    except (OSError, zipfile.BadZipFile, json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+    except (
+        OSError,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        ValueError,
+        LookupError,
+        TypeError,
+        RuntimeError,
+    ) as error:
         raise SourceError(f"it is no .pt2 archive, or a damaged one: {error}", place=str(path)) from error
 
 
-def _pickled_payloads(config: Any, place: str) -> list[str]:
-    """The files of a payload config that are pickles; the others are the bare bytes of tensors."""
-    pickled = []
+def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
+    """The members by name, without the folder that they all lie in.
+
+    torch's own reader ignores case and takes the first of two members of one name, where Python's takes the last: an
+    archive in which the two would read different bytes is refused.
+    """
+    members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    folders = {info.filename.partition("/")[0] for info in archive.infolist()}
+    if len(folders) != 1 or len({name.casefold() for name in members}) != len(archive.infolist()):
+        raise SourceError("two of its members go by one name", place=str(path), mend=_MEND)
+    if "archive_format" not in members:
+        raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=_MEND)
+    return members
+
+
+def _check_payloads(config: Any, place: str) -> None:
+    """Refuses weights and constants that are kept as anything but the bare bytes of tensors."""
     for payload in config["config"].values():
-        if not payload["path_name"].startswith(("weight_", "tensor_")):
-            raise SourceError(f"{payload['path_name']} is an object that only code can load", place=place, mend=_MEND)
-        if payload["use_pickle"]:
-            pickled.append(payload["path_name"])
-    return pickled
+        if payload["use_pickle"] or not payload["path_name"].startswith(("weight_", "tensor_")):
+            raise SourceError(f"{payload['path_name']} is a pickle that could run code", place=place, mend=_MEND)
 
 
 def _check_operators(value: Any, place: str) -> None:

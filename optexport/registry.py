@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -139,8 +138,10 @@ def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Tra
     cls = import_from(location, folder, place)
     try:
         made = cls(**options)
-    except TypeError as error:
-        raise ConfigError(str(error), place=place, mend=f"Its options are: {inspect.signature(cls)}") from error
+    except Exception as error:  # a plugin's own code may raise anything
+        raise ConfigError(
+            f"{location} does not take these options: {type(error).__name__}: {error}", place=place
+        ) from error
     from optexport.transformations import Transformation
 
     if not isinstance(made, Transformation):
@@ -162,7 +163,7 @@ def import_from(location: str, folder: Path, place: str) -> Any:
     sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs code of others, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs code of others, which may raise anything
         raise ConfigError(
             f"{module_name} cannot be imported: {type(error).__name__}: {error}",
             place=place,

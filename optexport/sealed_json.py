@@ -27,12 +27,18 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
         document = json.loads(content)
+        whole = (
+            isinstance(document, dict)
+            and document.get("digest") == _digest(document)
+            and content == _canonical(document)
+        )
     except FileNotFoundError as error:
         raise BundleError("it is missing", place=path.name, mend=_MEND) from error
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"it cannot be read: {error}", place=path.name, mend=_MEND) from error
-    if not isinstance(document, dict) or document.get("digest") != _digest(document) or content != _canonical(document):
+    if not whole:
         raise BundleError("it does not match its own digest", place=path.name, mend=_MEND)
+    assert isinstance(document, dict)
     return document
 
 

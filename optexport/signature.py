@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,9 +104,9 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: They are anything else, or more than the model takes.
     """
-    if isinstance(inputs, Mapping):
+    if isinstance(inputs, Mapping) and all(isinstance(value, torch.Tensor) for value in inputs.values()):
         return dict(inputs)
-    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    given = list(inputs) if isinstance(inputs, tuple) else [inputs]
     names = list(inspect.signature(model.forward).parameters)
     if not all(isinstance(value, torch.Tensor) for value in given) or len(given) > len(names):
         raise ConfigError(
@@ -123,13 +124,20 @@ def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
         outputs: A tensor, or any nesting of dicts, dataclasses, lists and tuples of tensors. ``None`` is passed over.
     """
     leaves, _ = pytree.tree_flatten_with_path(outputs)
-    names = (".".join(_key(key) for key in path) for path, leaf in leaves)
-    named = dict(zip(names, (leaf for _, leaf in leaves), strict=True))
-    return {
-        name if name and not name[0].isdigit() else f"output_{name}" if name else "output": leaf
-        for name, leaf in named.items()
-        if isinstance(leaf, torch.Tensor)
-    }
+    named: dict[str, torch.Tensor] = {}
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            name = ".".join(_key(key) for key in path)
+            name = name if name and not name[0].isdigit() else f"output_{name}" if name else "output"
+            named[unused(name, named)] = leaf
+    return named
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """The name, or with a number behind it the first that is not taken."""
+    if name not in taken:
+        return name
+    return next(other for other in (f"{name}_{i}" for i in itertools.count(2)) if other not in taken)
 
 
 def _key(key: Any) -> str:

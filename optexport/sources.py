@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,18 +88,18 @@ def load(config: ModelConfig, folder: Path, downloaded: Path | None = None) -> L
         return _from_path(downloaded, config, rest)
     if kind is SourceKind.HUB:
         return _from_pretrained(config.source, config, local=False)
-    return _from_path((folder / Path(config.source).expanduser()).resolve(), config, None)
+    return _from_path((folder / os.path.expanduser(config.source)).resolve(), config, None)
 
 
 def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
     factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
     try:
         model = factory(**config.arguments)
-    except Exception as error:  # code of the user's, which may raise anything
+    except (Exception, SystemExit) as error:  # code of the user's, which may raise anything
         raise SourceError(
             f"the factory raised {type(error).__name__}: {error}",
             place=f"model.source: python:{location}",
-            mend=f"It is called as {location.rpartition(':')[2]}{inspect.signature(factory)}.",
+            mend="It is called with model.arguments, as they stand in the config.",
         ) from error
     if not isinstance(model, nn.Module):
         raise SourceError(f"the factory returned a {type(model).__name__}, not a module", place=f"python:{location}")

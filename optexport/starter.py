@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def starter_config(source: str, folder: Path) -> str:
 
 def _config_json(source: str, kind: SourceKind, folder: Path) -> dict[str, Any]:
     if kind is SourceKind.FOLDER:
-        path = folder / Path(source).expanduser()
+        path = folder / os.path.expanduser(source)
     elif kind is SourceKind.PACKAGE:
         from importlib.util import find_spec
 

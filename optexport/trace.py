@@ -20,7 +20,16 @@ from optexport import transformers_exporters
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import TraceError, first_line
 from optexport.raising import raise_graph
-from optexport.signature import Dim, Dynamic, Signature, TensorSpec, conventional_axes, flatten_outputs, named_inputs
+from optexport.signature import (
+    Dim,
+    Dynamic,
+    Signature,
+    TensorSpec,
+    conventional_axes,
+    flatten_outputs,
+    named_inputs,
+    unused,
+)
 
 logger = logging.getLogger("optexport")
 
@@ -266,17 +275,18 @@ def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[Tensor
     tensors = flatten_outputs(pytree.tree_unflatten(leaves, program.call_spec.out_spec))
     if not tensors:
         raise TraceError("the model returns no tensor", place="output")
-    taken = set(_input_names(program))
-    return tuple(
-        TensorSpec(
-            f"{name}_out" if name in taken else name,
-            str(value.dtype).removeprefix("torch."),
-            tuple(
-                _renamed(size.node.expr, names) if isinstance(size, torch.SymInt) else int(size) for size in value.shape
-            ),
-        )
-        for name, value in tensors.items()
-    )
+    inputs = _input_names(program)
+    taken = [*inputs, *tensors]
+    specs = []
+    for name, value in tensors.items():
+        if value.is_complex():
+            raise TraceError("it is complex, which no file format here holds", place=f"output {name}")
+        if name in inputs:
+            name = unused(f"{name}_out", taken)
+            taken.append(name)
+        shape = tuple(_renamed(n.node.expr, names) if isinstance(n, torch.SymInt) else int(n) for n in value.shape)
+        specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
+    return tuple(specs)
 
 
 def _renamed(expression: Any, names: Mapping[Any, str]) -> str:

@@ -69,7 +69,7 @@ def transform(
             graph_module, report = run(rule.transformation, graph_module)
         except OptexportError:
             raise
-        except Exception as error:  # a plugin's own code may raise anything
+        except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
             raise TransformationError(
                 f"it raised {type(error).__name__}: {first_line(error)}",
                 place=rule.name,
@@ -77,7 +77,6 @@ def transform(
             ) from error
         applied.append(Applied(rule, report, nodes_before, len(graph_module.graph.nodes)))
         if dump is not None:
-            dump.mkdir(parents=True, exist_ok=True)
             name = f"{index + 1:02d}-{rule.name.replace(':', '-').replace('/', '-')}"
             (dump / f"{name}-before.txt").write_text(f"{before}\n", encoding="utf-8")
             (dump / f"{name}-after.txt").write_text(f"{graph_module.graph}\n", encoding="utf-8")

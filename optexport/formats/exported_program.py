@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import fx
@@ -25,7 +26,7 @@ def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModul
     outputs = graph.graph_copy(graph_module.graph, {})
     for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
         placeholder.target = spec.name
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, fx.Node)]
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if _is_tensor(leaf)]
     seen: set[fx.Node] = set()
     flat = []
     for leaf in leaves:
@@ -35,6 +36,13 @@ def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModul
         flat.append(leaf)
     graph.output(tuple(flat))
     return fx.GraphModule(graph_module, graph)
+
+
+def _is_tensor(leaf: object) -> TypeGuard[fx.Node]:
+    """Whether an output is a tensor; sizes and constants that a model returns are passed over."""
+    return isinstance(leaf, fx.Node) and not isinstance(
+        leaf.meta.get("val"), (torch.SymInt, torch.SymFloat, int, float)
+    )
 
 
 def to_program(

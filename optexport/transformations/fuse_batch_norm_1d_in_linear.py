@@ -17,7 +17,8 @@ class FuseBatchNorm1dInLinear(Rule):
     """BatchNorm1d(Linear(x))  ->  Linear'(x)        Linear(BatchNorm1d(x))  ->  Linear'(x)
 
     Skips:   an input that is not known to be 2-dimensional (of 3-dimensional ones the norm takes the middle axis and
-             the linear the last); a first layer whose result is used elsewhere too; a norm in train mode or without
+             the linear the last); a first layer whose result is used elsewhere too; an input
+             that is changed in place between norm and linear; a norm in train mode or without
              running statistics; either of them shared, tied, hooked, parametrized, of a subclass or called more than
              once; mixed dtypes.
     Exact:   to rounding (the weights are folded in float64 and rounded once).
@@ -39,6 +40,9 @@ class FuseBatchNorm1dInLinear(Rule):
             return Skip(f"the result of {first.target} is used elsewhere too")
         if reason := batch_norm.why_not_foldable(graph_module, norm, nn.BatchNorm1d, linear, nn.Linear):
             return Skip(reason)
+        x = modules.sole_input(first)
+        if first is norm and x is not None and (change := modules.changed_between(graph_module, x, norm, linear)):
+            return Skip(f"{x.name} is changed in place by {change.name} between {norm.name} and {linear.name}")
         if modules.dims(first) != 2:
             known = modules.dims(first)
             what = "of unknown rank: trace with example inputs" if known is None else f"{known}-dimensional"

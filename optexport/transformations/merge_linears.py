@@ -15,8 +15,6 @@ from optexport.errors import TransformationError
 from optexport.transformations import modules
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
 class Group(Match):
@@ -79,12 +77,11 @@ class MergeLinears(ReversibleRule):
         sites = tuple((x, tuple(by_input[x][target] for target in targets)) for x in inputs)
         for x, calls in sites:
             first, last = min(calls), max(calls)
-            memory = modules.memory_of(graph_module, x)
-            for change in uses.mutations:
-                if first < change < last and modules.memory_of(graph_module, change) is memory:
-                    return Skip(f"{x.name} is changed in place by {change.name} between {first.name} and {last.name}")
+            if change := modules.changed_between(graph_module, x, first, last):
+                return Skip(f"{x.name} is changed in place by {change.name} between {first.name} and {last.name}")
             for call, target in zip(calls, targets, strict=True):
-                if (user := _view_of_whole(call, _linear(graph_module, target).out_features)) is not None:
+                width = _linear(graph_module, target).out_features
+                if (user := _needs_contiguous(graph_module, call, width)) is not None:
                     return Skip(f"{user.name} views the result of {call.name} in a shape that a slice cannot take")
         return Group(tuple(call for _, calls in sites for call in calls), targets, sites)
 
@@ -237,25 +234,51 @@ def _start(node: Node, user: Node) -> int:
     )
 
 
-def _view_of_whole(call: Node, width: int) -> Node | None:
-    """A user of a linear's result that only works while that is contiguous, if there is one.
+# What works, or works rightly, only on the strides that the whole result of a linear has.
+_STRICT = ("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "set_", "unfold")
+# What copies where the strides do not fit, and so gives the same as before from there on.
+_COPIES = ("reshape", "contiguous", "flatten", "clone")
 
-    A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it: where the
-    sizes at the end of the shape multiply to its width.
+
+def _needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
+    """A user of a linear's result, or of a view of it, that only works while that is contiguous, if there is one.
+
+    A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it.
+
+    Args:
+        width: The size of the result's last axis; None for what is a view already.
     """
     for user in call.users:
-        if user.target in (aten.view.default, "view"):
-            sizes = list(user.args[1:])
-            if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)):
-                sizes = list(sizes[0])
-            value = user.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                sizes = list(value.shape)
-            product = 1
-            while product != width and sizes and type(size := sizes.pop()) is int and size > 0:
-                product *= size
-            if product != width:
+        name = _operator_name(user)
+        if name in _STRICT:
+            if name != "view" or width is None or not _keeps_last_axis(user, width):
                 return user
-        elif user.target in (aten.view.dtype, aten.as_strided.default, "as_strided", "view_as", "unflatten_"):
-            return user
+        elif name in _COPIES or not user.args or user.args[0] is not call:
+            continue
+        if modules.hands_on_memory(graph_module, user):
+            found = _needs_contiguous(graph_module, user, None)
+            if found is not None:
+                return found
     return None
+
+
+def _operator_name(node: Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.removeprefix("aten::")
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
+def _keeps_last_axis(view: Node, width: int) -> bool:
+    """Whether the sizes at the end of a view's shape multiply to the size of the last axis."""
+    sizes = list(view.args[1:])
+    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)):
+        sizes = list(sizes[0])
+    value = view.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        sizes = list(value.shape)
+    if view.kwargs or any(isinstance(size, torch.dtype) for size in sizes):
+        return False
+    product = 1
+    while product != width and sizes and type(size := sizes.pop()) is int and size > 0:
+        product *= size
+    return product == width

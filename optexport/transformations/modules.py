@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ class Uses:
                 self.calls[node.target].append(node)
             elif node.op == "get_attr":
                 self._reads.add(node.target)
-            if mutates_input(node):
+            if mutated(graph_module, node) is not None:
                 self.mutations.append(node)
         for name, module in graph_module.named_modules(remove_duplicate=False):
             self._module_names[module].append(name)
@@ -167,47 +168,59 @@ def like(module: nn.Module, cls: type[nn.Module], *arguments: Any, bias: bool, *
     return new.train(module.training)
 
 
-# Operators that hand on the memory of their first argument; their results change with it.
-_VIEW_METHODS = (
-    *("view", "view_as", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "expand", "expand_as", "narrow"),
-    *("select", "flatten", "unflatten", "t", "contiguous", "detach", "chunk", "split", "swapaxes", "movedim", "to"),
-    *("float", "half", "type_as", "__getitem__"),
-)
+def changed_between(graph_module: GraphModule, x: Node, first: Node, last: Node) -> Node | None:
+    """A node between two others that changes in place the memory that ``x`` lies in, if there is one."""
+    memory = memory_of(graph_module, x)
+    for change in uses(graph_module).mutations:
+        changed = mutated(graph_module, change)
+        if first < change < last and changed is not None and memory_of(graph_module, changed) is memory:
+            return change
+    return None
+
+
+def mutated(graph_module: GraphModule, node: Node) -> Node | None:
+    """The argument that a call changes in place, as far as its name or schema tells; None if none."""
+    out = node.kwargs.get("out")
+    if isinstance(out, Node):
+        return out
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    if not isinstance(first, Node):
+        return None
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.op == "call_module":
+        changes = getattr(called_module(graph_module, node), "inplace", False) is True
+    elif isinstance(node.target, torch._ops.OpOverload):
+        changes = bool(node.target._schema.is_mutable)
+    else:
+        in_place = name.endswith("_") and not name.endswith("__")
+        changes = in_place or name in _MUTATING or node.kwargs.get("inplace") is True
+    return first if changes else None
+
+
+_MUTATING = ("setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor")
+
+# Modules that may hand on the memory of their input.
 _VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-
-
-def mutates_input(node: Node) -> bool:
-    """Whether a call changes its first argument in place, as far as its name or schema tells."""
-    if node.op == "call_method":
-        name = str(node.target)
-        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    if node.op != "call_function":
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
-    name = getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("setitem", "iadd", "isub", "imul", "itruediv") or node.kwargs.get("inplace") is True
+# Operators that return a view only when they can, and declare nothing.
+_MAYBE_VIEWS = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout")
 
 
 def memory_of(graph_module: GraphModule, node: Node) -> Node:
     """The node whose memory a node's result may be a view of, itself if of none."""
-    while node.args and isinstance(node.args[0], Node) and _hands_on_memory(graph_module, node):
+    while node.args and isinstance(node.args[0], Node) and hands_on_memory(graph_module, node):
         node = node.args[0]
     return node
 
 
-def _hands_on_memory(graph_module: GraphModule, node: Node) -> bool:
-    if mutates_input(node):
-        return True
-    if node.op == "call_method":
-        return node.target in _VIEW_METHODS
+def hands_on_memory(graph_module: GraphModule, node: Node) -> bool:
+    """Whether a call's result may lie in the memory of its first argument; where nothing is known, it may."""
     if node.op == "call_module":
-        module = called_module(graph_module, node)
-        return isinstance(module, _VIEW_MODULES) or getattr(module, "inplace", False) is True
+        return isinstance(called_module(graph_module, node), _VIEW_MODULES) or mutated(graph_module, node) is not None
     if isinstance(node.target, torch._ops.OpOverload):
         schema = node.target._schema
-        # Some operators return a view only when they can, and declare nothing.
-        maybe = schema.name in ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout")
-        return maybe or any(r.alias_info is not None for r in schema.returns)
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in (*_VIEW_METHODS, "getitem", "getattr")
+        return schema.name in _MAYBE_VIEWS or any(returned.alias_info is not None for returned in schema.returns)
+    return node.op in ("call_method", "call_function") and node.target not in _FRESH
+
+
+# Arithmetic on tensors gives memory of its own.
+_FRESH = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg, operator.pow)

@@ -147,7 +147,11 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
                 if node._erased:
                     found = None
                     break
-            if isinstance(found, Skip):
+            if found is not None and not isinstance(found, Skip):
+                raise TransformationError(
+                    f"match returned {found!r}", place=type(rule).__name__, mend="Return a Match, a Skip, or None."
+                )
+            if found is not None:
                 near_misses.append(NearMiss(node.name, found.reason))
     _write_journal(graph_module, signature, len(rule.get_transformed_nodes(graph_module)))
     return Report(tuple(changes), tuple(near_misses))
