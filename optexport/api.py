@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport import bundle, cases, pipeline
-from optexport.config import FORMATS, parse_config
+from optexport.config import FORMATS, checked_settings
 from optexport.errors import ConfigError, TraceError
 from optexport.pipeline import Job, Result
 from optexport.raising import unlift
@@ -83,7 +83,7 @@ def export(
                 place=f"dynamic: {name}",
                 mend=f"Inputs are {', '.join(f'{key} {list(value.shape)}' for key, value in batches[0].items())}.",
             )
-    config = parse_config(
+    config = checked_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
             "parity": {"multiple": multiple, "atol": atol, "rtol": rtol},

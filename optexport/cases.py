@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ Batch = dict[str, torch.Tensor]
 # Check inputs hold at most this many numbers, or this many times those of the example where that is more.
 _BUDGET = 8192
 _BUDGET_TIMES = 4
+_LEAST_UNTRACED = 3
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ def cases(example: Batch, real: Sequence[Batch], signature: Signature) -> list[C
     traced = signature.sizes(example)
     budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
     seen = [signature.sizes(case.batch) for case in found]
-    for sizes in _untraced_sizes(signature, traced):
+    given, preferred = len(found), _untraced_sizes(signature, traced)
+    for index, sizes in enumerate(itertools.chain(preferred, _nearby_sizes(signature, traced))):
+        if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
+            break
         batch = resize(example, signature, sizes)
         while sum(tensor.numel() for tensor in batch.values()) > budget:
             largest = max(sizes, key=lambda name: sizes[name] / traced[name])
@@ -53,25 +58,35 @@ def _untraced_sizes(signature: Signature, traced: Mapping[str, int]) -> list[dic
     if not names:
         return []
 
-    def clamped(name: str, size: int) -> int:
-        dim = signature.dims[name]
-        return max(dim.min, size if dim.max is None else min(size, dim.max))
-
-    smallest = {name: clamped(name, 1) for name in names}
-    prime = {name: clamped(name, _prime_after(traced[name] + i)) for i, name in enumerate(names)}
-    longer = {name: clamped(name, 4 * traced[name]) for name in names}
-    largest = {name: clamped(name, signature.dims[name].max or 4 * traced[name]) for name in names}
+    dims = signature.dims
+    smallest = {name: _clamped(dims[name], 1) for name in names}
+    prime = {name: _clamped(dims[name], _prime_after(traced[name] + i)) for i, name in enumerate(names)}
+    longer = {name: _clamped(dims[name], 4 * traced[name]) for name in names}
+    largest = {name: _clamped(dims[name], dims[name].max or 4 * traced[name]) for name in names}
     head, *tail = names
     found = [
         smallest,
         prime,
         {**longer, head: smallest[head]},
         {**largest, head: smallest[head]},
+        {**smallest, head: largest[head]},
         {**prime, head: longer[head]},
         {**smallest, head: prime[head]},
         {**smallest, **{name: prime[name] for name in tail}},
     ]
     return found
+
+
+def _nearby_sizes(signature: Signature, traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The sizes next to the traced ones, for ranges too narrow to hold enough others."""
+    for step in (1, -1, 2, -2, 3, -3):
+        moved = {name: _clamped(signature.dims[name], size + step) for name, size in traced.items()}
+        yield from ({**traced, name: size} for name, size in moved.items())
+        yield moved
+
+
+def _clamped(dim: Dim, size: int) -> int:
+    return max(dim.min, size if dim.max is None else min(size, dim.max))
 
 
 def _prime_after(number: int) -> int:
@@ -95,20 +110,21 @@ def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mappi
 
 def resize_tensor(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     """Resizes some axes of one tensor; see `resize`."""
-    rows = tensor.shape[0] if tensor.dim() else 0
+    if tensor.dim() and sizes.get(0, 0) > tensor.shape[0]:
+        others = [axis for axis in sizes if axis != 0]
+        turns = range(-(-sizes[0] // tensor.shape[0]))
+        tensor = torch.cat([_varied(tensor, turn, others) for turn in turns])
     for axis, size in sizes.items():
         tensor = tensor.index_select(axis, torch.arange(size) % tensor.shape[axis])
-    if 0 not in sizes or sizes[0] <= rows:
-        return tensor
-    others = [axis for axis in sizes if axis != 0]
-    repeated = tensor.clone()
-    for row in range(rows, sizes[0]):
-        turn = row // rows
-        if others:
-            repeated[row] = tensor[row].roll([3 * turn] * len(others), [axis - 1 for axis in others])
-        elif tensor.is_floating_point() and not ((tensor == 0) | (tensor == 1)).all():
-            repeated[row] = tensor[row] * (1 - 0.05 * (turn % 16))
-    return repeated
+    return tensor
+
+
+def _varied(rows: torch.Tensor, turn: int, axes: list[int]) -> torch.Tensor:
+    if any(rows.shape[axis] > 1 for axis in axes):
+        return rows.roll([turn] * len(axes), axes)
+    if turn and rows.is_floating_point() and not ((rows == 0) | (rows == 1)).all():
+        return rows * (20 / (20 + turn))
+    return rows
 
 
 def _with_padding(batch: Batch) -> Batch:

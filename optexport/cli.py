@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -55,6 +56,8 @@ class _Group(click.Group):
             # Some libraries turn an interrupt in the middle of their imports into errors of their own.
             if isinstance(error, KeyboardInterrupt) or interrupted.is_set():
                 _fail(ctx, "interrupted", 130)
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader went away: click knows
+                raise
             if isinstance(error, OptexportError):
                 _fail(ctx, str(error), error.exit_code)
             if isinstance(error, SystemExit):
@@ -123,14 +126,19 @@ def check(config: Path) -> None:
 @click.option("--force", is_flag=True, help="Replace the file if it is there.")
 def init(source: str, output: Path, force: bool) -> None:
     """Write a commented starter config for the model at SOURCE: a folder, a package:NAME/PATH or a hub id."""
+    from optexport.config import parse_config
     from optexport.starter import starter_config
 
     if output.exists() and not force:
         raise click.UsageError(f"{output} is there already. Give another --output, or --force.")
+    if output.parent != Path() and os.path.exists(source) and not os.path.isabs(source):
+        source = os.path.relpath(source, output.parent)  # the caller's shell knows it from here, the config from there
+    text = starter_config(source, output.parent)
+    parse_config(text, output)
     try:
-        output.write_text(starter_config(source, output.parent), encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"it cannot be written: {error}", place=f"--output {output}") from error
+        raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
     click.echo(f"Wrote {output}. Read it, then: optexport run {output}")
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import math
 import re
-import sys
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from optexport import registry
 from optexport.errors import ConfigError
@@ -21,8 +29,34 @@ Format = Literal["torchscript", "onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
 
 
+_LARGEST_SIZE = 2**31 - 1
+
+
+def _name(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError(f'"{name}" names no dimension: write letters, digits and underscores')
+    return name
+
+
+def _size(size: Any) -> int | str:
+    if isinstance(size, str):
+        return _name(size)
+    if type(size) is not int or not 0 <= size <= _LARGEST_SIZE:
+        raise ValueError(f"it must be a size, or the name of a dimension, not {_shown(size)}")
+    return size
+
+
+def _finite(value: Any) -> Any:
+    """Refuses infinities anywhere: the bundle's manifest holds all values, and JSON has none for them."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(inner)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"it must be finite, not {value}")
+    return value
+
+
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(_Table):
@@ -34,7 +68,7 @@ class ModelConfig(_Table):
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Annotated[Any, AfterValidator(_finite)]] = {}
 
     @field_validator("task")
     @classmethod
@@ -47,10 +81,19 @@ class ModelConfig(_Table):
 class TensorConfig(_Table):
     """``[inputs.tensors.NAME]``: an input made of random numbers (the same every time)."""
 
-    shape: list[Annotated[int, Field(ge=0)] | str]
+    shape: list[Annotated[int | str, PlainValidator(_size)]]
     dtype: Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"] = "float32"
     low: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
     high: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> TensorConfig:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"high must be above low, which is {self.low:g}")
+        return self
+
+
+_Range = Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST_SIZE)]], Field(min_length=2, max_length=2)]
 
 
 class InputsConfig(_Table):
@@ -59,10 +102,10 @@ class InputsConfig(_Table):
     texts: list[str] | None = Field(default=None, min_length=1)
     images: list[str] | None = Field(default=None, min_length=1)
     data: str | None = None
-    tensors: dict[str, TensorConfig] | None = None
+    tensors: dict[str, TensorConfig] | None = Field(default=None, min_length=1)
     max_length: int | None = Field(default=None, ge=1)
-    axes: dict[str, list[str]] = {}
-    dynamic: dict[str, Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]] | None = None
+    axes: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
+    dynamic: dict[str, _Range] | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> InputsConfig:
@@ -70,6 +113,7 @@ class InputsConfig(_Table):
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: give one")
         for name, (low, high) in (self.dynamic or {}).items():
+            _name(name)
             if low > high:
                 raise ValueError(f"dynamic.{name}: the smallest size {low} is above the largest {high}")
         return self
@@ -85,6 +129,11 @@ class TransformationConfig(BaseModel):
     def options(self) -> dict[str, Any]:
         return dict(self.__pydantic_extra__ or {})
 
+    @model_validator(mode="after")
+    def _finite_options(self) -> TransformationConfig:
+        _finite(self.options)
+        return self
+
 
 class ParityConfig(_Table):
     """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured."""
@@ -92,14 +141,14 @@ class ParityConfig(_Table):
     multiple: float = Field(default=4.0, gt=0, allow_inf_nan=False)
     atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
 
 
 class ExportConfig(_Table):
     """``[export]``: which files, and where."""
 
     formats: list[Format] = Field(default=list(FORMATS), min_length=1)
-    output: str = Field(default="build/model", min_length=1)
+    output: str = Field(default="build/model", min_length=1, pattern=r"^[^\x00]*$")
     opset: int | None = Field(default=None, ge=18)
 
 
@@ -107,7 +156,7 @@ class TrackingConfig(_Table):
     """``[tracking]``: the MLflow server, or the embedded database, that keeps the run."""
 
     enabled: bool = True
-    uri: str = "sqlite:///mlflow.db"
+    uri: str = Field(default="sqlite:///mlflow.db", min_length=1)
     experiment: str = Field(default="optexport", min_length=1)
 
 
@@ -146,7 +195,7 @@ def source_kind(source: str, folder: Path) -> SourceKind:
         return SourceKind(prefix)
     if source.endswith(".pt2"):
         return SourceKind.PT2
-    if source.startswith((".", "/", "~")) or (folder / source).is_dir():
+    if source.startswith((".", "/", "~")) or _is_dir(folder, source):
         return SourceKind.FOLDER
     return SourceKind.HUB
 
@@ -158,21 +207,32 @@ def load_config(path: Path) -> Config:
         ConfigError: The file cannot be read, is not TOML, or says something that cannot be meant.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError("there is no such file", place=str(path), mend="optexport init writes one.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
-    except tomllib.TOMLDecodeError as error:
+    return parse_config(text, path)
+
+
+def parse_config(text: str, path: Path) -> Config:
+    """Checks the text of a config file, as it stands or would stand at a path.
+
+    Raises:
+        ConfigError: As for `load_config`.
+    """
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also for numbers of too many digits, and endless nesting
         raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
-    config = parse_config(raw, path.name)
+    config = checked_settings(raw, path.name)
     for index, rule in enumerate(config.rules()):
         registry.check(rule.use, rule.options, f"{path.name}: transformations[{index}]")
     _check_files(config, path)
     return config
 
 
-def parse_config(raw: dict[str, Any], place: str) -> Config:
+def checked_settings(raw: dict[str, Any], place: str) -> Config:
     """Checks settings that stand in no file, or have been read from one.
 
     Raises:
@@ -189,21 +249,26 @@ def _check_files(config: Config, path: Path) -> None:
     place = f"{path.name}: model.source"
     kind = source_kind(source, folder)
     _, _, rest = source.partition(":")
-    if kind is SourceKind.PACKAGE and _spec(rest.partition("/")[0], folder) is None:
-        raise ConfigError(f"the package {rest.partition('/')[0]} is not installed", place=place, mend="pip install it.")
+    if kind is SourceKind.PACKAGE:
+        package, _, inner = rest.partition("/")
+        location = package_folder(package)
+        if location is None:
+            raise ConfigError(f"the package {package} is not installed", place=place, mend="pip install it.")
+        if not (_is_dir(location, inner) or _is_file(location, inner)):
+            raise ConfigError(f"the package {package} has no {inner}", place=place, mend=f"Look in {location}.")
     if kind is SourceKind.PYTHON:
         module, _, name = rest.partition(":")
         if not module or not name:
             raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
-        if _spec(module.partition(".")[0], folder) is None:
+        if not _importable(module.partition(".")[0], folder):
             raise ConfigError(f"there is no module {module}", place=place, mend=f"Put {module}.py beside the config.")
     if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
         raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
-    if kind is SourceKind.PT2 and not (folder / source).is_file():
+    if kind is SourceKind.PT2 and not _is_file(folder, source):
         raise ConfigError(f"there is no file {source}", place=place)
-    if kind is SourceKind.FOLDER and not (folder / os.path.expanduser(source)).is_dir():
+    if kind is SourceKind.FOLDER and not _is_dir(folder, source):
         raise ConfigError(f"there is no folder {source}", place=place)
-    if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+    if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
         raise ConfigError(
             f'"{source}" is no folder here, and no hub id either',
             place=place,
@@ -211,30 +276,62 @@ def _check_files(config: Config, path: Path) -> None:
         )
     if config.model.arguments and kind is not SourceKind.PYTHON:
         raise ConfigError("only a python: source takes arguments", place=f"{path.name}: model.arguments")
-    if config.inputs.data is not None and not (folder / config.inputs.data).is_file():
+    try:
+        Path(config.export.output).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(str(error), place=f"{path.name}: export.output") from error
+    if config.inputs.data is not None and not _is_file(folder, config.inputs.data):
         raise ConfigError(f"there is no file {config.inputs.data}", place=f"{path.name}: inputs.data")
     for image in config.inputs.images or []:
-        if not (folder / image).is_file():
+        if not _is_file(folder, image):
             raise ConfigError(f"there is no file {image}", place=f"{path.name}: inputs.images")
 
 
-def _spec(module: str, folder: Path) -> object | None:
-    if not module.isidentifier():
-        return None
-    if (folder / f"{module}.py").is_file() or (folder / module).is_dir():
-        return module
+def package_folder(package: str) -> Path | None:
+    """The folder of an installed package, found without importing it; None where there is no such package."""
     try:
-        return sys.modules.get(module) or importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
     except (ImportError, ValueError):
         return None
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def _importable(module: str, folder: Path) -> bool:
+    if not module.isidentifier():
+        return False
+    if _is_file(folder, f"{module}.py") or _is_dir(folder, module):
+        return True
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _is_file(folder: Path, name: str) -> bool:
+    try:
+        return (folder / Path(name).expanduser()).is_file()
+    except (OSError, RuntimeError, ValueError):  # no file can be called so
+        return False
+
+
+def _is_dir(folder: Path, name: str) -> bool:
+    try:
+        return (folder / Path(name).expanduser()).is_dir()
+    except (OSError, RuntimeError, ValueError):
+        return False
 
 
 def _explained(error: ValidationError, name: str) -> ConfigError:
     """All that pydantic found, as one message: a line per mistake, unknown keys with the nearest known one."""
     mistakes: list[tuple[str, str, str | None]] = []
     for found in error.errors():
-        location = [part for part in found["loc"] if not str(part).startswith(("function", "list["))]
+        location = list(found["loc"])
         cause, mend = found["msg"][:1].lower() + found["msg"][1:], None
+        if found["type"] in ("too_short", "too_long"):
+            least, most = (found["ctx"].get(f"{end}_length") for end in ("min", "max"))
+            cause = f"it must hold {f'at least {least}' if most is None else most}"
+        elif found["type"] in ("model_type", "dict_type"):
+            cause = "it must be a table"
         if found["type"] == "extra_forbidden":
             cause, mend = "there is no such key", registry.did_you_mean(str(location[-1]), _known_keys(location[:-1]))
         elif found["type"] == "missing":
@@ -264,14 +361,20 @@ def _dotted(location: list[int | str]) -> str:
 
 
 def _known_keys(location: list[int | str]) -> list[str]:
-    model: Any = Config
+    annotation: Any = Config
     for part in location:
-        fields = getattr(model, "model_fields", {})
-        if part in fields:
-            model = _table_in(fields[part].annotation)
-        elif not isinstance(part, int) and not fields:
-            break
-    return list(getattr(model, "model_fields", {}))
+        annotation = _inside(annotation, part)
+    return list(getattr(_table_in(annotation), "model_fields", {}))
+
+
+def _inside(annotation: Any, part: int | str) -> Any:
+    """What a key of a table holds, or an item of a list, or of a table whose keys are free."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation.model_fields[str(part)].annotation
+    first, *rest = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return rest[-1]
+    return first if get_origin(annotation) is list else _inside(first, part)
 
 
 def _table_in(annotation: Any) -> Any:

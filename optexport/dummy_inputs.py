@@ -13,12 +13,18 @@ from optexport.errors import TraceError
 
 _BATCH = 2
 _SEQUENCE = 9
+_DECODER_SEQUENCE = 5
+
+
+def _length(config: Any, longest: int = _SEQUENCE) -> int:
+    return min(longest, int(getattr(config.get_text_config(), "max_position_embeddings", None) or longest))
 
 
 def _token_ids(config: Any) -> torch.Tensor:
-    # Evenly spread over the vocabulary, the same every time, and clear of the special tokens at its start.
+    # Unlike each other, the same every time, and clear of the special tokens at the vocabulary's start.
     size = int(getattr(config.get_text_config(), "vocab_size", 100))
-    return (torch.arange(_BATCH * _SEQUENCE) * 7 % max(size - 5, 1) + min(4, size - 1)).reshape(_BATCH, _SEQUENCE)
+    length = _length(config)
+    return (torch.arange(_BATCH * length) * 7 % max(size - 5, 1) + min(4, size - 1)).reshape(_BATCH, length)
 
 
 def _pixel_values(config: Any) -> torch.Tensor:
@@ -35,12 +41,12 @@ def _wave(*shape: int) -> torch.Tensor:
 
 _MAKERS: dict[str, Callable[[Any], torch.Tensor]] = {
     "input_ids": _token_ids,
-    "decoder_input_ids": lambda config: _token_ids(config)[:, :5].clone(),
-    "attention_mask": lambda _: torch.ones(_BATCH, _SEQUENCE, dtype=torch.int64),
-    "decoder_attention_mask": lambda _: torch.ones(_BATCH, 5, dtype=torch.int64),
-    "token_type_ids": lambda _: torch.zeros(_BATCH, _SEQUENCE, dtype=torch.int64),
-    "position_ids": lambda _: torch.arange(_SEQUENCE).expand(_BATCH, _SEQUENCE).clone(),
-    "bbox": lambda _: torch.arange(4).expand(_BATCH, _SEQUENCE, 4).clone(),
+    "decoder_input_ids": lambda config: _token_ids(config)[:, :_DECODER_SEQUENCE].clone(),
+    "attention_mask": lambda config: torch.ones(_BATCH, _length(config), dtype=torch.int64),
+    "decoder_attention_mask": lambda config: torch.ones(_BATCH, _length(config, _DECODER_SEQUENCE), dtype=torch.int64),
+    "token_type_ids": lambda config: torch.zeros(_BATCH, _length(config), dtype=torch.int64),
+    "position_ids": lambda config: torch.arange(_length(config)).expand(_BATCH, -1).clone(),
+    "bbox": lambda config: torch.arange(4).expand(_BATCH, _length(config), 4).clone(),
     "pixel_values": _pixel_values,
     "input_values": lambda _: _wave(_BATCH, 16000),
     "input_features": lambda config: _wave(

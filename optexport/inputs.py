@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,9 @@ from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, first_line
 from optexport.signature import Dim, Dynamic, conventional_axes
 from optexport.sources import Pretrained
+
+# Tokenizers that know no longest sequence say 1e30.
+_UNLIMITED = 10**9
 
 
 @dataclass(frozen=True)
@@ -50,11 +55,11 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
     """
     real: tuple[Batch, ...] = ()
     if config.texts is not None:
-        real = (_from_texts(config.texts, model, pretrained, config.max_length),)
+        real = (_from_texts(config.texts, model, pretrained, config.max_length, "inputs.texts"),)
     elif config.images is not None:
-        real = (_from_images([folder / image for image in config.images], pretrained),)
+        real = (_from_images([folder / Path(image).expanduser() for image in config.images], pretrained),)
     elif config.data is not None:
-        real = (_from_file(folder / config.data, model, pretrained, config.max_length),)
+        real = (_from_file(folder / Path(config.data).expanduser(), model, pretrained, config.max_length),)
     if real:
         example = real[0]
     elif config.tensors is not None:
@@ -68,6 +73,11 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
             mend='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
         )
     _check_names(example, model)
+    for name in config.axes:
+        if name not in example:
+            raise ConfigError(
+                "there is no such input", place=f"inputs.axes.{name}", mend=registry.did_you_mean(name, list(example))
+            )
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
     if config.dynamic is None:
         return _undeclared(example, real, config)
@@ -80,9 +90,33 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
                 place=f"inputs.dynamic.{name}",
                 mend=f"{registry.did_you_mean(name, sorted(known))} Name the axes of an input with [inputs.axes].",
             )
+    every = {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in dims} for name, names in axes.items()}
+    for batch in real:
+        _check_sizes(batch, every)
     free = {name for name, (low, high) in config.dynamic.items() if low < high}
-    dynamic = {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in free} for name, names in axes.items()}
-    return Inputs(traceable(example, dynamic), real, dynamic)
+    dynamic = {name: {axis: dim for axis, dim in dims.items() if dim.name in free} for name, dims in every.items()}
+    return Inputs(traceable(example, every), real, dynamic)
+
+
+def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None:
+    """Checks that the user's data are of the sizes that the user declared, the same for all inputs."""
+    first: dict[str, tuple[str, int]] = {}
+    for name, axes in dynamic.items():
+        for axis, dim in axes.items():
+            size = batch[name].shape[axis]
+            if not dim.min <= size <= (size if dim.max is None else dim.max):
+                raise ConfigError(
+                    f"{name} has the size {size} there, which is not between {dim.min} and {dim.max}",
+                    place=f"inputs.dynamic.{dim.name}",
+                    mend="Declare a range that holds the data, or give other data.",
+                )
+            other, wanted = first.setdefault(dim.name, (name, size))
+            if size != wanted:
+                raise ConfigError(
+                    f"{name} has the size {size} there, and {other} has {wanted}",
+                    place=f"inputs.dynamic.{dim.name}",
+                    mend=f"Mend the data, or name the axes of {name} with inputs.axes.{name}.",
+                )
 
 
 def _undeclared(example: Batch, real: tuple[Batch, ...], config: InputsConfig) -> Inputs:
@@ -122,31 +156,37 @@ def _check_names(example: Batch, model: nn.Module) -> None:
             )
 
 
-def _from_texts(texts: Sequence[str], model: nn.Module, pretrained: Pretrained | None, max_length: int | None) -> Batch:
+def _from_texts(
+    texts: Sequence[str], model: nn.Module, pretrained: Pretrained | None, max_length: int | None, place: str
+) -> Batch:
     import transformers
 
     if pretrained is None:
-        raise ConfigError("this model has no tokenizer", place="inputs.texts", mend="Give its inputs as data instead.")
-    config: Any = model.config
-    limit = max_length or getattr(config.get_text_config(), "max_position_embeddings", None)
+        raise ConfigError("this model has no tokenizer", place=place, mend="Give its inputs as data instead.")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.name, **pretrained.options)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        cut = {"truncation": limit is not None, "max_length": limit}
-        encoded = tokenizer(list(texts), padding=True, return_tensors="pt", **cut)
-    except Exception as error:  # transformers raises many kinds where a tokenizer is missing, or lacks a token
+    except Exception as error:  # transformers raises many kinds where it finds no tokenizer
         raise ConfigError(
-            f"the model's tokenizer cannot be used: {first_line(error)}",
-            place="inputs.texts",
-            mend="Give token ids as data instead.",
+            f"its tokenizer cannot be loaded: {first_line(error)}", place=place, mend="Give token ids as data instead."
         ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None and len(texts) > 1:
+        raise ConfigError(
+            "its tokenizer has no token to pad with", place=place, mend="Give one text, or token ids as data."
+        )
+    config: Any = model.config
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    # RoBERTa counts more positions than it takes tokens; only its tokenizer says so.
+    limit = max_length or min(positions or _UNLIMITED, tokenizer.model_max_length)
+    cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
+    encoded = tokenizer(list(texts), padding=len(texts) > 1, return_tensors="pt", **cut)
     ids = encoded["input_ids"]
     words = ~torch.isin(ids, torch.tensor([i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id]))
     if not words.any() or (tokenizer.unk_token_id is not None and (ids[words] == tokenizer.unk_token_id).all()):
         raise ConfigError(
             "the tokenizer turns the texts into nothing but unknown tokens",
-            place="inputs.texts",
+            place=place,
             mend="It does not know this kind of text, or is not the model's own: give token ids as data instead.",
         )
     accepted = inspect.signature(model.forward).parameters
@@ -168,30 +208,50 @@ def _from_images(paths: Sequence[Path], pretrained: Pretrained | None) -> Batch:
         raise ConfigError("reading images needs Pillow", place="inputs.images", mend="pip install pillow") from error
     if pretrained is None:
         raise ConfigError("this model has no image processor", place="inputs.images", mend="Give data or tensors.")
+    place = "inputs.images"
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(
             pretrained.name, backend="pil", **pretrained.options
         )
-        images = [Image.open(path).convert("RGB") for path in paths]
+        images = []
+        for path in paths:
+            place = f"inputs.images: {path.name}"
+            with Image.open(path) as image:
+                images.append(image.convert("RGB"))
+        place = "inputs.images"
         return dict(processor(images=images, return_tensors="pt"))
     except Exception as error:  # transformers and Pillow raise many kinds
-        raise ConfigError(f"the images cannot be processed: {first_line(error)}", place="inputs.images") from error
+        raise ConfigError(f"it cannot be processed: {first_line(error)}", place=place) from error
 
 
 def _from_file(path: Path, model: nn.Module, pretrained: Pretrained | None, max_length: int | None) -> Batch:
     place = f"inputs.data: {path.name}"
+    batch = _read(path, place, model, pretrained, max_length)
+    if not batch or any(not tensor.numel() for tensor in batch.values()):
+        raise ConfigError("it holds no numbers" if batch else "it holds no inputs", place=place)
+    return batch
+
+
+def _read(path: Path, place: str, model: nn.Module, pretrained: Pretrained | None, max_length: int | None) -> Batch:
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as arrays:
+            if not zipfile.is_zipfile(path):
+                raise ValueError("it is no archive of arrays")
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         if path.suffix == ".jsonl":
-            records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            # Not splitlines: JSON strings may hold what Unicode takes for the end of a line.
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+            records = [json.loads(line) for line in lines if line.strip()]
             if records and all(isinstance(record, dict) and set(record) == {"text"} for record in records):
-                return _from_texts([record["text"] for record in records], model, pretrained, max_length)
+                texts = [record["text"] for record in records]
+                if not all(isinstance(text, str) for text in texts):
+                    raise ConfigError('"text" must be a text in every line', place=place)
+                return _from_texts(texts, model, pretrained, max_length, place)
             return _from_records(records, model, place)
     except ConfigError:
         raise
@@ -216,6 +276,8 @@ def _from_records(records: Sequence[Any], model: nn.Module, place: str) -> Batch
     batch: Batch = {}
     for name in records[0]:
         rows = [torch.tensor(record[name]) for record in records]
+        if any(not row.numel() for row in rows):
+            raise ConfigError(f'"{name}" is empty in one of its lines', place=place)
         if len({row.shape for row in rows}) > 1 and all(row.dim() == 1 for row in rows):
             batch[name] = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding.get(name, 0))
         else:
@@ -241,13 +303,25 @@ def _from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[in
 def _random(name: str, spec: TensorConfig, sizes: Mapping[str, int], generator: torch.Generator) -> torch.Tensor:
     shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
     dtype = getattr(torch, spec.dtype)
-    low = 0.0 if spec.low is None else spec.low
-    if not dtype.is_floating_point:
-        end = int(2 if spec.high is None else spec.high)
-        if int(low) >= end:
-            raise ConfigError(f"high must be above low, which is {int(low)}", place=f"inputs.tensors.{name}.high")
-        return torch.randint(int(low), end, shape, generator=generator).to(dtype)
-    if spec.low is None and spec.high is None:
+    if dtype.is_floating_point and spec.low is None and spec.high is None:
         return torch.randn(shape, generator=generator).to(dtype)
-    high = 1.0 if spec.high is None else spec.high
-    return (low + (high - low) * torch.rand(shape, generator=generator)).to(dtype)
+    low, high = _bounds(name, spec, dtype)
+    if dtype.is_floating_point:
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+        return (low + (high - low) * drawn).to(dtype)
+    return torch.randint(math.ceil(low), math.ceil(high), shape, generator=generator).to(dtype)
+
+
+def _bounds(name: str, spec: TensorConfig, dtype: torch.dtype) -> tuple[float, float]:
+    """Where random numbers start, and what they stay below; by default 0 and 1, or 0 and 2 for whole numbers."""
+    low = 0.0 if spec.low is None else spec.low
+    high = (1.0 if dtype.is_floating_point else 2.0) if spec.high is None else spec.high
+    if not low < high or (not dtype.is_floating_point and math.ceil(low) == math.ceil(high)):
+        raise ConfigError(f"high must be above low, which is {low:g}", place=f"inputs.tensors.{name}.high")
+    if dtype.is_floating_point:
+        least, most = -torch.finfo(dtype).max, torch.finfo(dtype).max
+    else:
+        least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, min(torch.iinfo(dtype).max, 2**62))
+    if low < least or math.ceil(high) - (not dtype.is_floating_point) > most:
+        raise ConfigError(f"{spec.dtype} holds no numbers from {low:g} to {high:g}", place=f"inputs.tensors.{name}")
+    return low, high

@@ -111,7 +111,7 @@ def run(
     stages = stages or Stages()
     config, folder = load_config(path), path.parent
     rules = _rules(config, folder, without)
-    output = (folder / config.export.output).resolve()
+    output = (folder / Path(config.export.output).expanduser()).resolve()
     plain = output.with_name(f"{output.name}-baseline")
     for place in (output, plain) if baseline else (output,):
         bundle.check_output(place)
@@ -119,7 +119,7 @@ def run(
         try:
             dump.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"it cannot be made: {error}", place=f"--dump {dump}") from error
+            raise ConfigError(f"nothing can be written there: {error}", place=f"--dump {dump}") from error
     with tempfile.TemporaryDirectory() as downloads, tracking.tracking(config.tracking, folder) as tracker:
         tracker.params(config.model_dump(mode="json", exclude_none=True))
         tracker.tags({**tracking.git_tags(folder), **records.versions(), "source": config.model.source})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -88,6 +90,9 @@ PRESET: tuple[str, ...] = tuple(name for name, info in RULES.items() if info.in_
 
 PLUGIN = "python:"
 
+# Modules that were imported from beside a config, and the folder of that config.
+_homes: dict[str, Path] = {}
+
 
 def canonical_name(name: str) -> str | None:
     """The built-in rule that a name means, however it is spelled: ``merge-linears``, ``MergeLinears``."""
@@ -136,12 +141,13 @@ def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Tra
     else:
         location = name.removeprefix(PLUGIN)
     cls = import_from(location, folder, place)
+    if not callable(cls):
+        raise ConfigError(f"{location} is a {type(cls).__name__}, not a class", place=place)
     try:
         made = cls(**options)
-    except Exception as error:  # a plugin's own code may raise anything
-        raise ConfigError(
-            f"{location} does not take these options: {type(error).__name__}: {error}", place=place
-        ) from error
+    except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
+        cause = str(error) if isinstance(error, TypeError) else f"it raised {type(error).__name__}: {error}"
+        raise ConfigError(cause, place=place, mend=f"Its options are: {parameters(cls)}") from error
     from optexport.transformations import Transformation
 
     if not isinstance(made, Transformation):
@@ -160,6 +166,14 @@ def import_from(location: str, folder: Path, place: str) -> Any:
         ConfigError: There is no such module, it fails to import, or it has no such name.
     """
     module_name, _, name = location.partition(":")
+    top, home = module_name.partition(".")[0], folder.resolve()
+    if _homes.get(top, home) != home:  # beside another config lay a module of the same name
+        del _homes[top]
+        for known in [known for known in sys.modules if known == top or known.startswith(f"{top}.")]:
+            del sys.modules[known]
+    if top not in sys.modules and ((home / f"{top}.py").is_file() or (home / top).is_dir()):
+        _homes[top] = home
+    importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module(module_name)
@@ -170,11 +184,20 @@ def import_from(location: str, folder: Path, place: str) -> Any:
             mend=f"Install it, or put {module_name.partition('.')[0]}.py beside the config.",
         ) from error
     finally:
-        sys.path.remove(str(folder))
+        with contextlib.suppress(ValueError):  # the module may have changed the path itself
+            sys.path.remove(str(folder))
     if not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_")]
         raise ConfigError(f"{module_name} has no {name}", place=place, mend=did_you_mean(name, public))
     return getattr(module, name)
+
+
+def parameters(function: Any) -> str:
+    """What a function takes, in brackets, as far as that can be known."""
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "(...)"
 
 
 def did_you_mean(word: str, known: Mapping[str, Any] | list[str] | tuple[str, ...]) -> str:

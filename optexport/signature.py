@@ -106,7 +106,7 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     """
     if isinstance(inputs, Mapping) and all(isinstance(value, torch.Tensor) for value in inputs.values()):
         return dict(inputs)
-    given = list(inputs) if isinstance(inputs, tuple) else [inputs]
+    given = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
     names = list(inspect.signature(model.forward).parameters)
     if not all(isinstance(value, torch.Tensor) for value in given) or len(given) > len(names):
         raise ConfigError(

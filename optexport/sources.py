@@ -93,13 +93,15 @@ def load(config: ModelConfig, folder: Path, downloaded: Path | None = None) -> L
 
 def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
     factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
+    if not callable(factory):
+        raise ConfigError(f"{location} is a {type(factory).__name__}, not a function", place="model.source")
     try:
         model = factory(**config.arguments)
-    except (Exception, SystemExit) as error:  # code of the user's, which may raise anything
+    except (Exception, SystemExit) as error:  # code of the user's, which may raise anything, or leave
         raise SourceError(
             f"the factory raised {type(error).__name__}: {error}",
             place=f"model.source: python:{location}",
-            mend="It is called with model.arguments, as they stand in the config.",
+            mend=f"It is called as {location.rpartition(':')[2]}{registry.parameters(factory)}.",
         ) from error
     if not isinstance(model, nn.Module):
         raise SourceError(f"the factory returned a {type(model).__name__}, not a module", place=f"python:{location}")

@@ -7,13 +7,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from optexport.config import SourceKind, source_kind
+from optexport.config import SourceKind, package_folder, source_kind
 from optexport.registry import PRESET, RULES
 from optexport.tasks import AUTO_CLASSES
 
 # What an architecture's class name ends with, and the task that loads it.
 _TASKS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
 _ENDINGS = {**_TASKS, "ForConditionalGeneration": "text2text-generation", "LMHeadModel": "text-generation"}
+_LENGTHS = ("max_position_embeddings", "n_positions")
+_SOUND_KEYS = {"num_mel_bins", "num_feat_extract_layers", "input_feat_per_channel", "audio_config"}
+_TOKENIZER_LENGTH = "tokenizer's model_max_length"
 
 
 def starter_config(source: str, folder: Path) -> str:
@@ -31,7 +34,7 @@ def starter_config(source: str, folder: Path) -> str:
         "# What to export. A folder, a hub id, package:NAME/PATH, python:module:factory,",
         "# mlflow:models:/NAME@ALIAS, or a .pt2 file. Paths are relative to this file.",
         "[model]",
-        f"source = {json.dumps(source)}",
+        f"source = {_quoted(source)}",
         *_task(known),
         '# dtype = "float32"',
         "",
@@ -48,12 +51,12 @@ def starter_config(source: str, folder: Path) -> str:
         "",
         "[export]",
         'formats = ["torchscript", "onnx", "pt2"]',
-        f"output = {json.dumps(f'build/{name}')}",
+        f"output = {_quoted(f'build/{name}')}",
         "",
         "# The embedded database; any MLflow server will do.",
         "[tracking]",
         'uri = "sqlite:///mlflow.db"',
-        f"experiment = {json.dumps(name)}",
+        f"experiment = {_quoted(name)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -62,36 +65,74 @@ def _config_json(source: str, kind: SourceKind, folder: Path) -> dict[str, Any]:
     if kind is SourceKind.FOLDER:
         path = folder / os.path.expanduser(source)
     elif kind is SourceKind.PACKAGE:
-        from importlib.util import find_spec
-
         package, _, inner = source.removeprefix("package:").partition("/")
-        spec = find_spec(package) if package.isidentifier() else None
-        if spec is None or not spec.submodule_search_locations:
+        found = package_folder(package)
+        if found is None:
             return {}
-        path = Path(next(iter(spec.submodule_search_locations))) / inner
+        path = found / inner
     else:
         return {}
+    known = _json(path / "config.json")
+    if (longest := _json(path / "tokenizer_config.json").get("model_max_length")) is not None:
+        known.setdefault(_TOKENIZER_LENGTH, longest)
+    return known
+
+
+def _json(path: Path) -> dict[str, Any]:
     try:
-        known = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
 
 
+def _quoted(text: str) -> str:
+    """A TOML string."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _number(value: Any, least: int, default: int) -> int:
+    """A number of a file that may hold anything."""
+    return value if type(value) is int and least <= value < 2**31 else default
+
+
 def _task(known: dict[str, Any]) -> list[str]:
-    architectures = known.get("architectures") or []
-    for architecture in architectures:
-        for ending, task in _ENDINGS.items():
-            if str(architecture).endswith(ending):
-                return [f"task = {json.dumps(task)}  # its config names {architecture}"]
-    if architectures:
-        return [f'task = "feature-extraction"  # its config names {architectures[0]}']
+    architectures = known.get("architectures")
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    names = [name for name in names if name.isidentifier()]
+    endings = {**_ENDINGS, "ForConditionalGeneration": _generation(known)}
+    for name in names:
+        for ending, task in endings.items():
+            if name.endswith(ending):
+                return [f"task = {json.dumps(task)}  # its config names {name}"]
+    if names:
+        return [f'task = "feature-extraction"  # its config names {names[0]}']
     return ['# task = "feature-extraction"']
 
 
+def _generation(known: dict[str, Any]) -> str:
+    if known.keys() & _SOUND_KEYS:
+        return "automatic-speech-recognition"
+    return "image-text-to-text" if "vision_config" in known else "text2text-generation"
+
+
+def _longest(known: dict[str, Any]) -> int:
+    """The longest sequence that both the model and its tokenizer take."""
+    positions = next((known[key] for key in _LENGTHS if key in known), None)
+    longest = _number(positions, 2, 512)
+    return min(longest, _number(known.get(_TOKENIZER_LENGTH), 2, longest))
+
+
 def _inputs(known: dict[str, Any], kind: SourceKind) -> list[str]:
-    if "vocab_size" in known or "text_config" in known:
-        longest = known.get("max_position_embeddings") or 512
+    if known.keys() & {*_SOUND_KEYS, "text_config", "vision_config"}:
+        return [
+            "# Without more they are made from the model's own config. For real data:",
+            '# data = "inputs.safetensors"  # or .npz: a tensor for each input, by name',
+            "",
+            "[inputs.dynamic]",
+            "batch = [1, 16]",
+        ]
+    if "vocab_size" in known:
         return [
             'texts = ["A sentence of the kind that the model will see.", "And another one, of another length."]',
             '# data = "lines.jsonl"  # or real data: {"text": "..."} or {"input_ids": [...]} a line',
@@ -99,12 +140,13 @@ def _inputs(known: dict[str, Any], kind: SourceKind) -> list[str]:
             "# Sizes that the exported files must take; sizes never traced are checked too.",
             "[inputs.dynamic]",
             "batch = [1, 64]",
-            f"sequence = [2, {longest}]",
+            f"sequence = [2, {_longest(known)}]",
         ]
-    size = known.get("image_size") or 224
-    height, width = size if isinstance(size, list) else (size, size)
+    size = known.get("image_size")
+    sides = size if isinstance(size, list) and len(size) == 2 else [size, size]
+    height, width = (_number(side, 1, 224) for side in sides)
     if "num_channels" in known or "image_size" in known:
-        name, shape = "pixel_values", f'["batch", {known.get("num_channels", 3)}, {height}, {width}]'
+        name, shape = "pixel_values", f'["batch", {_number(known.get("num_channels"), 1, 3)}, {height}, {width}]'
     else:
         name, shape = "x", '["batch", 3, 224, 224]'
     hint = [] if known else ["# The name and shape of the model's input."]

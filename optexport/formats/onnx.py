@@ -54,6 +54,12 @@ def save(
             place="export.formats: onnx",
             mend='Try another export.opset, or leave "onnx" out of export.formats.',
         ) from error
+    if opset is not None and (written := model.opset_imports.get("")) != opset:
+        raise ExportError(
+            f"torch.onnx wrote opset {written} where {opset} was asked for",
+            place="export.opset",
+            mend="Ask for an opset that it knows, or leave the choice to it.",
+        )
     model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     onnx_ir.save(model, path, external_data=f"{path.name}.data" if size > external_data_above else None)
