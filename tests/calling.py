@@ -1,0 +1,99 @@
+"""Calls the program in this process, on a config and a tiny model."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from optexport.cli import cli
+
+# A model, and the configs and plugins that go with it.
+MODULE = """
+import operator
+import torch
+from torch import nn
+from optexport.transformations import Transformation
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(x) / 2
+
+def load(**options):
+    torch.manual_seed(0)
+    return Halves()
+
+def number(): return 3
+def fails(): raise KeyError("no weights")
+def leaves(): raise SystemExit(0)
+def interrupted(): raise KeyboardInterrupt
+def takes(size): return load()
+
+class Forks(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+class Places(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(16, 4)
+
+    def forward(self, x):
+        return x[..., None] + self.places(torch.arange(x.shape[1]))
+
+class Doubles(Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.nodes:
+            if node.target is operator.truediv:
+                node.target = operator.mul
+        return graph_module
+
+class Fails(Transformation):
+    def transform(self, graph_module):
+        raise RuntimeError("no such thing")
+"""
+
+
+def config(source: str = "halves:load", inputs: str = 'tensors.x.shape = ["batch", 4]', more: str = "") -> str:
+    return f"""{more}
+[model]
+source = "python:{source}"
+[inputs]
+{inputs}
+[export]
+formats = ["pt2"]
+[tracking]
+enabled = false
+"""
+
+
+class Caller:
+    """Calls the program on a config, in a folder that holds the model too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "halves.py").write_text(MODULE, encoding="utf-8")
+
+    def __call__(self, command: str, text: str | bytes, *options: str, before: tuple[str, ...] = ()) -> Result:
+        path = self.folder / "mine.toml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        sys.modules.pop("halves", None)  # that of another test
+        return CliRunner().invoke(cli, [*before, command, str(path), *options])
+
+
+def message(result: Result, code: int) -> str:
+    """The one message of a command that failed as it should."""
+    assert result.exit_code == code, (result.exit_code, result.stderr)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert "This is a defect" not in result.stderr
+    (_, told) = re.split(r"^Error: ", result.stderr, flags=re.MULTILINE)
+    return str(told)

@@ -1,0 +1,37 @@
+"""What all tests share: no network, one thread, the same random numbers every time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Read when transformers is imported, so it must stand before that.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import hypothesis
+import pytest
+import torch
+import transformers
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+
+hypothesis.settings.register_profile(
+    "optexport",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("optexport")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # torch.export's tree specs warn of themselves whenever a graph that holds them is copied.
+    config.addinivalue_line("filterwarnings", "ignore:.*LeafSpec.*is deprecated:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

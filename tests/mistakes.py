@@ -1,0 +1,145 @@
+"""Mistakes that a user can make in a config file."""
+
+from __future__ import annotations
+
+import json
+
+MODEL = '[model]\nsource = "org/name"\n'
+
+
+def model(line: str) -> str:
+    return f"{MODEL}{line}\n"
+
+
+def source(text: str) -> str:
+    return f"[model]\nsource = {json.dumps(text)}\n"
+
+
+def table(name: str, *lines: str) -> str:
+    return "\n".join([MODEL, f"[{name}]", *lines, ""])
+
+
+def rule(*lines: str) -> str:
+    return "\n".join([MODEL, "[[transformations]]", *lines, ""])
+
+
+# Text of the config, the key that the message must name, and what it must say.
+MISTAKES: dict[str, tuple[str, str, str]] = {
+    # unknown keys, at every level
+    "unknown table": (MODEL + "[modle]\n", "modle", 'Did you mean "model"?'),
+    "unknown key of model": (model("taks = 1"), "model.taks", 'Did you mean "task"?'),
+    "unknown key of inputs": (table("inputs", 'text = ["a"]'), "inputs.text", 'Did you mean "texts"?'),
+    "unknown key of a tensor": (
+        table("inputs.tensors.x", "shape = [1]", "shpe = [1]"),
+        "inputs.tensors.x.shpe",
+        'Did you mean "shape"?',
+    ),
+    "unknown key of parity": (table("parity", "atoll = 1.0"), "parity.atoll", 'Did you mean "atol"?'),
+    "unknown key of export": (table("export", "format = []"), "export.format", 'Did you mean "formats"?'),
+    "unknown key of tracking": (table("tracking", 'url = "x"'), "tracking.url", 'Did you mean "uri"?'),
+    "unknown key far from any": (table("tracking", "zzz = 1"), "tracking.zzz", "Known are: enabled, uri"),
+    "key of another table": (model("atol = 1.0"), "model.atol", "there is no such key"),
+    # what is missing
+    "empty file": ("", "model", "it is required"),
+    "no source": ("[model]\n", "model.source", "it is required"),
+    "no use": (rule("exact = true"), "transformations[0].use", "it is required"),
+    "no shape": (table("inputs.tensors.x", 'dtype = "int64"'), "inputs.tensors.x.shape", "it is required"),
+    # wrong types and values
+    "text for a table": ('model = "x"\n', "model", "not 'x'"),
+    "list for a table": ("model = []\n", "model", "not []"),
+    "number for the source": ("[model]\nsource = 3\n", "model.source", "not 3"),
+    "empty source": (source(""), "model.source", "not ''"),
+    "text for a flag": (model('trust_remote_code = "yes"'), "model.trust_remote_code", "not 'yes'"),
+    "number for a flag": (table("tracking", "enabled = 1"), "tracking.enabled", "not 1"),
+    "unknown dtype": (model('dtype = "int8"'), "model.dtype", "'float32'"),
+    "unknown task": (model('task = "feature-extractoin"'), "model.task", 'Did you mean "feature-extraction"?'),
+    "text for texts": (table("inputs", 'texts = "a"'), "inputs.texts", "not 'a'"),
+    "no texts": (table("inputs", "texts = []"), "inputs.texts", "not []"),
+    "number among texts": (table("inputs", 'texts = ["a", 3]'), "inputs.texts[1]", "not 3"),
+    "length of nothing": (table("inputs", "max_length = 0"), "inputs.max_length", "not 0"),
+    "text for axes": (table("inputs.axes", 'x = "a"'), "inputs.axes.x", "not 'a'"),
+    "tensor of unknown dtype": (
+        table("inputs.tensors.x", "shape = [1]", 'dtype = "float"'),
+        "inputs.tensors.x.dtype",
+        "'float32'",
+    ),
+    "size below zero": (table("inputs.tensors.x", "shape = [-1]"), "inputs.tensors.x.shape[0]", "not -1"),
+    "half a size": (table("inputs.tensors.x", "shape = [1.5]"), "inputs.tensors.x.shape[0]", "not 1.5"),
+    "shape that is a number": (table("inputs.tensors.x", "shape = 3"), "inputs.tensors.x.shape", "not 3"),
+    "range reversed": (table("inputs.dynamic", "batch = [5, 3]"), "inputs", "dynamic.batch"),
+    "range from zero": (table("inputs.dynamic", "batch = [0, 3]"), "inputs.dynamic.batch[0]", "not 0"),
+    "range of one": (table("inputs.dynamic", "batch = [5]"), "inputs.dynamic.batch", "not [5]"),
+    "range of three": (table("inputs.dynamic", "batch = [1, 2, 3]"), "inputs.dynamic.batch", "not [1, 2, 3]"),
+    "range that is a number": (table("inputs.dynamic", "batch = 3"), "inputs.dynamic.batch", "not 3"),
+    "range of text": (table("inputs.dynamic", 'batch = ["a", 3]'), "inputs.dynamic.batch[0]", "not 'a'"),
+    "range of fractions": (table("inputs.dynamic", "batch = [1, 2.0]"), "inputs.dynamic.batch[1]", "not 2.0"),
+    "multiple of nothing": (table("parity", "multiple = 0.0"), "parity.multiple", "not 0.0"),
+    "multiple that is no number": (table("parity", "multiple = nan"), "parity.multiple", "not nan"),
+    "tolerance below zero": (table("parity", "atol = -1e-6"), "parity.atol", "not -1e-06"),
+    "tolerance as text": (table("parity", 'rtol = "1e-6"'), "parity.rtol", "not '1e-6'"),
+    "seed of fractions": (table("parity", "seed = 1.5"), "parity.seed", "not 1.5"),
+    "unknown format": (table("export", 'formats = ["onx"]'), "export.formats[0]", "'onnx'"),
+    "no format": (table("export", "formats = []"), "export.formats", "not []"),
+    "format not in a list": (table("export", 'formats = "onnx"'), "export.formats", "not 'onnx'"),
+    "opset of the past": (table("export", "opset = 17"), "export.opset", "not 17"),
+    "empty output": (table("export", 'output = ""'), "export.output", "not ''"),
+    "empty experiment": (table("tracking", 'experiment = ""'), "tracking.experiment", "not ''"),
+    # kinds of inputs
+    "two kinds of inputs": (table("inputs", 'texts = ["a"]', 'data = "a.npz"'), "inputs", "texts and data exclude"),
+    "data and tensors": (
+        table("inputs", 'data = "a.npz"', "tensors.x.shape = [1]"),
+        "inputs",
+        "data and tensors exclude each other: give one",
+    ),
+    # rules
+    "rules in one table": (table("transformations", 'use = "merge-linears"'), "transformations", "list"),
+    "rules that are a number": ("transformations = 3\n" + MODEL, "transformations", "not 3"),
+    "rule that is a name": ('transformations = ["merge-linears"]\n' + MODEL, "transformations[0]", "'merge-linears'"),
+    "unknown rule": (rule('use = "merge-linear"'), "transformations[0].use", 'Did you mean "merge-linears"?'),
+    "rule far from any": (rule('use = "zzz"'), "transformations[0].use", "Known are: fuse-batch-norm-2d-in-conv-2d"),
+    "empty rule": (rule('use = ""'), "transformations[0].use", "not ''"),
+    "unknown option": (
+        rule('use = "change-true-div-to-mul-by-inverse"', "exakt = true"),
+        "transformations[0].exakt",
+        'Did you mean "exact"?',
+    ),
+    "option of a rule without": (rule('use = "merge-linears"', "exact = true"), "transformations[0].exact", "None"),
+    "option of wrong type": (
+        rule('use = "change-true-div-to-mul-by-inverse"', "exact = 1"),
+        "transformations[0].exact",
+        "must be a bool, not 1",
+    ),
+    "mistake in the second rule": (
+        rule('use = "merge-linears"', "[[transformations]]", 'use = "x"'),
+        "transformations[1].use",
+        'there is no rule "x"',
+    ),
+    "plugin without a class": (rule('use = "python:mine"'), "transformations[0].use", '"python:module:Class"'),
+    "plugin without a module": (rule('use = "python::Mine"'), "transformations[0].use", '"python:module:Class"'),
+    # sources and files
+    "source of words": (source("my model"), "model.source", 'Write a path, "org/name"'),
+    "missing folder": (source("./nowhere"), "model.source", "there is no folder ./nowhere"),
+    "missing program": (source("nowhere.pt2"), "model.source", "there is no file nowhere.pt2"),
+    "missing package": (source("package:not_installed/x"), "model.source", "pip install"),
+    "missing folder of a package": (source("package:click/nowhere"), "model.source", "nowhere"),
+    "package without a name": (source("package:"), "model.source", "package"),
+    "module without a factory": (source("python:m"), "model.source", '"python:module:factory"'),
+    "module that is nowhere": (source("python:not_there:load"), "model.source", "Put not_there.py beside the config"),
+    "mlflow address of nothing": (source("mlflow:name"), "model.source", '"mlflow:models:/NAME@ALIAS"'),
+    "arguments for a folder": (model("arguments = { a = 1 }"), "model.arguments", "only a python: source"),
+    "missing data": (table("inputs", 'data = "nowhere.npz"'), "inputs.data", "there is no file nowhere.npz"),
+    "missing image": (table("inputs", 'images = ["nowhere.png"]'), "inputs.images", "there is no file nowhere.png"),
+}
+
+# What no file can hold, as bytes.
+NO_TOML: dict[str, bytes] = {
+    "not TOML": b"model: x\n",
+    "a key twice": b"[model]\nsource = 'a'\nsource = 'b'\n",
+    "a string without an end": b"[model]\nsource = 'a\n",
+    "no unicode": b"[model]\nsource = '\xff'\n",
+    "utf-16": MODEL.encode("utf-16"),
+    "a null byte": b"\0",
+    "a day that never was": MODEL.encode() + b"x = 2021-02-30\n",
+    "nested beyond reason": MODEL.encode() + b"x = " + b"[" * 5000,
+    "a number beyond reason": MODEL.encode() + b"x = " + b"1" * 5000 + b"\n",
+}

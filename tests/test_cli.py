@@ -1,0 +1,226 @@
+"""What the command line promises: exit codes, one message for each mistake, and an answer at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from optexport import __version__
+from optexport.cli import cli
+from optexport.errors import OptexportError
+from optexport.registry import RULES
+from tests.calling import Caller, message
+from tests.mistakes import MISTAKES, MODEL, NO_TOML
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+# Mistakes in the file
+
+
+@pytest.mark.parametrize("name", [*MISTAKES, *NO_TOML])
+def test_a_mistake_in_the_file_ends_check_and_run_with_2_and_one_message(name: str, call: Caller) -> None:
+    text = MISTAKES[name][0] if name in MISTAKES else NO_TOML[name]
+    told = message(call("check", text), 2)
+    assert "mine.toml" in told
+    assert message(call("run", text), 2) == told
+
+
+@pytest.mark.parametrize("name", ["unknown task", "unknown rule", "no unicode"])
+def test_a_traceback_is_shown_when_asked_for(name: str, call: Caller) -> None:
+    result = call("check", MISTAKES[name][0] if name in MISTAKES else NO_TOML[name], before=("--debug",))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Traceback")
+    assert result.stderr.count("Error: ") >= 1
+
+
+# What goes well
+
+
+def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
+    result = call("check", MODEL + '[[transformations]]\nuse = "MergeLinears"\n')
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{tmp_path / 'mine.toml'}: good. Rules: MergeLinears.\n"
+
+
+def test_every_rule_is_listed_for_people_and_for_machines() -> None:
+    listed = CliRunner().invoke(cli, ["transformations"]).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == list(RULES)
+    rows = json.loads(CliRunner().invoke(cli, ["transformations", "--json"]).stdout)
+    assert list(rows) == list(RULES)
+    for line, (name, info) in zip(listed, RULES.items(), strict=True):
+        assert info.summary in line
+        assert rows[name]["reversible"] is info.reversible
+        assert ("not reversible" in line) is not info.reversible
+        assert all(f"{key} = " in line and key in rows[name]["options"] for key in info.options)
+
+
+def test_init_writes_a_config_once_and_again_only_when_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    assert runner.invoke(cli, ["init", "org/name"]).exit_code == 0
+    assert runner.invoke(cli, ["check", "optexport.toml"]).exit_code == 0
+    written = Path("optexport.toml").read_text(encoding="utf-8")
+    refused = runner.invoke(cli, ["init", "org/other"])
+    assert refused.exit_code == 2
+    assert "--force" in refused.stderr
+    assert Path("optexport.toml").read_text(encoding="utf-8") == written
+    assert runner.invoke(cli, ["init", "org/other", "--force"]).exit_code == 0
+    assert 'source = "org/other"' in Path("optexport.toml").read_text(encoding="utf-8")
+
+
+def test_init_takes_a_folder_as_the_shell_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 9}', encoding="utf-8")
+    for source in ("model", "./model", str(tmp_path / "model")):
+        result = CliRunner().invoke(cli, ["init", source, "-o", "configs/mine.toml", "--force"])
+        assert result.exit_code == 0, result.stderr
+        assert "texts = [" in Path("configs/mine.toml").read_text(encoding="utf-8")
+        assert CliRunner().invoke(cli, ["check", "configs/mine.toml"]).exit_code == 0
+
+
+@pytest.mark.parametrize("place", ["nowhere/mine.toml", "halves.py/mine.toml", "."])
+def test_init_tells_of_a_place_that_it_cannot_write_to(place: str, tmp_path: Path) -> None:
+    (tmp_path / "halves.py").write_text("", encoding="utf-8")
+    result = CliRunner().invoke(cli, ["init", "org/name", "-o", str(tmp_path / place)])
+    assert result.exit_code == 2
+    assert "This is a defect" not in result.stderr
+    assert place.split("/")[0] in result.stderr
+
+
+@pytest.mark.parametrize("source", ["", "my model", "./nowhere", "package:not_installed/x"])
+def test_init_writes_no_config_that_check_would_refuse(source: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["init", source, "-o", str(tmp_path / "mine.toml")])
+    message(result, 2)
+    assert not (tmp_path / "mine.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["chekc"],
+        ["check"],
+        ["check", "a.toml", "b.toml"],
+        ["check", "."],
+        ["check", "nowhere.toml"],
+        ["check", "n" * 5000],
+        ["run", "nowhere.toml"],
+        ["run", "nowhere.toml", "--wihtout", "x"],
+        ["verify", "nowhere"],
+        ["verify", "."],
+        ["verify", __file__],
+        ["--verbose"],
+        ["init", "--output"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)
+def test_a_call_that_is_wrong_ends_with_2(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message(CliRunner().invoke(cli, arguments), 2)
+
+
+def test_every_error_has_an_exit_code_that_the_help_explains() -> None:
+    help_text = CliRunner().invoke(cli, ["--help"]).stdout
+    explained = {line.split()[0] for line in help_text.partition("Exit codes:")[2].splitlines() if line.strip()}
+    errors = {error.exit_code for error in OptexportError.__subclasses__()}
+    assert {str(code) for code in errors} | {"0", "2", "6", "130"} <= explained
+    assert all(isinstance(command, click.Command) and command.help for command in cli.commands.values())
+    assert set(cli.commands) >= {"run", "check", "init", "transformations", "verify"}
+
+
+# In a process of its own
+
+
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=100, **options)
+
+
+LIGHT = """
+import json, sys
+from optexport.cli import cli
+
+found = {}
+for arguments in json.loads(sys.argv[1]):
+    try:
+        cli(arguments)
+    except SystemExit as end:
+        loaded = {"torch", "transformers", "mlflow", "onnx", "onnxruntime", "numpy", "rich"} & set(sys.modules)
+        found[" ".join(arguments)] = [end.code, sorted(loaded)]
+print(json.dumps(found), file=sys.stderr)
+"""
+
+
+def test_what_needs_no_model_imports_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MODEL + '[[transformations]]\nuse = "merge-linears"\n', encoding="utf-8")
+    (tmp_path / "bad.toml").write_text(MISTAKES["unknown rule"][0], encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"vocab_size": 9, "architectures": ["BertForMaskedLM"]}', encoding="utf-8")
+    calls = {
+        "--help": 0,
+        "--version": 0,
+        "run --help": 0,
+        "transformations": 0,
+        "transformations --json": 0,
+        "init .": 0,
+        "check optexport.toml": 0,
+        "check mine.toml": 0,
+        "check bad.toml": 2,
+        "run bad.toml": 2,
+        "run nowhere.toml": 2,
+    }
+    done = python("-c", LIGHT, json.dumps([call.split() for call in calls]), cwd=tmp_path)
+    assert json.loads(done.stderr.splitlines()[-1]) == {call: [code, []] for call, code in calls.items()}
+
+
+def test_the_package_itself_waits_for_torch_until_it_is_needed() -> None:
+    code = "import optexport, sys; assert 'torch' not in sys.modules; print(optexport.__version__)"
+    assert python("-c", code).stdout.strip() == __version__
+
+
+def test_the_module_is_the_program(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MISTAKES["unknown task"][0], encoding="utf-8")
+    version = python("-m", "optexport", "--version")
+    assert (version.returncode, version.stdout) == (0, f"optexport, version {__version__}\n")
+    bad = python("-m", "optexport", "check", "mine.toml", cwd=tmp_path)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == (
+        'Error: mine.toml: model.task: there is no task "feature-extractoin". Did you mean "feature-extraction"?\n'
+    )
+    shown = python("-m", "optexport", "--debug", "check", "mine.toml", cwd=tmp_path)
+    assert shown.returncode == 2
+    assert "Traceback" in shown.stderr
+    assert shown.stderr.endswith(bad.stderr)
+
+
+def test_a_reader_that_goes_away_is_no_defect() -> None:
+    """As in ``optexport transformations | head -0``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "optexport", "transformations"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+    finally:
+        os.close(writing)
+    assert "defect" not in done.stderr
