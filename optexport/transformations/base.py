@@ -133,8 +133,7 @@ def _canonical(value: Any) -> str:
         case enum.Enum():
             inner = value.name
         case torch.Tensor():
-            data = value.detach().cpu().contiguous()
-            content = data.reshape(-1).view(torch.uint8) if data.dim() else data.reshape(1).view(torch.uint8)
+            content = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
             inner = f"{value.dtype}{list(value.shape)}{hashlib.sha256(content.numpy().tobytes()).hexdigest()}"
         case Mapping():
             inner = ",".join(sorted(f"{_canonical(k)}={_canonical(v)}" for k, v in value.items()))

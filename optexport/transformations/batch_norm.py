@@ -64,6 +64,8 @@ def set_parameters(
     """Gives a new layer folded parameters, in the dtype of the layer that it replaces."""
     requires_grad = source.weight.requires_grad
     layer.weight = nn.Parameter(weight.to(source.weight.dtype), requires_grad=requires_grad)
+    if source.bias is not None:
+        requires_grad = source.bias.requires_grad
     layer.bias = nn.Parameter(bias.to(source.weight.dtype), requires_grad=requires_grad)
 
 

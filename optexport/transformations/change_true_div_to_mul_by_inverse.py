@@ -71,7 +71,10 @@ def _is_size(node: Node) -> bool:
     value = node.meta.get("val")
     if value is not None:
         return not isinstance(value, torch.Tensor)
-    if node.op == "call_method" and node.target in ("size", "dim", "numel", "nelement", "item", "__len__"):
+    if node.op == "call_method" and node.target in (
+        *("size", "dim", "ndimension", "numel", "nelement", "item", "stride", "storage_offset", "element_size"),
+        *("__len__", "tolist", "get_device"),
+    ):
         return True
     if node.op == "call_function" and node.target in (getattr, len, torch.ops.aten.sym_size.int):
         return node.target is not getattr or node.args[1] in ("shape", "ndim")

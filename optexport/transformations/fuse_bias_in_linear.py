@@ -77,6 +77,10 @@ class FuseBiasInLinear(ReversibleRule):
         linear: nn.Linear = modules.like(
             fused, nn.Linear, fused.in_features - 1, fused.out_features, bias=True, dtype=weight.dtype
         )
-        linear.weight = nn.Parameter(weight[:, :-1].clone(), requires_grad=fused.weight.requires_grad)
-        linear.bias = nn.Parameter(weight[:, -1].clone(), requires_grad=fused.weight.requires_grad)
+        linear.weight = nn.Parameter(
+            weight[:, :-1].clone(memory_format=torch.contiguous_format), requires_grad=fused.weight.requires_grad
+        )
+        linear.bias = nn.Parameter(
+            weight[:, -1].clone(memory_format=torch.contiguous_format), requires_grad=fused.weight.requires_grad
+        )
         modules.replace_module(graph_module, str(node.target), linear)

@@ -58,7 +58,7 @@ class MergeLinears(ReversibleRule):
             inputs = tuple(modules.sole_input(call) for call in modules.uses(graph_module).calls_of(target))
             families[inputs, weight.dtype, weight.device, weight.requires_grad].append(target)
         for (inputs, *_), targets in families.items():
-            if len(targets) > 1 and inputs[0] is node:
+            if len(targets) > 1 and inputs and inputs[0] is node:
                 found = self._group(graph_module, tuple(targets), inputs)
                 if isinstance(found, Group):
                     return found
@@ -102,6 +102,7 @@ class MergeLinears(ReversibleRule):
         record = {
             "targets": list(match.targets),
             "widths": widths,
+            "shape": [merged.in_features, merged.out_features, merged.bias is not None],
             "biased": [linear.bias is not None for linear in linears],
             "order": order,
         }
@@ -122,8 +123,13 @@ class MergeLinears(ReversibleRule):
 
     def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
         merged_target = str(node.target)
-        if record["targets"][0] not in dict(graph_module.named_modules()):
-            merged = _linear(graph_module, merged_target)
+        merged = _linear(graph_module, merged_target)
+        if (merged.in_features, merged.out_features, merged.bias is not None) != tuple(record["shape"]):
+            raise TransformationError(
+                f"{merged_target} was changed since", place="MergeLinears", mend="Undo later changes first."
+            )
+        parent, first = modules.parent_of(graph_module, record["targets"][0])
+        if first not in parent._modules:
             for target, linear in zip(
                 record["targets"], _split(merged, record["widths"], record["biased"]), strict=True
             ):
@@ -194,7 +200,9 @@ def _split(merged: nn.Linear, widths: list[int], biased: list[bool]) -> list[nn.
     biases = (None,) * len(widths) if merged.bias is None else merged.bias.detach().split(widths)
     for weight, bias, has_bias in zip(weights, biases, biased, strict=True):
         linear = modules.like(merged, nn.Linear, merged.in_features, weight.shape[0], bias=has_bias, dtype=weight.dtype)
-        linear.weight = nn.Parameter(weight.clone(), requires_grad=merged.weight.requires_grad)
+        linear.weight = nn.Parameter(
+            weight.clone(memory_format=torch.contiguous_format), requires_grad=merged.weight.requires_grad
+        )
         if has_bias:
             linear.bias = nn.Parameter(bias.clone(), requires_grad=merged.bias.requires_grad)
         linears.append(linear)
@@ -206,8 +214,8 @@ def _merged_name(graph_module: GraphModule, targets: tuple[str, ...]) -> str:
     names = [target.rpartition(".")[2] for target in targets]
     parts = [*names, "merged"] if len(set(names)) == len(names) < 5 else [first, "and", str(len(names) - 1), "merged"]
     name = ".".join(filter(None, [prefix, "-".join(parts)]))
-    taken = dict(graph_module.named_modules())
-    while name in taken:
+    parent, _ = modules.parent_of(graph_module, targets[0])
+    while name.rpartition(".")[2] in parent._modules:
         name += "-"
     return name
 

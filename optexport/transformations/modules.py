@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ class Uses:
         for name, parameter in module.named_parameters(recurse=False):
             if len(owners := self._parameter_names.get(parameter, [])) > 1:
                 return f"its {name} is tied to {next(o for o in sorted(owners) if o != f'{target}.{name}')}"
+        for name in (*module._parameters, *module._buffers):
             if f"{target}.{name}" in self._reads:
                 return f"the graph reads its {name} elsewhere"
         return None
@@ -115,6 +117,8 @@ def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, name, None) for name in hooks):
         return "it has hooks"
+    if "forward" in vars(module):
+        return "its forward was replaced"
     if module._modules or "weight" in vars(module) or hasattr(module, "weight_orig"):
         return "its weight is computed by a parametrization"
     return None
@@ -164,7 +168,9 @@ def reorder_children(graph_module: GraphModule, target: str, order: list[str]) -
 
 def like(module: nn.Module, cls: type[nn.Module], *arguments: Any, bias: bool, **options: Any) -> Any:
     """A new module in the mode of another, its parameters yet to be set; no random number is drawn."""
-    new = cls(*arguments, bias=bias, device="meta", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns where there is nothing to initialise
+        new = cls(*arguments, bias=bias, device="meta", **options)
     return new.train(module.training)
 
 

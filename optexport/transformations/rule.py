@@ -132,7 +132,7 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
     changes: list[Change] = []
     near_misses: list[NearMiss] = []
     signature = rule.signature
-    step = max((marks(node)[signature][0] for node in rule.get_transformed_nodes(graph_module)), default=0)
+    step = max((_mark(node, signature)[0] for node in rule.get_transformed_nodes(graph_module)), default=0)
     with indexed(graph_module):
         for node in graph_module.graph.nodes:
             # One node may be the anchor of several matches: the shared input of two groups of linears, say.
@@ -172,12 +172,17 @@ def undo(rule: ReversibleRule, graph_module: GraphModule) -> None:
             place=type(rule).__name__,
             mend="Undo it before the graph is pickled, decomposed, or freed of dead code; deepcopy keeps the marks.",
         )
-    for node in sorted(marked, key=lambda node: marks(node)[signature][0], reverse=True):
-        _, record = marks(node)[signature]
+    for node in sorted(marked, key=lambda node: _mark(node, signature)[0], reverse=True):
+        _, record = _mark(node, signature)
         rule.restore(graph_module, node, record)
         if not node._erased:
             rule.mark_as_restored(node)
     _write_journal(graph_module, signature, 0)
+
+
+def _mark(node: Node, signature: str) -> tuple[int, Any]:
+    """When a rule changed a node, and its record; a mark that somebody set by hand has neither."""
+    return marks(node)[signature] or (0, None)
 
 
 def _journal(graph_module: GraphModule) -> dict[str, int]:
