@@ -1,0 +1,312 @@
+"""The proof: what must pass, what must fail, and that a failure names its case."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from optexport import parity
+from optexport.cases import Batch, Case
+from optexport.parity import OutputParity, Reference
+from tests.models import randomise
+
+Tensors = dict[str, torch.Tensor]
+EPS = torch.finfo(torch.float32).eps
+
+
+def reference(*original: torch.Tensor, exact: tuple[torch.Tensor, ...] | None = None) -> Reference:
+    """One output ``y`` that had these values, a case each."""
+    cases = tuple(Case(f"case {i}", {"index": torch.tensor(i)}) for i in range(len(original)))
+    exact = tuple(o.double() if o.is_floating_point() else o for o in original) if exact is None else exact
+    return Reference(cases, tuple({"y": o} for o in original), tuple({"y": e} for e in exact))
+
+
+def compare(known: Reference, *candidate: torch.Tensor, multiple: float = 4.0, **fixed: float) -> OutputParity:
+    """How a candidate compares that gives these values, a case each."""
+
+    def run(batch: Batch) -> Tensors:
+        return {"y": candidate[int(batch["index"])]}
+
+    (output,) = parity.check("here", run, known, parity.bounds(known, multiple, **fixed)).outputs
+    return output
+
+
+def call(model: nn.Module, batch: Batch) -> Tensors:
+    return {"y": model(**batch)}
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def network() -> tuple[nn.Module, list[Case]]:
+    model = randomise(Network())
+    return model, [Case(f"batch {n}", {"x": torch.randn(n, 6)}) for n in (1, 4, 9)]
+
+
+def test_a_model_passes_against_itself_at_exactly_its_floor() -> None:
+    model, cases = network()
+    known = parity.reference(call, model, cases)
+    bounds = parity.bounds(known, 4.0)
+    (output,) = parity.check("here", lambda batch: call(model, batch), known, bounds).outputs
+    assert output.passed
+    assert output.multiple == 1.0
+    assert output.max_abs == output.floor == bounds["y"].floor > 0
+    assert output.tolerance == 0.0
+    assert output.argmax_agreement == 1.0
+    assert parity.check_original(known, bounds).passed
+
+
+def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:
+    model, cases = network()
+    known = parity.reference(call, model, cases)
+    double = copy.deepcopy(model).double()
+    with torch.no_grad():
+        distances = [(model(c.batch["x"]).double() - double(c.batch["x"].double())).abs().max() for c in cases]
+    assert parity.bounds(known, 4.0)["y"].floor == float(max(distances))
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    model, cases = network()
+    before = copy.deepcopy(model.state_dict())
+    parity.reference(call, model, cases)
+    assert all(torch.equal(value, before[name]) and value.dtype is torch.float32
+               for name, value in model.state_dict().items())  # fmt: skip
+
+
+@pytest.mark.parametrize("multiple", [1.0, 4.0, 10.0])
+def test_the_limit_is_the_multiple_of_the_measured_floor(multiple: float) -> None:
+    exact = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    known = reference((exact + 1e-3).float(), exact=(exact,))
+    floor = parity.bounds(known, multiple)["y"].floor
+    assert floor == pytest.approx(1e-3, rel=1e-3)
+    for share, passes in ((0.99, True), (1.01, False)):
+        candidate = exact.float()
+        candidate[1] += share * multiple * floor
+        assert compare(known, candidate, multiple=multiple).passed is passes
+        assert compare(known, candidate, multiple=multiple).multiple == pytest.approx(share * multiple, rel=1e-3)
+
+
+def test_without_rounding_a_few_units_in_the_last_place_pass_and_no_more() -> None:
+    weight = torch.tensor([0.5, 3.0, -1.0])
+    known = reference(weight)
+    assert parity.bounds(known, 4.0)["y"].floor == 0.0
+    assert compare(known, weight).multiple == 0.0
+    allowed = 4 * parity.LEAST_FLOOR_ULPS * EPS * 3.0
+    assert compare(known, weight + torch.tensor([0.0, 0.9 * allowed, 0.0])).passed
+    beyond = compare(known, weight + torch.tensor([0.0, 1.2 * allowed, 0.0]))
+    assert not beyond.passed
+    assert math.isinf(beyond.multiple)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fixed", [{}, {"atol": 1e9, "rtol": 1.0}])
+def test_nan_or_infinity_fails_where_the_original_has_none(value: float, fixed: dict[str, float]) -> None:
+    known = reference(torch.ones(2, 3), torch.ones(4, 3))
+    wrong = torch.ones(4, 3)
+    wrong[2, 1] = value
+    output = compare(known, torch.ones(2, 3), wrong, **fixed)
+    assert output.failure == "at case 1: 1 elements are NaN or infinite where the original's are not"
+    assert output.worst_case == "case 1"
+
+
+def test_nan_and_infinity_pass_where_the_original_has_the_same() -> None:
+    values = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    output = compare(reference(values), values.clone())
+    assert output.passed
+    assert output.max_abs == 0.0
+
+
+@pytest.mark.parametrize("value", [1.0, -math.inf, math.nan])
+def test_an_infinity_must_stay_the_same_infinity(value: float) -> None:
+    known = reference(torch.tensor([math.inf, 1.0]))
+    assert "infinite" in str(compare(known, torch.tensor([value, 1.0])).failure)
+
+
+def test_an_overflow_of_float64_alone_is_compared_with_the_original() -> None:
+    known = reference(torch.tensor([2.0, 1.0]), exact=(torch.tensor([math.inf, 1.0], dtype=torch.float64),))
+    assert compare(known, torch.tensor([2.0, 1.0])).passed
+    assert not compare(known, torch.tensor([3.0, 1.0])).passed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (torch.ones(3, 2), "its shape is [3, 2], and the original's [2, 3]"),
+        (torch.ones(2, 3, 1), "its shape is [2, 3, 1], and the original's [2, 3]"),
+        (torch.ones(2, 3).double(), "its dtype is torch.float64, and the original's torch.float32"),
+        (torch.ones(2, 3).long(), "its dtype is torch.int64, and the original's torch.float32"),
+    ],
+)
+def test_another_shape_or_dtype_fails_and_names_the_case(wrong: torch.Tensor, why: str) -> None:
+    output = compare(reference(torch.ones(1, 3), torch.ones(2, 3)), torch.ones(1, 3), wrong, atol=1e9)
+    assert output.failure == f"at case 1: {why}"
+
+
+def test_a_missing_output_fails_and_the_others_are_compared_all_the_same() -> None:
+    case = Case("only", {})
+    both = {"first": torch.ones(2), "second": torch.ones(2)}
+    known = Reference((case,), (both,), ({name: value.double() for name, value in both.items()},))
+    first, second = parity.check("here", lambda _: {"second": torch.ones(2)}, known, parity.bounds(known, 4)).outputs
+    assert first.failure == "at only: the output is missing"
+    assert second.passed
+
+
+def test_a_candidate_that_raises_fails_and_names_the_case() -> None:
+    known = reference(torch.ones(2), torch.ones(3))
+
+    def run(batch: Batch) -> Tensors:
+        if int(batch["index"]) == 1:
+            raise ValueError("\n  the size 3 was baked in\nand more")
+        return {"y": torch.ones(2)}
+
+    place = parity.check("here", run, known, parity.bounds(known, 4.0))
+    assert not place.passed
+    assert place.outputs[0].failure == "at case 1: it raised ValueError: the size 3 was baked in"
+
+
+@pytest.mark.parametrize("fixed", [{}, {"atol": 10.0, "rtol": 10.0}])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_integers_and_booleans_must_be_equal(dtype: torch.dtype, fixed: dict[str, float]) -> None:
+    values = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    wrong = values.clone()
+    wrong[1, 1] = 1
+    assert compare(reference(values), values.clone(), **fixed).passed
+    assert not compare(reference(values), wrong, **fixed).passed
+
+
+def test_large_integers_must_be_equal_too() -> None:
+    values = torch.tensor([2**53, -(2**62)])
+    assert compare(reference(values), values.clone()).passed
+    assert not compare(reference(values), values + 1).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
+    model = randomise(Network()).to(dtype)
+    known = parity.reference(call, model, [Case("only", {"x": torch.randn(5, 6, dtype=dtype)})])
+    bounds = parity.bounds(known, 4.0)
+    result = known.outputs[0]["y"]
+    assert parity.check("here", lambda _: {"y": result.clone()}, known, bounds).passed
+    size = float(result.double().abs().max())
+    limit = bounds["y"].limit
+    assert torch.finfo(dtype).eps * size < limit < 200 * torch.finfo(dtype).eps * size
+
+
+@pytest.mark.parametrize(
+    ("fixed", "offset", "passes"),
+    [
+        ({"atol": 0.1}, (0.09, 0.09), True),
+        ({"atol": 0.1}, (0.11, 0.0), False),
+        ({"rtol": 0.01}, (0.009, 0.9), True),
+        ({"rtol": 0.01}, (0.011, 0.0), False),
+        ({"atol": 0.1, "rtol": 0.01}, (0.10, 1.05), True),
+        ({"atol": 0.1, "rtol": 0.01}, (0.12, 0.0), False),
+        ({"atol": 0.1, "rtol": 0.01}, (0.0, 1.2), False),
+        ({"atol": 0.0}, (0.0, 0.0), True),
+        ({"atol": 0.0}, (1e-6, 0.0), False),
+    ],
+)
+def test_a_fixed_tolerance_is_against_the_original_element_by_element(
+    fixed: dict[str, float], offset: tuple[float, float], passes: bool
+) -> None:
+    # Far from float64, which must not matter here.
+    known = reference(torch.tensor([1.0, 100.0]), exact=(torch.tensor([5.0, 500.0], dtype=torch.float64),))
+    assert compare(known, torch.tensor([1.0, 100.0]) + torch.tensor(offset), **fixed).passed is passes
+
+
+def test_the_reported_tolerance_is_the_one_that_would_just_have_passed() -> None:
+    known = reference(torch.randn(4, 5), torch.randn(2, 5))
+    candidate = [o["y"] + 0.01 * torch.randn_like(o["y"]) for o in known.outputs]
+    tolerance = compare(known, *candidate).tolerance
+    assert compare(known, *candidate, atol=tolerance).passed
+    assert not compare(known, *candidate, atol=0.999 * tolerance).passed
+
+
+class Stubborn(nn.Module):
+    """A model that float64 cannot go through: one operand is always float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.full((6, 3), 0.3, dtype=torch.float32)
+
+
+def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
+    known = parity.reference(call, Stubborn(), [Case("only", {"x": torch.ones(2, 6)})])
+    assert known.fallback is not None
+    assert known.fallback.startswith("RuntimeError")
+    assert torch.equal(known.exact[0]["y"], known.outputs[0]["y"])
+    bound = parity.bounds(known, 4.0)["y"]
+    assert bound.floor == 0.0
+    size = float(known.outputs[0]["y"].abs().max())
+    assert bound.limit == pytest.approx(4 * parity.FALLBACK_ULPS * EPS * size)
+
+
+def test_a_model_of_integers_alone_needs_no_float64() -> None:
+    class Shift(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    known = parity.reference(call, Shift(), [Case("only", {"x": torch.arange(3)})])
+    assert known.fallback is None
+    assert torch.equal(known.exact[0]["y"], torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    "filler",
+    [(-1e9, -1e9), (torch.finfo(torch.float32).min, torch.finfo(torch.float64).min), (3e38, 3e38)],
+    ids=["constant", "smallest of its dtype", "large"],
+)
+def test_a_masked_element_does_not_hide_a_fault_in_the_others(filler: tuple[float, float]) -> None:
+    exact = torch.tensor([filler[1], 1.0, 2.0], dtype=torch.float64)
+    original = torch.tensor([filler[0], 1.0, 2.0]) + torch.tensor([0.0, EPS, 0.0])
+    known = reference(original, exact=(exact,))
+    assert compare(known, original.clone()).passed
+    assert not compare(known, torch.tensor([filler[0], 3.0, -40.0])).passed
+
+
+def test_masked_elements_hide_no_fault_where_they_are_the_most() -> None:
+    original = torch.full((4, 10), -1e9)
+    original[:, :3] = torch.randn(4, 3)
+    exact = original.double()
+    exact[:, :3] += 1e-7 * torch.randn(4, 3)
+    known = reference(original, exact=(exact,))
+    wrong = original.clone()
+    wrong[2, 1] += 0.5
+    assert compare(known, original.clone()).passed
+    assert not compare(known, wrong).passed
+
+
+def test_argmax_agreement_is_the_share_of_rows_with_the_same_largest_element() -> None:
+    known = reference(torch.eye(4), torch.eye(4))
+    assert compare(known, torch.eye(4), torch.eye(4)[[1, 0, 2, 3]]).argmax_agreement == 0.75
+
+
+def test_cosine_is_that_of_the_worst_case() -> None:
+    known = reference(torch.ones(3), torch.ones(3))
+    assert compare(known, torch.ones(3), -torch.ones(3)).cosine == pytest.approx(-1.0)
+    assert compare(known, torch.ones(3), torch.zeros(3)).cosine == 0.0
+    assert compare(known, torch.ones(3), torch.ones(3)).cosine == 1.0
+
+
+@pytest.mark.parametrize("make", [lambda: torch.tensor(1.5), lambda: torch.zeros(0, 4), lambda: torch.zeros(3, 0)])
+def test_scalars_and_empty_outputs_compare(make: Callable[[], torch.Tensor]) -> None:
+    assert compare(reference(make()), make()).passed
+
+
+def test_a_file_of_fixed_shape_is_asked_for_the_traced_shape_only() -> None:
+    cases = tuple(Case(name, {"x": torch.ones(size)}) for name, size in [("traced", 2), ("data", 3), ("again", 2)])
+    outputs = tuple({"y": case.batch["x"]} for case in cases)
+    kept = Reference(cases, outputs, outputs, "why").at_traced_shape()
+    assert [case.name for case in kept.cases] == ["traced", "again"]
+    assert len(kept.outputs) == len(kept.exact) == 2
+    assert kept.fallback == "why"

@@ -1,0 +1,211 @@
+"""FuseBiasInLinear: the bias as a column of the weight, and cut off again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from optexport.errors import TransformationError
+from optexport.transformations import FuseBatchNorm1dInLinear, FuseBiasInLinear, MergeLinears
+from tests import models
+from tests.models import randomise
+from tests.transformations.laws import check_applied, check_refused, check_undo_alone, outputs, written
+from tests.transformations.programs import Inherited, Program, by_export, by_fx, calls, graph_of
+
+X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
+
+
+def _call(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.layer(x)
+
+
+def test_golden_graph_before_and_after() -> None:
+    graph_module = by_fx(lambda m, x: m.layer(x).relu(), layer=nn.Linear(4, 2))
+    before = """graph():
+    %x : [num_users=1] = placeholder[target=x]
+    %layer : [num_users=1] = call_module[target=layer](args = (%x,), kwargs = {})
+    %relu : [num_users=1] = call_method[target=relu](args = (%layer,), kwargs = {})
+    return relu"""
+    after = """graph():
+    %x : [num_users=1] = placeholder[target=x]
+    %pad : [num_users=1] = call_function[target=torch.nn.functional.pad](args = (%x, (0, 1)), kwargs = {value: 1.0})
+    %layer : [num_users=1] = call_module[target=layer](args = (%pad,), kwargs = {})
+    %relu : [num_users=1] = call_method[target=relu](args = (%layer,), kwargs = {})
+    return relu"""
+    assert str(graph_module.graph) == before
+    FuseBiasInLinear()(graph_module)
+    assert str(graph_module.graph).replace("torch._C._nn.pad", "torch.nn.functional.pad") == after
+    FuseBiasInLinear()(graph_module, reverse=True)
+    assert str(graph_module.graph) == before
+
+
+@pytest.mark.parametrize("name", ["bert", "groupvit"])
+def test_no_linear_with_a_bias_is_left(name: str) -> None:
+    graph_module = models.traced(name)
+    biased = [n for n in calls(graph_module, nn.Linear) if graph_module.get_submodule(n.target).bias is not None]
+    check_applied(FuseBiasInLinear(), graph_module, models.inputs(name), count=len(biased))
+
+
+def test_a_linear_without_a_bias_is_none_of_its_business() -> None:
+    check_refused(FuseBiasInLinear(), by_fx(_call, layer=nn.Linear(4, 2, bias=False)), X)
+    check_refused(FuseBiasInLinear(), by_fx(_call, layer=nn.LayerNorm(4)), X)
+
+
+def test_a_linear_that_is_called_twice_is_changed_once() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.layer(m.layer(x).relu())
+
+    report = check_applied(FuseBiasInLinear(), by_fx(body, layer=nn.Linear(4, 4)), X)
+    assert len(report.changes[0].nodes) == 2
+
+
+def test_keyword_calls_come_back_as_keyword_calls() -> None:
+    check_applied(FuseBiasInLinear(), by_fx(lambda m, x: m.layer(input=x), layer=nn.Linear(4, 2)), X)
+
+
+@pytest.mark.parametrize(("inputs", "width"), [(4, 1), (1, 4), (1, 1)])
+def test_single_features(inputs: int, width: int) -> None:
+    check_applied(FuseBiasInLinear(), by_fx(_call, layer=nn.Linear(inputs, width)), torch.randn(3, inputs))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize(("inputs", "width"), [(4, 0), (0, 4)])
+def test_no_features_at_all(inputs: int, width: int) -> None:
+    check_applied(FuseBiasInLinear(), by_fx(_call, layer=nn.Linear(inputs, width)), torch.randn(3, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_every_floating_dtype(dtype: torch.dtype) -> None:
+    check_applied(FuseBiasInLinear(), by_fx(_call, layer=nn.Linear(4, 3)).to(dtype), X.to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 1, 3, 4), (0, 4)])
+def test_inputs_of_every_rank(shape: tuple[int, ...]) -> None:
+    check_applied(FuseBiasInLinear(), by_fx(_call, layer=nn.Linear(4, 3)), torch.randn(shape))
+
+
+def test_a_linear_below_containers() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Identity(), nn.Linear(4, 2)), nn.Linear(2, 2))
+    check_applied(FuseBiasInLinear(), graph_of(randomise(model)), X, count=2)
+
+
+def test_a_frozen_linear_stays_frozen() -> None:
+    check_applied(FuseBiasInLinear(), by_fx(_call, layer=nn.Linear(4, 3).requires_grad_(False)), X)
+
+
+def test_a_change_of_the_input_afterwards_changes_nothing() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        y = m.layer(x)
+        return y.sum() + x.mul_(3)
+
+    check_applied(FuseBiasInLinear(), by_fx(body, layer=nn.Linear(4, 3)), X)
+
+
+def test_a_result_may_be_viewed_in_any_shape() -> None:
+    check_applied(FuseBiasInLinear(), by_fx(lambda m, x: m.layer(x).view(-1), layer=nn.Linear(4, 3)), X)
+
+
+def test_undo_brings_back_the_memory_layout_or_the_linear_is_left_alone() -> None:
+    program = randomise(Program(_call, layer=nn.Linear(4, 4)))
+    program.layer.weight = nn.Parameter(program.layer.weight.detach().t())
+    graph_module = graph_of(program)
+    before = written(graph_module)["state_dict"]
+    FuseBiasInLinear()(graph_module)
+    FuseBiasInLinear()(graph_module, reverse=True)
+    assert written(graph_module)["state_dict"] == before
+
+
+def test_a_subclass_is_left_alone() -> None:
+    check_refused(FuseBiasInLinear(), by_fx(_call, layer=Inherited(4, 4)), X, "layer: it is a Inherited, a subclass")
+
+
+def test_a_linear_with_hooks_is_left_alone() -> None:
+    program = randomise(Program(_call, layer=nn.Linear(4, 4)))
+    program.layer.register_forward_hook(lambda module, args, result: result * 2)
+    check_refused(FuseBiasInLinear(), graph_of(program), X, "layer: it has hooks")
+
+
+def test_a_linear_whose_forward_was_replaced_is_left_alone() -> None:
+    program = randomise(Program(_call, layer=nn.Linear(4, 4)))
+    weight = program.layer.weight
+    program.layer.forward = lambda x: F.linear(x, weight * 2)
+    check_refused(FuseBiasInLinear(), graph_of(program), X, "layer: ")
+
+
+def test_a_parametrized_linear_is_left_alone() -> None:
+    graph_module = by_fx(_call, layer=parametrizations.weight_norm(nn.Linear(4, 4)))
+    check_refused(FuseBiasInLinear(), graph_module, X, "layer: it is a Parametrized")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_linear_with_a_tied_parameter_is_left_alone(name: str) -> None:
+    layers = {"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4)}
+    setattr(layers["other"], name, getattr(layers["layer"], name))
+    graph_module = by_fx(lambda m, x: m.layer(x) - m.other(x), **layers)
+    reasons = (f"layer: its {name} is tied to other", f"other: its {name} is tied to layer")
+    check_refused(FuseBiasInLinear(), graph_module, X, *reasons)
+
+
+def test_a_linear_under_two_names_is_left_alone() -> None:
+    program = randomise(Program(lambda m, x: m.layer(m.layer(x)), layer=nn.Linear(4, 4)))
+    graph = graph_of(program).graph
+    graph.find_nodes(op="call_module")[1].target = "alias"
+    program.alias = program.layer
+    reason = "the same module is known as alias and layer"
+    check_refused(FuseBiasInLinear(), GraphModule(program, graph), X, f"layer: {reason}", f"alias: {reason}")
+
+
+def test_a_linear_whose_bias_is_read_elsewhere_is_left_alone() -> None:
+    graph_module = by_fx(lambda m, x: m.layer(x) - m.layer.bias, layer=nn.Linear(4, 4))
+    check_refused(FuseBiasInLinear(), graph_module, X, "layer: the graph reads its bias elsewhere")
+
+
+def test_a_bias_of_another_dtype_is_left_alone() -> None:
+    program = randomise(Program(_call, layer=nn.Linear(4, 4)))
+    program.layer.bias.data = program.layer.bias.data.double()
+    check_refused(FuseBiasInLinear(), graph_of(program), None, "layer: weight and bias differ in dtype")
+
+
+def test_a_bias_that_alone_is_trained_is_left_alone() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight.requires_grad_(False)
+    check_refused(FuseBiasInLinear(), by_fx(_call, layer=layer), X, "layer: weight and bias differ in")
+
+
+def test_a_call_on_other_than_a_single_tensor_is_left_alone() -> None:
+    graph_module = by_fx(_call, layer=nn.Linear(4, 4))
+    (call,) = calls(graph_module, nn.Linear)
+    call.args = ((call.args[0],),)
+    graph_module.recompile()
+    check_refused(FuseBiasInLinear(), graph_module, None, "layer: it is not called on a single tensor")
+
+
+def test_undone_after_a_norm_was_folded_into_it_it_is_right_or_refuses() -> None:
+    graph_module = by_export(X[0], lambda m, x: m.norm(m.layer(x)), layer=nn.Linear(4, 3), norm=nn.BatchNorm1d(3))
+    check_undo_alone([FuseBiasInLinear(), FuseBatchNorm1dInLinear()], graph_module, X[0])
+
+
+def test_applied_again_after_a_norm_gave_it_a_new_bias_it_can_still_be_undone_or_refuses() -> None:
+    rule, fold = FuseBiasInLinear(), FuseBatchNorm1dInLinear()
+    graph_module = by_export(X[0], lambda m, x: m.norm(m.layer(x)), layer=nn.Linear(4, 3), norm=nn.BatchNorm1d(3))
+    want = outputs(graph_module, X[0])
+    for step in (rule, fold, rule):
+        step(graph_module)
+    try:
+        rule(graph_module, reverse=True)
+    except TransformationError:
+        return
+    torch.testing.assert_close(outputs(graph_module, X[0]), want)
+    assert not [node for node in graph_module.graph.nodes if node.name.startswith("pad")]
+
+
+def test_linears_that_are_padded_are_not_merged_into_one_that_is_not() -> None:
+    graph_module = by_fx(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 3), k=nn.Linear(4, 3))
+    check_undo_alone([FuseBiasInLinear(), MergeLinears()], graph_module, X)

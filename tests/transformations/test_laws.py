@@ -1,0 +1,228 @@
+"""All rules, alone and in every order, on models of several families; and that the helper sees broken ones."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from optexport.transformations import (
+    ChangeTrueDivToMulByInverse,
+    FuseBatchNorm1dInLinear,
+    FuseBatchNorm2dInConv2d,
+    FuseBiasInLinear,
+    Match,
+    MergeLinears,
+    Transformation,
+    compose,
+    modules,
+)
+from optexport.transformations.rule import run
+from tests import models
+from tests.transformations.laws import check_laws, sharing
+from tests.transformations.programs import Inherited, by_export, by_fx
+
+RULES = (
+    ChangeTrueDivToMulByInverse(),
+    FuseBatchNorm1dInLinear(),
+    FuseBatchNorm2dInConv2d(),
+    FuseBiasInLinear(),
+    MergeLinears(),
+)
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+IMAGE = torch.linspace(-2, 2, 96).reshape(2, 3, 4, 4)
+
+
+def _name(value: Any) -> str:
+    return "-".join(type(t).__name__ for t in value) if isinstance(value, tuple) else type(value).__name__
+
+
+def _with_work_for_all() -> GraphModule:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        x = m.norm2d(m.conv(x)).mean((2, 3)) / 3
+        x = m.norm1d(m.first(x))
+        return m.q(x) * m.k(x) / 8, m.alone(x / 7)
+
+    return by_export(
+        IMAGE,
+        body,
+        conv=nn.Conv2d(3, 5, 2),
+        norm2d=nn.BatchNorm2d(5),
+        first=nn.Linear(5, 4),
+        norm1d=nn.BatchNorm1d(4),
+        q=nn.Linear(4, 3),
+        k=nn.Linear(4, 3, bias=False),
+        alone=nn.Linear(4, 2),
+    )
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("rule", RULES, ids=_name)
+def test_every_rule_keeps_the_laws_on_every_model(rule: Transformation, name: str) -> None:
+    check_laws(rule, models.traced(name), models.inputs(name))
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_pairs_of_rules_keep_the_laws_in_either_order_on_every_model(name: str) -> None:
+    at_work = [rule for rule in RULES if run(rule, sharing(models.traced(name)))[1].changes]
+    for pair in itertools.permutations(at_work, 2):
+        check_laws(compose(*pair), models.traced(name), models.inputs(name))
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_all_rules_together_keep_the_laws_on_every_model(name: str) -> None:
+    check_laws(compose(*RULES), models.traced(name), models.inputs(name))
+    check_laws(compose(*reversed(RULES), inplace=False), models.traced(name), models.inputs(name))
+
+
+def test_all_rules_have_work_in_the_graph_for_every_order() -> None:
+    for rule in RULES:
+        _, report = run(rule, _with_work_for_all())
+        assert report.changes, rule
+
+
+def test_all_rules_keep_the_laws_in_every_order() -> None:
+    graph_module = _with_work_for_all()
+    for length in (1, 2, len(RULES)):
+        for order in itertools.permutations(RULES, length):
+            check_laws(compose(*order), graph_module, IMAGE)
+
+
+def test_many_sizes_agree_after_all_rules() -> None:
+    transformed = compose(*RULES)(copy.deepcopy(models.traced("bert")))
+    model = models.model("bert")
+    for batch, sequence in itertools.product((1, 2, 8), (1, 3, 40)):
+        inputs = models.inputs("bert", batch, sequence)
+        with torch.no_grad():
+            torch.testing.assert_close(transformed(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+
+
+# What follows are rules with one mistake each, made on purpose, and the law that has to see it.
+
+
+class _SwapsTwoSlices(MergeLinears):
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        first, second = match.nodes
+        rewritten = super().rewrite(graph_module, match)
+        first.args, second.args = second.args, first.args
+        return rewritten
+
+
+class _WritesIntoTheWeights(FuseBiasInLinear):
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        graph_module.get_submodule(str(match.nodes[0].target)).weight.data[0, 0] += 1e-6  # type: ignore[union-attr]
+        return super().rewrite(graph_module, match)
+
+
+class _FreezesTheWeights(FuseBiasInLinear):
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        rewritten = super().rewrite(graph_module, match)
+        graph_module.get_submodule(str(rewritten[0][0].target)).requires_grad_(False)
+        return rewritten
+
+
+class _DrawsRandomNumbers(ChangeTrueDivToMulByInverse):
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        torch.rand(1)
+        return super().rewrite(graph_module, match)
+
+
+class _InvertsTheInverse(ChangeTrueDivToMulByInverse):
+    def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
+        super().restore(graph_module, node, {**record, "divisor": 1 / node.args[1]})  # type: ignore[operator]
+
+
+class _LeavesTheOrderOfModules(MergeLinears):
+    def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
+        super().restore(graph_module, node, {**record, "order": {}})
+
+
+class _LosesTheBias(FuseBiasInLinear):
+    def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
+        super().restore(graph_module, node, record)
+        graph_module.get_submodule(str(node.target)).bias.data.zero_()  # type: ignore[union-attr]
+
+
+class _HooksTheModules(ChangeTrueDivToMulByInverse):
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        graph_module.get_submodule("q").register_forward_hook(lambda *_: None)
+        return super().rewrite(graph_module, match)
+
+
+@dataclass(frozen=True)
+class _NeverHasEnough(ChangeTrueDivToMulByInverse):
+    def match(self, graph_module: GraphModule, node: Node) -> Any:
+        return super().match(graph_module, node)
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.find_nodes(op="call_module"):
+            with graph_module.graph.inserting_after(node):
+                graph_module.graph.call_function(torch.neg, (node,))
+        return graph_module
+
+
+class _RemembersNodes(ChangeTrueDivToMulByInverse):
+    nodes: dict[int, Any] = {}  # noqa: RUF012  the mistake is the point
+
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        rewritten = super().rewrite(graph_module, match)
+        self.nodes[id(match.nodes[0])] = rewritten[0][1]
+        return rewritten
+
+    def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
+        if id(node) in self.nodes:
+            super().restore(graph_module, node, record)
+
+
+class _ForgetsTheMark(ChangeTrueDivToMulByInverse):
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        for node in self.get_transformed_nodes(graph_module):
+            self.mark_as_restored(node)
+        return graph_module
+
+
+class _CopiesInAnotherDtype(FuseBiasInLinear):
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        rewritten = super().rewrite(graph_module, match)
+        if rewritten[0][0].name != "rest":
+            return rewritten
+        with graph_module.graph.inserting_after(rewritten[0][0]):
+            cast = graph_module.graph.call_method("double", (rewritten[0][0],))
+        rewritten[0][0].replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+        return rewritten
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (_SwapsTwoSlices(), "outputs agree"),
+        (_CopiesInAnotherDtype(), "output 0 is of another kind"),
+        (_WritesIntoTheWeights(), "the caller's model is untouched"),
+        (_HooksTheModules(), "the caller's model is untouched"),
+        (_FreezesTheWeights(), "requires_grad of k.weight is kept"),
+        (_DrawsRandomNumbers(), "random numbers are untouched"),
+        (_NeverHasEnough(), "a second application changes nothing"),
+        (_InvertsTheInverse(), "undo: graph text differs"),
+        (_ForgetsTheMark(), "undo: graph text differs"),
+        (_LeavesTheOrderOfModules(), "undo: state_dict differs"),
+        (_LosesTheBias(), "undo: state_dict differs"),
+        (_RemembersNodes(), "undo: graph text differs"),
+    ],
+    ids=_name,
+)
+def test_a_broken_rule_fails_the_laws(broken: Transformation, law: str) -> None:
+    layers = {"q": nn.Linear(4, 3), "k": nn.Linear(4, 3), "rest": nn.Linear(3, 1)}
+    graph_module = by_fx(lambda m, x: m.rest(m.k(x) - m.q(x)) / 49, **layers)
+    with pytest.raises(AssertionError, match=law):
+        check_laws(broken, graph_module, X)
+
+
+def test_a_subclass_by_itself_says_nothing_to_a_rule() -> None:
+    graph_module = by_fx(lambda m, x: m.q(x) - m.k(x), q=Inherited(4, 3), k=Inherited(4, 3))
+    assert modules.why_not_plain(graph_module.get_submodule("q"), Inherited) is None

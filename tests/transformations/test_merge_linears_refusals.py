@@ -1,0 +1,288 @@
+"""MergeLinears: what it leaves alone, and the reason that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize, prune, skip_init, weight_norm
+
+from optexport.transformations import FuseBatchNorm1dInLinear, MergeLinears
+from tests import models
+from tests.models import randomise
+from tests.transformations.laws import check_applied, check_laws, check_refused, check_undo_alone
+from tests.transformations.programs import Inherited, Program, by_export, by_fx, calls, graph_of
+
+X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
+
+
+def _sum(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.q(x) - 2 * m.k(x)
+
+
+def _layers() -> tuple[nn.Linear, nn.Linear]:
+    return nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def test_other_nodes_and_lonely_linears_are_none_of_its_business() -> None:
+    check_refused(MergeLinears(), by_fx(lambda m, x: m.q(x) + m.norm(x), q=nn.Linear(4, 4), norm=nn.LayerNorm(4)), X)
+    check_refused(MergeLinears(), models.traced("resnet"), None)
+
+
+def test_a_subclass_is_left_alone() -> None:
+    graph_module = by_fx(_sum, q=Inherited(4, 4), k=nn.Linear(4, 4))
+    check_refused(MergeLinears(), graph_module, X, "q: it is a Inherited, a subclass of Linear")
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_linear_with_hooks_is_left_alone(kind: str) -> None:
+    program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
+    getattr(program.q, f"register_{kind}_hook")(lambda *values: None)
+    check_refused(MergeLinears(), graph_of(program), X, "q: it has hooks")
+
+
+def test_a_linear_whose_forward_was_replaced_is_left_alone() -> None:
+    program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
+    weight = program.q.weight
+    program.q.forward = lambda x: F.linear(x, weight * 2)  # as offloading libraries do
+    check_refused(MergeLinears(), graph_of(program), X, "q: ")
+
+
+def _old_weight_norm(linear: nn.Linear) -> nn.Linear:
+    with pytest.warns(FutureWarning), torch.no_grad():
+        return weight_norm(linear)
+
+
+def _pruned(linear: nn.Linear) -> nn.Linear:
+    with torch.no_grad():
+        prune.l1_unstructured(linear, "weight", amount=0.5)
+    return linear
+
+
+def _parametrized(linear: nn.Linear) -> nn.Linear:
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+    parametrize.register_parametrization(linear, "bias", Doubled())
+    return linear
+
+
+@pytest.mark.parametrize("how", [parametrizations.weight_norm, _old_weight_norm, _pruned, _parametrized])
+def test_a_parametrized_linear_is_left_alone(how: Callable[[nn.Linear], nn.Linear]) -> None:
+    check_refused(MergeLinears(), by_fx(_sum, q=how(nn.Linear(4, 4)), k=nn.Linear(4, 4)), X, "q: it")
+
+
+def test_a_linear_under_two_names_is_left_alone() -> None:
+    program = randomise(Program(lambda m, x: _sum(m, x) + m.q(x.neg()), q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
+    graph = graph_of(program).graph
+    graph.find_nodes(op="call_module", target="q")[1].target = "alias"
+    program.alias = program.q
+    check_refused(MergeLinears(), GraphModule(program, graph), X, "q: the same module is known as alias and q")
+
+
+def test_a_linear_whose_weight_is_tied_is_left_alone() -> None:
+    layers = {name: nn.Linear(4, 4) for name in ("q", "k", "other")}
+    layers["other"].weight = layers["q"].weight
+    graph_module = by_fx(lambda m, x: _sum(m, x) + m.other(x.neg()), **layers)
+    check_refused(MergeLinears(), graph_module, X, "q: its weight is tied to other.weight")
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_left_alone() -> None:
+    def body(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = m.embed(x)
+        return m.head(hidden), m.other(hidden)
+
+    program = randomise(Program(body, embed=nn.Embedding(9, 4), head=nn.Linear(4, 9), other=nn.Linear(4, 2)))
+    program.head.weight = program.embed.weight
+    check_refused(MergeLinears(), graph_of(program), torch.arange(6), "head: its weight is tied to embed.weight")
+
+
+def test_a_linear_whose_weight_is_read_elsewhere_is_left_alone() -> None:
+    graph_module = by_fx(lambda m, x: _sum(m, x) @ m.q.weight, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
+    check_refused(MergeLinears(), graph_module, X, "q: the graph reads its weight elsewhere")
+
+
+def test_a_linear_that_is_called_elsewhere_without_the_others_is_left_alone() -> None:
+    graph_module = by_fx(lambda m, x: _sum(m, x) + m.q(x.neg()), q=nn.Linear(4, 4), k=nn.Linear(4, 4))
+    check_refused(MergeLinears(), graph_module, X, "q, k: they differ in where they are called")
+
+
+def test_a_linear_that_is_called_twice_on_one_input_is_left_alone() -> None:
+    graph_module = by_fx(lambda m, x: _sum(m, x) + m.q(x), q=nn.Linear(4, 4), k=nn.Linear(4, 4))
+    check_refused(MergeLinears(), graph_module, X, "q: it is called twice on the same input")
+
+
+def test_a_call_on_other_than_a_single_tensor_is_left_alone() -> None:
+    graph_module = by_fx(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
+    (call,) = graph_module.graph.find_nodes(op="call_module", target="q")
+    call.args = ((call.args[0],),)
+    graph_module.recompile()
+    check_refused(MergeLinears(), graph_module, None, "q: it is not called on a single tensor")
+
+
+def test_linears_of_different_dtypes_are_left_alone() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.q(x) - m.k(x).double()
+
+    program = randomise(Program(body, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
+    program.k.double()
+    check_refused(MergeLinears(), graph_of(program), None, "q, k: they differ in where they are called, dtype")
+
+
+def test_linears_on_different_devices_are_left_alone() -> None:
+    program = Program(_sum, q=nn.Linear(4, 4), k=skip_init(nn.Linear, 4, 4, device="meta"))
+    graph_module = graph_of(program)
+    text = str(graph_module.graph)
+    assert str(MergeLinears()(graph_module).graph) == text
+
+
+def test_a_linear_of_which_only_a_part_is_frozen_is_left_alone() -> None:
+    q, k = _layers()
+    q.bias.requires_grad_(False)
+    check_refused(MergeLinears(), by_fx(_sum, q=q, k=k), X, "q: its weight and bias differ in requires_grad")
+
+
+def test_a_linear_with_a_transposed_weight_is_left_alone() -> None:
+    program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
+    program.q.weight = nn.Parameter(program.q.weight.detach().t())
+    check_refused(MergeLinears(), graph_of(program), X, "q: its weight is not contiguous")
+
+
+def test_linears_of_which_one_is_frozen_are_left_alone() -> None:
+    q, k = _layers()
+    check_refused(MergeLinears(), by_fx(_sum, q=q.requires_grad_(False), k=k), X, "q, k: they differ in")
+
+
+def test_a_linear_with_a_tied_bias_is_left_alone() -> None:
+    layers = {name: nn.Linear(4, 4) for name in ("q", "k", "other")}
+    layers["other"].bias = layers["k"].bias
+    graph_module = by_fx(lambda m, x: _sum(m, x) + m.other(x.neg()), **layers)
+    check_refused(MergeLinears(), graph_module, X, "k: its bias is tied to other.bias")
+
+
+# The input, changed between the two calls, in the ways that a change is written.
+_CHANGES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "method": lambda m, x: x.add_(1),
+    "function": lambda m, x: torch.relu_(x),
+    "inplace keyword": lambda m, x: F.relu(x, inplace=True),
+    "out keyword": lambda m, x: torch.add(x, 1, out=x),
+    "setitem": lambda m, x: x.__setitem__((0, 0), 7.0),
+    "module": lambda m, x: m.act(x),
+    "view": lambda m, x: x.view(-1).add_(1),
+    "transposed": lambda m, x: x.mT.add_(1),
+    "part": lambda m, x: x[0].add_(1),
+    "chunk": lambda m, x: x.chunk(2)[1].add_(1),
+    "unbind": lambda m, x: x.unbind(0)[0].add_(1),
+    "diagonal": lambda m, x: x[0].diagonal().add_(1),
+    "unfold": lambda m, x: x.unfold(2, 2, 2).add_(1),
+    "function of view": lambda m, x: torch.narrow(x, 0, 0, 1).mul_(2),
+    "identity": lambda m, x: m.identity(x).add_(1),
+    "dropout": lambda m, x: F.dropout(x, training=False).add_(1),
+    "alpha dropout": lambda m, x: m.alpha_dropout(x).add_(1),
+    "same dtype": lambda m, x: x.to(torch.float32).add_(1),
+    "swapped": lambda m, x: x.swapdims(0, 1).add_(1),
+    "ravelled": lambda m, x: x.ravel().add_(1),
+    "keyword": lambda m, x: torch.relu_(input=x),
+}
+
+
+_CHILDREN = {"act": nn.ReLU(inplace=True), "identity": nn.Identity(), "alpha_dropout": nn.AlphaDropout()}
+
+
+def _changed_between(m: Any, x: torch.Tensor, change: str) -> torch.Tensor:
+    x = x * 2 + 1
+    q = m.q(x)
+    _CHANGES[change](m, x)
+    return q - m.k(x)
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_change_of_the_input_between_two_linears_is_seen(change: str) -> None:
+    q, k = _layers()
+    graph_module = by_fx(lambda m, x: _changed_between(m, x, change), q=q, k=k, **_CHILDREN)
+    check_laws(MergeLinears(), graph_module, X, exact=True)
+    check_refused(MergeLinears(), graph_module, X, "is changed in place by")
+
+
+@pytest.mark.parametrize("change", sorted(_CHANGES.keys() - {"keyword"}))
+def test_a_change_of_the_input_between_two_linears_is_seen_after_export(change: str) -> None:
+    q, k = _layers()
+    graph_module = by_export(X, lambda m, x: _changed_between(m, x, change), q=q, k=k, **_CHILDREN)
+    check_laws(MergeLinears(), graph_module, X, exact=True)
+    assert len(calls(MergeLinears()(graph_module), nn.Linear)) == 2
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_change_of_what_the_input_is_a_view_of_is_seen(exported: bool) -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        base = x * 2
+        part = base[:, :2]
+        q = m.q(part)
+        base.sub_(3)
+        return q - m.k(part)
+
+    q, k = _layers()
+    graph_module = by_export(X, body, q=q, k=k) if exported else by_fx(body, q=q, k=k)
+    check_refused(MergeLinears(), graph_module, X, "is changed in place by")
+
+
+# Shapes that the contiguous result of a linear can be viewed in, and a slice of a wider one cannot.
+_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flat": lambda y: y.view(-1),
+    "flat tuple": lambda y: y.view((-1,)),
+    "rows joined": lambda y: y.view(2, 12),
+    "after unsqueeze": lambda y: y.unsqueeze(0).view(-1),
+    "after select": lambda y: y[0].view(-1),
+    "after detach": lambda y: y.detach().view(-1),
+    "after dropout": lambda y: F.dropout(y, training=False).view(-1),
+    "after heads": lambda y: y.view(2, 3, 2, 2).view(-1),
+    "after in-place": lambda y: y.relu_().view(-1),
+    "strided": lambda y: y.as_strided((4, 6), (6, 1)),
+    "like another": lambda y: y.view_as(torch.empty(4, 6)),
+    "bytes": lambda y: y.view(torch.int32).view(-1).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("view", _VIEWS)
+@pytest.mark.parametrize("how", ["fx", "export"])
+def test_a_result_that_is_viewed_as_only_contiguous_memory_can_be_is_left_alone(how: str, view: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return _VIEWS[view](m.q(x)).sum() - m.k(x)
+
+    q, k = _layers()
+    graph_module = by_fx(body, q=q, k=k) if how == "fx" else by_export(X, body, q=q, k=k)
+    check_refused(MergeLinears(), graph_module, X, "in a shape that a slice cannot take")
+
+
+def test_a_result_that_is_viewed_as_complex_numbers_is_right_or_left_alone() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(m.q(x).view(2, 3, 2, 2)).abs().sum() + m.k(x).sum()
+
+    check_laws(MergeLinears(), by_fx(body, q=nn.Linear(4, 4), k=nn.Linear(4, 3)), X)
+
+
+def test_others_are_merged_beside_one_that_is_left_alone() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.q(x) + m.k(x) + m.odd(x)
+
+    graph_module = by_fx(body, q=nn.Linear(4, 4), odd=Inherited(4, 4), k=nn.Linear(4, 4))
+    report = check_applied(MergeLinears(), graph_module, X)
+    assert report.changes[0].replaced == ("q", "k")
+    assert [near_miss.node for near_miss in report.near_misses] == ["x"]
+
+
+@pytest.mark.parametrize("biased", [(False, False), (True, False), (True, True)])
+def test_undone_after_a_norm_was_folded_into_it_it_keeps_the_shift_or_refuses(biased: tuple[bool, bool]) -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = m.norm(x)
+        return m.q(x) - 2 * m.k(x)
+
+    q, k = (nn.Linear(4, 4, bias=bias) for bias in biased)
+    graph_module = by_export(X[0], body, norm=nn.BatchNorm1d(4), q=q, k=k)
+    check_undo_alone([MergeLinears(), FuseBatchNorm1dInLinear()], graph_module, X[0])

@@ -1,0 +1,248 @@
+"""Undo after what happens to a graph in between: it works, or it says why not, and is never a silent nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx import GraphModule, Node
+
+from optexport.errors import TransformationError
+from optexport.transformations import (
+    ChangeTrueDivToMulByInverse,
+    FuseBatchNorm1dInLinear,
+    FuseBatchNorm2dInConv2d,
+    FuseBiasInLinear,
+    Match,
+    MergeLinears,
+    ReversibleRule,
+    Rule,
+    Skip,
+    compose,
+)
+from optexport.transformations.rule import run
+from tests.transformations.laws import assert_close, assert_same, check_undo_alone, outputs, sharing, written
+from tests.transformations.programs import by_export, by_fx, calls
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+REVERSIBLE: tuple[ReversibleRule, ...] = (MergeLinears(), FuseBiasInLinear(), ChangeTrueDivToMulByInverse())
+each_reversible = pytest.mark.parametrize("rule", REVERSIBLE, ids=lambda rule: type(rule).__name__)
+
+
+def _graph(dead: bool = False) -> GraphModule:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = m.q(x), m.k(x / 3), m.v(x)
+        rest = v - x[:, :2] / 5
+        return q + k if dead else q + k + rest
+
+    return by_fx(body, q=nn.Linear(4, 2), k=nn.Linear(4, 2), v=nn.Linear(4, 2))
+
+
+@each_reversible
+def test_undo_of_what_was_never_applied_changes_nothing(rule: ReversibleRule) -> None:
+    graph_module = _graph()
+    before = written(graph_module)
+    rule(graph_module, reverse=True)
+    assert written(graph_module) == before
+
+
+@each_reversible
+def test_undo_of_a_mark_that_was_set_by_hand_changes_nothing(rule: ReversibleRule) -> None:
+    graph_module = _graph()
+    before = written(graph_module)
+    for node in graph_module.graph.nodes:
+        rule.mark_as_transformed(node)
+    try:
+        rule(graph_module, reverse=True)
+    except TransformationError:
+        pass
+    assert written(graph_module) == before
+
+
+@each_reversible
+def test_a_second_undo_changes_nothing(rule: ReversibleRule) -> None:
+    graph_module = _graph()
+    before = written(graph_module)
+    rule(rule(rule(graph_module), reverse=True), reverse=True)
+    assert written(graph_module) == before
+
+
+@each_reversible
+def test_apply_and_undo_may_take_turns(rule: ReversibleRule) -> None:
+    graph_module = _graph()
+    before = written(graph_module)
+    for _ in range(3):
+        _, report = run(rule, graph_module)
+        assert report.changes
+        rule(graph_module, reverse=True)
+    assert written(graph_module) == before
+
+
+def _pickled(graph_module: GraphModule) -> GraphModule:
+    return pickle.loads(pickle.dumps(graph_module))
+
+
+def _saved(graph_module: GraphModule) -> GraphModule:
+    file = io.BytesIO()
+    torch.save(graph_module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@each_reversible
+@pytest.mark.parametrize("through", [_pickled, _saved, lambda graph_module: _pickled(copy.deepcopy(graph_module))])
+def test_undo_after_pickling_says_that_the_marks_are_lost(
+    rule: ReversibleRule, through: Callable[[GraphModule], GraphModule]
+) -> None:
+    loaded = through(rule(_graph()))
+    before = written(loaded)
+    name = type(rule).__name__
+    with pytest.raises(TransformationError, match=rf"{name}: \d+ nodes were transformed, and 0 still bear"):
+        rule(loaded, reverse=True)
+    assert written(loaded) == before
+
+
+@each_reversible
+def test_undo_after_a_transformer_is_exact(rule: ReversibleRule) -> None:
+    given = _graph()
+    want = outputs(given, X)
+    changed = fx.Transformer(rule(sharing(given))).transform()
+    assert rule.get_transformed_nodes(changed)
+    restored = rule(changed, reverse=True)
+    assert_same(outputs(restored, X), want, "undone")
+    assert {name for name, _ in restored.named_parameters()} == {name for name, _ in given.named_parameters()}
+
+
+@each_reversible
+def test_undo_after_deepcopy_of_a_deepcopy_is_exact(rule: ReversibleRule) -> None:
+    graph_module = _graph()
+    before = written(graph_module)
+    changed = copy.deepcopy(copy.deepcopy(rule(graph_module)))
+    assert written(rule(changed, reverse=True)) == before
+
+
+@each_reversible
+def test_undo_after_dead_code_was_looked_for_and_not_found_is_exact(rule: ReversibleRule) -> None:
+    graph_module = _graph()
+    before = written(graph_module)
+    assert not rule(graph_module).graph.eliminate_dead_code()
+    assert written(rule(graph_module, reverse=True)) == before
+
+
+@each_reversible
+def test_undo_after_dead_code_was_removed_refuses_and_leaves_the_graph_as_it_was(rule: ReversibleRule) -> None:
+    graph_module = rule(_graph(dead=True))
+    assert graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+    before = written(graph_module)
+    with pytest.raises(TransformationError):
+        rule(graph_module, reverse=True)
+    assert written(graph_module) == before
+
+
+def test_an_undo_that_fails_half_way_leaves_the_graph_as_it_was() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.c(x)
+        y = m.a(x) + m.b(x)
+        return m.d(y) + m.e(y)
+
+    graph_module = by_fx(body, **{name: nn.Linear(4, 4) for name in "abcde"})
+    rule = MergeLinears()
+    rule(graph_module)
+    unused = next(node for node in graph_module.graph.nodes if node.name == "c")
+    graph_module.graph.erase_node(unused)
+    graph_module.recompile()
+    before = written(graph_module)
+    with pytest.raises(TransformationError, match=r"MergeLinears: .* cut into 3 results, of which 2 are left"):
+        rule(graph_module, reverse=True)
+    assert written(graph_module) == before
+
+
+def test_undo_of_a_merge_whose_result_is_now_used_as_a_whole_refuses() -> None:
+    graph_module = _graph()
+    MergeLinears()(graph_module)
+    (merged,) = [n for n in calls(graph_module, nn.Linear) if "merged" in n.target]
+    with graph_module.graph.inserting_after(merged):
+        graph_module.graph.call_function(torch.neg, (merged,))
+    graph_module.recompile()
+    before = written(graph_module)
+    with pytest.raises(TransformationError, match="is now used by neg as a whole"):
+        MergeLinears()(graph_module, reverse=True)
+    assert written(graph_module) == before
+
+
+def test_undo_of_another_option_of_a_rule_is_none_of_its_business() -> None:
+    graph_module = _graph()
+    ChangeTrueDivToMulByInverse()(graph_module)
+    before = written(graph_module)
+    ChangeTrueDivToMulByInverse(exact=True)(graph_module, reverse=True)
+    assert written(graph_module) == before
+
+
+def test_rules_of_different_places_are_undone_in_any_order() -> None:
+    for order in itertools.permutations(REVERSIBLE[::2]):
+        graph_module = _graph()
+        before = written(graph_module)
+        compose(*REVERSIBLE[::2])(graph_module)
+        for rule in order:
+            rule(graph_module, reverse=True)
+        assert written(graph_module) == before
+
+
+def test_any_rule_undone_alone_is_right_or_refuses_after_any_others() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = m.norm(m.first(x / 3))
+        return m.last(m.q(x) - m.k(x)) / 5
+
+    graph_module = by_export(
+        X,
+        body,
+        first=nn.Linear(4, 5),
+        norm=nn.BatchNorm1d(5),
+        q=nn.Linear(5, 3),
+        k=nn.Linear(5, 3, bias=False),
+        last=nn.BatchNorm1d(3),
+    )
+    rules: tuple[Rule, ...] = (*REVERSIBLE, FuseBatchNorm1dInLinear(), FuseBatchNorm2dInConv2d())
+    for length in (2, 3, 5):
+        for order in itertools.permutations(rules, length):
+            check_undo_alone(order, graph_module, X)
+
+
+@dataclass(frozen=True)
+class _FailsAtTheSecond(ReversibleRule):
+    """Doubles what is divided, until something goes wrong."""
+
+    def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
+        return Match((node,)) if node.op == "call_module" and not self.transformed(node) else None
+
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        if match.nodes[0].name == "k":
+            raise RuntimeError("on purpose")
+        return [(match.nodes[0], None)]
+
+    def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None: ...
+
+
+def test_a_rule_that_fails_half_way_can_be_undone() -> None:
+    graph_module = _graph()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        _FailsAtTheSecond()(graph_module)
+    _FailsAtTheSecond()(graph_module, reverse=True)
+    assert not _FailsAtTheSecond().get_transformed_nodes(graph_module)
+
+
+def test_what_is_undone_fits_an_export_of_the_model() -> None:
+    graph_module = by_export(X, lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 3), k=nn.Linear(4, 3))
+    want = outputs(graph_module, X)
+    rules = compose(MergeLinears(), FuseBiasInLinear())
+    exported = torch.export.export(rules(rules(graph_module), reverse=True), (X,)).module()
+    assert_close(outputs(exported, X), want, "exported")
