@@ -187,6 +187,8 @@ def git_tags(folder: Path) -> dict[str, str | None]:
 def _import_mlflow() -> Any:
     # Without these, mlflow calls home, and waits minutes for a server that is down. A user's own setting stays.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # It prints the address of a run, password and all, into what may be our JSON.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     import mlflow
