@@ -174,7 +174,8 @@ def undo(rule: ReversibleRule, graph_module: GraphModule) -> None:
         )
     for node in sorted(marked, key=lambda node: _mark(node, signature)[0], reverse=True):
         _, record = _mark(node, signature)
-        rule.restore(graph_module, node, record)
+        if record is not None:
+            rule.restore(graph_module, node, record)
         if not node._erased:
             rule.mark_as_restored(node)
     _write_journal(graph_module, signature, 0)
