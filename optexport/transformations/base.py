@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import hashlib
-import types
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
+
+from optexport.errors import TransformationError, first_line
+from optexport.transformations.canonical import canonical
+from optexport.transformations.snapshot import restored_on_failure
 
 # ``node.meta["custom"]`` is the one place on a node that survives deepcopy, ``fx.Transformer`` and export. Copies of
 # a node share the value, so it is always replaced and never changed; and it names nodes instead of holding them.
@@ -19,12 +19,15 @@ _META = "custom"
 _MARKS = "optexport"
 
 
-def marks(node: Node) -> dict[str, Any]:
-    """What transformations left on a node: their records by the transformation's signature."""
+def marks(node: Node) -> dict[str, tuple[tuple[int, Any], ...]]:
+    """What transformations left on a node, by their signatures: when each change was made, and its record.
+
+    There is none where a transformation keeps no records, or somebody set the mark by hand.
+    """
     return dict((node.meta.get(_META) or {}).get(_MARKS, {}))
 
 
-def set_marks(node: Node, values: Mapping[str, Any]) -> None:
+def set_marks(node: Node, values: Mapping[str, tuple[tuple[int, Any], ...]]) -> None:
     """Replaces all marks of a node."""
     node.meta[_META] = {**(node.meta.get(_META) or {}), _MARKS: dict(values)}
     if not values:
@@ -50,23 +53,35 @@ class Transformation(ABC):
         """Changes the graph; returns the GraphModule to go on with."""
 
     def __call__(self, graph_module: GraphModule, lint_and_recompile: bool = True) -> GraphModule:
-        """Transforms a graph.
+        """Transforms a graph; one that fails leaves it as it was.
 
         Args:
             graph_module: The graph to transform.
             lint_and_recompile: Whether to check the graph and generate its code afterwards. False saves time where
                 another transformation follows that does.
         """
-        return _finish(self.transform(graph_module), lint_and_recompile)
+        return _call(self.transform, graph_module, lint_and_recompile)
 
     @property
     def signature(self) -> str:
-        """Identifies the transformation: equal for equal classes with equal attributes, in every process."""
-        return hashlib.sha256(_canonical((type(self), vars(self))).encode()).hexdigest()[:16]
+        """Identifies the transformation: equal for equal classes with equal attributes, in every process.
+
+        Raises:
+            TransformationError: An attribute cannot be compared across processes, as a lock or a file cannot.
+        """
+        try:
+            text = canonical((type(self), vars(self)))
+        except (TypeError, RecursionError) as error:
+            raise TransformationError(
+                f"its attributes cannot tell it from others of its kind: {first_line(error)}",
+                place=type(self).__name__,
+                mend="Keep plain data in them, or define the property signature.",
+            ) from error
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def mark_as_transformed(self, node: Node) -> None:
         """Marks a node as transformed by this transformation."""
-        set_marks(node, {**marks(node), self.signature: None})
+        set_marks(node, {self.signature: (), **marks(node)})
 
     def transformed(self, node: Node) -> bool:
         """Whether this transformation marked the node."""
@@ -95,7 +110,7 @@ class ReversibleTransformation(Transformation):
             lint_and_recompile: Whether to check the graph and generate its code afterwards.
             reverse: Whether to undo the transformation instead.
         """
-        return _finish((self.reverse if reverse else self.transform)(graph_module), lint_and_recompile)
+        return _call(self.reverse if reverse else self.transform, graph_module, lint_and_recompile)
 
     def mark_as_restored(self, node: Node) -> None:
         """Takes this transformation's mark off a node.
@@ -110,39 +125,12 @@ class ReversibleTransformation(Transformation):
         set_marks(node, remaining)
 
 
-def _finish(graph_module: GraphModule, lint_and_recompile: bool) -> GraphModule:
-    if lint_and_recompile:
-        graph_module.graph.lint()
-        graph_module.recompile()
+def _call(
+    transform: Callable[[GraphModule], GraphModule], graph_module: GraphModule, lint_and_recompile: bool
+) -> GraphModule:
+    with restored_on_failure(graph_module):
+        graph_module = transform(graph_module)
+        if lint_and_recompile:
+            graph_module.graph.lint()
+            graph_module.recompile()
     return graph_module
-
-
-def _canonical(value: Any) -> str:
-    """A text that is equal for equal values only, whatever the process, its hash seed or its addresses.
-
-    ``hash`` would not do: it is salted per process, and -1 and -2, or 1 and True, collide.
-    """
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    match value:
-        case Transformation():
-            inner = value.signature
-        case type() | types.FunctionType() | types.BuiltinFunctionType():
-            inner = f"{value.__module__}.{value.__qualname__}"
-        case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | torch.device():
-            inner = repr(value)
-        case enum.Enum():
-            inner = value.name
-        case torch.Tensor():
-            content = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-            inner = f"{value.dtype}{list(value.shape)}{hashlib.sha256(content.numpy().tobytes()).hexdigest()}"
-        case Mapping():
-            inner = ",".join(sorted(f"{_canonical(k)}={_canonical(v)}" for k, v in value.items()))
-        case Set():
-            inner = ",".join(sorted(map(_canonical, value)))
-        case Sequence():
-            inner = ",".join(map(_canonical, value))
-        case _ if dataclasses.is_dataclass(value):
-            inner = _canonical({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-        case _:
-            inner = _canonical(vars(value)) if hasattr(value, "__dict__") else repr(value)
-    return f"{name}({inner})"

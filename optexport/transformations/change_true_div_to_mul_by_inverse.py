@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from optexport.transformations import modules
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 _DIVISIONS: dict[str, tuple[str, Any]] = {
@@ -25,7 +26,8 @@ _DIVISIONS: dict[str, tuple[str, Any]] = {
 class ChangeTrueDivToMulByInverse(ReversibleRule):
     """x / c  ->  x * (1 / c), for a constant number c.
 
-    Skips:   c is 0, infinite or NaN; 1 / c overflows or is subnormal; with `exact`, c is not a power of two.
+    Skips:   c is 0, infinite or NaN; 1 / c overflows or is subnormal; c is not a power of two and the quotient is cut
+             to whole numbers, or `exact` is set.
              A division of a size (``x.shape[0] / 49``) is none of its business: it must stay exact.
     Exact:   to the bit where c is a power of two; else to one more rounding.
     Inverse: exact; c itself is recorded.
@@ -49,8 +51,11 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
         limits = torch.finfo(torch.float32)
         if abs(divisor) > limits.max or not limits.tiny <= abs(1 / divisor) <= limits.max:
             return Skip(f"1 / {divisor} is not a normal float32")
-        if self.exact and abs(math.frexp(divisor)[0]) != 0.5:
-            return Skip(f"{divisor} is not a power of two")
+        if abs(math.frexp(divisor)[0]) != 0.5:
+            if self.exact:
+                return Skip(f"{divisor} is not a power of two")
+            if cut := _where_cut(node):
+                return Skip(f"{divisor} is not a power of two, and {cut.name} cuts the quotient to whole numbers")
         return Match((node,))
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -64,6 +69,35 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
     def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
         node.op, node.target = _DIVISIONS[record["division"]]
         node.args = (node.args[0], record["divisor"])
+
+
+# One rounding more or less is the next whole number here, ...
+_CUTS = {"floor", "ceil", "trunc", "fix", "round", "frac", "floor_divide", "floordiv", "remainder", "fmod", "mod"}
+_CASTS = {"int", "long", "short", "char", "byte", "to", "type", "_to_copy"}
+# ... and these lead there.
+_POINTWISE = {"add", "sub", "mul", "div", "truediv", "neg", "abs", "log", "exp", "sqrt", "clamp", "minimum", "maximum"}
+
+
+def _where_cut(quotient: Node) -> Node | None:
+    """The node that cuts a quotient, or what is computed from it element by element, to whole numbers, if any."""
+    seen, ahead = {quotient}, [quotient]
+    while ahead:
+        for user in ahead.pop().users:
+            name = modules.operator_name(user).rstrip("_")
+            if name in _CUTS or (name in _CASTS and not _gives_fractions(user)):
+                return user
+            if user not in seen and (name in _POINTWISE or name in _CASTS):
+                seen.add(user)
+                ahead.append(user)
+    return None
+
+
+def _gives_fractions(cast: Node) -> bool:
+    value = cast.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point()
+    dtypes = [a for a in (*cast.args, *cast.kwargs.values()) if isinstance(a, torch.dtype)]
+    return modules.operator_name(cast) in ("to", "type") and all(dtype.is_floating_point for dtype in dtypes)
 
 
 def _is_size(node: Node) -> bool:

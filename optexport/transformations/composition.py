@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 
 from torch.fx import GraphModule
 
 from optexport.transformations.base import ReversibleTransformation, Transformation
+from optexport.transformations.rule import ReversibleRule, undo
 
 
 class DeepCopy(ReversibleTransformation):
@@ -65,11 +67,25 @@ class ReversibleComposition(Composition, ReversibleTransformation):
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
         # A copy that the composition starts from must be the first step of the way back too.
-        copies = [t for t in self.transformations if isinstance(t, DeepCopy)]
-        others = [t for t in self.transformations if not isinstance(t, DeepCopy)]
-        for transformation in [*copies[:1], *reversed(others)]:
-            graph_module = transformation(graph_module, lint_and_recompile=False, reverse=True)
+        members = _flat(self)
+        for copies in [member for member in members if isinstance(member, DeepCopy)][:1]:
+            graph_module = copies.reverse(graph_module)
+        others = [member for member in reversed(members) if not isinstance(member, DeepCopy | LintAndRecompile)]
+        for are_rules, some in itertools.groupby(others, lambda member: isinstance(member, ReversibleRule)):
+            if are_rules:
+                # At once, since a rule that stands in two places is undone in both, and not before what came between.
+                undo([member for member in some if isinstance(member, ReversibleRule)], graph_module)
+            else:
+                for member in some:
+                    graph_module = member(graph_module, lint_and_recompile=False, reverse=True)
         return graph_module
+
+
+def _flat(composition: ReversibleComposition) -> list[ReversibleTransformation]:
+    members: list[ReversibleTransformation] = []
+    for member in composition.transformations:
+        members += _flat(member) if isinstance(member, ReversibleComposition) else [member]
+    return members
 
 
 def compose(*transformations: Transformation, inplace: bool = True) -> Transformation:

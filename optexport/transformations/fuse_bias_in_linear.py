@@ -21,7 +21,7 @@ class FuseBiasInLinear(ReversibleRule):
     Every call then copies its input, so this is seldom faster; it is in no preset.
 
     Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; a bias of another dtype, device or
-             requires_grad than the weight's; a call on other than a single tensor.
+             requires_grad than the weight's; a weight that is not contiguous; a call on other than a single tensor.
     Exact:   to rounding (the bias is summed with the products).
     Inverse: exact; weight and bias are cut apart again.
     """
@@ -37,6 +37,8 @@ class FuseBiasInLinear(ReversibleRule):
         w, b = linear.weight, linear.bias
         if (w.dtype, w.device, w.requires_grad) != (b.dtype, b.device, b.requires_grad):
             return Skip(f"{target}: weight and bias differ in dtype, device or requires_grad")
+        if not w.is_contiguous():
+            return Skip(f"{target}: its weight is not contiguous")
         calls = uses.calls_of(target)
         if any(modules.sole_input(call) is None for call in calls):
             return Skip(f"{target}: it is not called on a single tensor")

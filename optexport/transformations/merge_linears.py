@@ -37,8 +37,8 @@ class MergeLinears(ReversibleRule):
     layers of a decoder make of one encoder state; and linears that are called more than once, if always together.
 
     Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; one that is called elsewhere without
-             the others; linears that differ in dtype, device or requires_grad; a weight that is not contiguous; an
-             input that is changed in place between them; a result that is viewed in a shape that only contiguous
+             the others; linears that differ in dtype, device, requires_grad or mode; a weight that is not contiguous;
+             an input that is changed in place between them; a result that is viewed in a shape that only contiguous
              memory can take.
     Exact:   to rounding (a wider product may be summed in another order).
     Inverse: exact; the weights are cut out of the merged one, and biases that were not there are not added.
@@ -54,9 +54,10 @@ class MergeLinears(ReversibleRule):
             if reason := _why_not(graph_module, target):
                 reasons.append(f"{target}: {reason}")
                 continue
-            weight = _linear(graph_module, target).weight
+            linear = _linear(graph_module, target)
+            weight = linear.weight
             inputs = tuple(modules.sole_input(call) for call in modules.uses(graph_module).calls_of(target))
-            families[inputs, weight.dtype, weight.device, weight.requires_grad].append(target)
+            families[inputs, weight.dtype, weight.device, weight.requires_grad, linear.training].append(target)
         for (inputs, *_), targets in families.items():
             if len(targets) > 1 and inputs and inputs[0] is node:
                 found = self._group(graph_module, tuple(targets), inputs)
@@ -65,7 +66,7 @@ class MergeLinears(ReversibleRule):
                 reasons.append(found.reason)
         if len(families) > 1 and not any(len(targets) > 1 for targets in families.values()):
             names = ", ".join(target for targets in families.values() for target in targets)
-            reasons.append(f"{names}: they differ in where they are called, dtype, device or requires_grad")
+            reasons.append(f"{names}: they differ in where they are called, dtype, device, requires_grad or mode")
         return Skip("; ".join(reasons)) if reasons else None
 
     def _group(self, graph_module: GraphModule, targets: tuple[str, ...], inputs: tuple[Node, ...]) -> Group | Skip:
@@ -89,7 +90,9 @@ class MergeLinears(ReversibleRule):
         assert isinstance(match, Group)
         linears = [_linear(graph_module, target) for target in match.targets]
         widths = [linear.out_features for linear in linears]
-        order = {target: modules.children_order(graph_module, target) for target in match.targets}
+        # One of every parent is enough; of those that share theirs with the first, the first.
+        one_of_each = {target.rpartition(".")[0]: target for target in reversed(match.targets)}.values()
+        order = {target: modules.children_order(graph_module, target) for target in one_of_each}
         merged_target = _merged_name(graph_module, match.targets)
         merged = _merge(linears)
         parent, name = modules.parent_of(graph_module, merged_target)
@@ -257,7 +260,7 @@ def _needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) 
         width: The size of the result's last axis; None for what is a view already.
     """
     for user in call.users:
-        name = _operator_name(user)
+        name = modules.operator_name(user)
         if name in _STRICT:
             if name != "view" or width is None or not _keeps_last_axis(user, width):
                 return user
@@ -268,12 +271,6 @@ def _needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) 
             if found is not None:
                 return found
     return None
-
-
-def _operator_name(node: Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.removeprefix("aten::")
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
 def _keeps_last_axis(view: Node, width: int) -> bool:

@@ -174,6 +174,13 @@ def like(module: nn.Module, cls: type[nn.Module], *arguments: Any, bias: bool, *
     return new.train(module.training)
 
 
+def operator_name(node: Node) -> str:
+    """What a node does, in one word, whether it is a method, a function or an ATen operator: ``view``, ``floor``."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.rpartition("::")[2]
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
 def changed_between(graph_module: GraphModule, x: Node, first: Node, last: Node) -> Node | None:
     """A node between two others that changes in place the memory that ``x`` lies in, if there is one."""
     memory = memory_of(graph_module, x)
@@ -205,8 +212,18 @@ def mutated(graph_module: GraphModule, node: Node) -> Node | None:
 
 _MUTATING = ("setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor")
 
-# Modules that may hand on the memory of their input.
-_VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+# Layers that give memory of their own; others may hand on that of their input, as all kinds of dropout do.
+_FRESH_MODULES = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.LayerNorm,
+    nn.Embedding,
+)
 # Operators that return a view only when they can, and declare nothing.
 _MAYBE_VIEWS = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout")
 
@@ -221,7 +238,7 @@ def memory_of(graph_module: GraphModule, node: Node) -> Node:
 def hands_on_memory(graph_module: GraphModule, node: Node) -> bool:
     """Whether a call's result may lie in the memory of its first argument; where nothing is known, it may."""
     if node.op == "call_module":
-        return isinstance(called_module(graph_module, node), _VIEW_MODULES) or mutated(graph_module, node) is not None
+        return not isinstance(called_module(graph_module, node), _FRESH_MODULES)
     if isinstance(node.target, torch._ops.OpOverload):
         schema = node.target._schema
         return schema.name in _MAYBE_VIEWS or any(returned.alias_info is not None for returned in schema.returns)

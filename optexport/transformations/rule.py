@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.fx import GraphModule, Node
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from optexport.errors import TransformationError
 from optexport.transformations.base import ReversibleTransformation, Transformation, marks, set_marks
 from optexport.transformations.modules import indexed
+from optexport.transformations.snapshot import restored_on_failure
 
-# How many marks each rule left, kept twice: ``GraphModule.meta`` survives deepcopy, a plain attribute pickling.
+# An attribute of the GraphModule: by signature, the name of each rule that was applied and how many records it left.
 _JOURNAL = "_optexport_journal"
 
 
@@ -91,6 +94,9 @@ class Rule(Transformation):
         return graph_module
 
 
+_R = TypeVar("_R", bound=Rule)
+
+
 class ReversibleRule(Rule, ReversibleTransformation):
     """A rule that can be undone, exactly: it puts back what it recorded and never inverts arithmetic."""
 
@@ -99,7 +105,7 @@ class ReversibleRule(Rule, ReversibleTransformation):
         """Puts back what `rewrite` replaced by ``node``, from the record that it made."""
 
     def reverse(self, graph_module: GraphModule) -> GraphModule:
-        undo(self, graph_module)
+        undo([self], graph_module)
         return graph_module
 
 
@@ -109,9 +115,10 @@ def run(transformation: Transformation, graph_module: GraphModule) -> tuple[Grap
     Of a transformation that is not a rule, the changes are the nodes that it marked, or else those that differ.
     """
     if isinstance(transformation, Rule):
-        report = apply(transformation, graph_module)
-        graph_module.graph.lint()
-        graph_module.recompile()
+        with restored_on_failure(graph_module):
+            report = apply(transformation, graph_module)
+            graph_module.graph.lint()
+            graph_module.recompile()
         return graph_module, report
     before = {node.name: node.format_node() for node in graph_module.graph.nodes}
     graph_module = transformation(graph_module)
@@ -132,66 +139,93 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
     changes: list[Change] = []
     near_misses: list[NearMiss] = []
     signature = rule.signature
-    step = max((_mark(node, signature)[0] for node in rule.get_transformed_nodes(graph_module)), default=0)
+    step = max((_last_step(node) for node in graph_module.graph.nodes), default=0)
     with indexed(graph_module):
         for node in graph_module.graph.nodes:
+            found, last = rule.match(graph_module, node), None
             # One node may be the anchor of several matches: the shared input of two groups of linears, say.
-            while isinstance(found := rule.match(graph_module, node), Match):
+            while isinstance(found, Match):
+                if found == last:
+                    raise _wrong(rule, f"match finds {node.name} again after rewrite", "Return None where it is done.")
                 replaced = tuple(n.name for n in found.nodes)
                 rewritten = rule.rewrite(graph_module, found)
                 for new, record in rewritten:
                     step += 1
-                    set_marks(new, {**marks(new), signature: (step, record)})
+                    set_marks(new, {**marks(new), signature: (*marks(new).get(signature, ()), (step, record))})
                 target = target_name(rewritten[0][0]) if rewritten else ""
                 changes.append(Change(tuple(n.name for n, _ in rewritten), target, replaced))
-                if node._erased:
-                    found = None
-                    break
-            if found is not None and not isinstance(found, Skip):
-                raise TransformationError(
-                    f"match returned {found!r}", place=type(rule).__name__, mend="Return a Match, a Skip, or None."
-                )
-            if found is not None:
+                found, last = None if node._erased else rule.match(graph_module, node), found
+            if isinstance(found, Skip):
                 near_misses.append(NearMiss(node.name, found.reason))
-    _write_journal(graph_module, signature, len(rule.get_transformed_nodes(graph_module)))
+            elif found is not None:
+                raise _wrong(rule, f"match returned {found!r}", "Return a Match, a Skip, or None.")
+    _write_journal(graph_module, rule, len(_records(graph_module, [rule])))
     return Report(tuple(changes), tuple(near_misses))
 
 
-def undo(rule: ReversibleRule, graph_module: GraphModule) -> None:
-    """Undoes a rule wherever it was applied, last change first.
+def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:
+    """Undoes rules wherever they were applied, last change first, whichever rule made it.
 
     Raises:
-        TransformationError: Marks were lost or copied since the rule was applied, so that it cannot be undone.
+        TransformationError: Marks were lost or copied since a rule was applied, or what it left was changed.
     """
-    signature = rule.signature
-    marked = rule.get_transformed_nodes(graph_module)
-    expected = _journal(graph_module).get(signature, len(marked))
-    if len(marked) != expected:
-        raise TransformationError(
-            f"{expected} nodes were transformed, and {len(marked)} still bear the mark",
-            place=type(rule).__name__,
-            mend="Undo it before the graph is pickled, decomposed, or freed of dead code; deepcopy keeps the marks.",
-        )
-    for node in sorted(marked, key=lambda node: _mark(node, signature)[0], reverse=True):
-        _, record = _mark(node, signature)
-        if record is not None:
-            rule.restore(graph_module, node, record)
+    for rule in rules:
+        left = len(_records(graph_module, [rule]))
+        _, expected = _journal(graph_module).get(rule.signature, ("", left))
+        if left != expected:
+            raise _wrong(
+                rule,
+                f"{expected} nodes were transformed, and {left} still bear the mark",
+                "Undo it before the graph is pickled, decomposed, or freed of dead code; deepcopy keeps the marks.",
+            )
+    for step, node, rule, record in sorted(_records(graph_module, rules), key=lambda r: r[0], reverse=True):
+        if _last_step(node) > step:
+            raise _wrong(rule, f"{node.name} was changed since by {_last_rule(graph_module, node)}", "Undo that first.")
+        rule.restore(graph_module, node, record)
         if not node._erased:
+            remaining = marks(node)
+            remaining[rule.signature] = remaining[rule.signature][:-1]
+            set_marks(node, remaining)
+    for rule in rules:
+        for node in rule.get_transformed_nodes(graph_module):
             rule.mark_as_restored(node)
-    _write_journal(graph_module, signature, 0)
+        _write_journal(graph_module, rule, 0)
 
 
-def _mark(node: Node, signature: str) -> tuple[int, Any]:
-    """When a rule changed a node, and its record; a mark that somebody set by hand has neither."""
-    return marks(node)[signature] or (0, None)
+def _wrong(rule: Rule, cause: str, mend: str) -> TransformationError:
+    return TransformationError(cause, place=type(rule).__name__, mend=mend)
 
 
-def _journal(graph_module: GraphModule) -> dict[str, int]:
-    journal: dict[str, int] = graph_module.meta.get(_JOURNAL) or vars(graph_module).get(_JOURNAL) or {}
+def _records(graph_module: GraphModule, rules: Sequence[_R]) -> list[tuple[int, Node, _R, Any]]:
+    """The changes that rules made: when, to which node, by which rule, and what it recorded."""
+    by_signature = {rule.signature: rule for rule in rules}
+    return [
+        (step, node, by_signature[signature], record)
+        for node in graph_module.graph.nodes
+        for signature, records in marks(node).items()
+        if signature in by_signature
+        for step, record in records
+    ]
+
+
+def _last_step(node: Node) -> int:
+    return max((step for records in marks(node).values() for step, _ in records), default=0)
+
+
+def _last_rule(graph_module: GraphModule, node: Node) -> str:
+    steps = {signature: records[-1][0] for signature, records in marks(node).items() if records}
+    name, _ = _journal(graph_module).get(max(steps, key=lambda signature: steps[signature]), ("another rule", 0))
+    return name
+
+
+def _journal(graph_module: GraphModule) -> dict[str, tuple[str, int]]:
+    journal: dict[str, tuple[str, int]] = vars(graph_module).get(_JOURNAL, {})
     return journal
 
 
-def _write_journal(graph_module: GraphModule, signature: str, count: int) -> None:
-    journal = {**_journal(graph_module), signature: count}
-    graph_module.meta[_JOURNAL] = journal
+def _write_journal(graph_module: GraphModule, rule: Rule, count: int) -> None:
+    journal = {**_journal(graph_module), rule.signature: (type(rule).__name__, count)}
     object.__setattr__(graph_module, _JOURNAL, journal)
+    # Pickling keeps any attribute, and deepcopy those that are named there.
+    kept = graph_module.meta.get(_USER_PRESERVED_ATTRIBUTES_KEY, {})
+    graph_module.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = {**kept, _JOURNAL: journal}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from optexport.errors import TransformationError
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBatchNorm2dInConv2d,
@@ -22,7 +24,7 @@ from optexport.transformations import (
     compose,
 )
 from optexport.transformations.rule import run
-from tests.transformations.laws import check_applied, check_laws, check_refused, outputs
+from tests.transformations.laws import check_applied, check_laws, check_refused, outputs, written
 from tests.transformations.programs import Inherited, by_fx
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
@@ -134,3 +136,45 @@ def test_a_rule_may_erase_the_node_that_it_matched_at() -> None:
     graph_module, report = run(FuseBatchNorm2dInConv2d(), by_fx(lambda m, x: m.all(x), all=model))
     assert len(report.changes) == 3
     assert [node.op for node in graph_module.graph.nodes] == ["placeholder", "call_module", "output"]
+
+
+def test_a_rule_that_never_has_enough_is_stopped_and_the_graph_left_as_it_was() -> None:
+    class Forever(SwapSummands):
+        def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
+            return Match((node,)) if node.target is operator.add else None
+
+    graph_module = _sums()
+    before = written(graph_module)
+    with pytest.raises(TransformationError, match="Forever: match finds add again after rewrite"):
+        Forever()(graph_module)
+    assert written(graph_module) == before
+
+
+def test_a_transformation_that_raises_leaves_graph_modules_and_marks_as_they_were() -> None:
+    class Breaks(Transformation):
+        def transform(self, graph_module: GraphModule) -> GraphModule:
+            first, *_ = graph_module.graph.nodes
+            self.mark_as_transformed(first)
+            graph_module.add_module("more", nn.Linear(1, 1))
+            graph_module.q.bias = None
+            raise RuntimeError("on purpose")
+
+    graph_module = _sums()
+    before = written(graph_module)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        Breaks()(graph_module)
+    assert written(graph_module) == before
+    assert not Breaks().get_transformed_nodes(graph_module)
+
+
+def test_an_attribute_that_cannot_be_compared_is_one_clear_error() -> None:
+    class Locks(Transformation):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def transform(self, graph_module: GraphModule) -> GraphModule:
+            self.mark_as_transformed(next(iter(graph_module.graph.nodes)))
+            return graph_module
+
+    with pytest.raises(TransformationError, match="Locks: its attributes cannot tell it from others of its kind"):
+        Locks()(_sums())
