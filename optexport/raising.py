@@ -169,11 +169,16 @@ def raise_graph(program: ExportedProgram) -> fx.GraphModule:
     for node in graph.nodes:  # the copy shares meta dictionaries with its source
         node.meta = dict(node.meta)
 
+    for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
+        graph.erase_node(node)
     attributes = {n.target: _attribute(graph_module, n.target) for n in graph.nodes if n.op == "get_attr"}
     root: dict[str, Any] = dict(attributes)
-    for path, (kind, calls) in _candidates(graph.nodes).items():
-        module = _build(kind, calls, attributes)
-        if module is None:
+    candidates = _candidates(graph.nodes)
+    for path, (kind, calls) in candidates.items():
+        own = {f"{path}.{name}" for name in kind.tensors}
+        inside = [other for other in (*attributes, *candidates) if other.startswith(f"{path}.") and other not in own]
+        module = None if inside else _build(kind, calls, attributes)
+        if module is None:  # a subclass with more in it than its layer has no room there, among others
             continue
         root[path] = module
         for call in calls:
@@ -187,7 +192,7 @@ def raise_graph(program: ExportedProgram) -> fx.GraphModule:
     for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
         graph.erase_node(node)
     read = {n.target for n in graph.nodes if n.op in ("get_attr", "call_module")}
-    return _assemble({name: value for name, value in root.items() if name in read}, graph)
+    return _assemble({name: value for name, value in root.items() if name in read}, graph, program)
 
 
 def _attribute(module: nn.Module, target: str) -> Any:
@@ -258,18 +263,25 @@ def _build(kind: _Kind, calls: list[_Call], attributes: dict[str, Any]) -> nn.Mo
     return module.eval()
 
 
-def _assemble(root: dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A GraphModule whose state_dict keeps the order in which the original model registered its parts."""
-    holder = nn.Module()
-    for target, value in root.items():
+def _assemble(root: dict[str, Any], graph: fx.Graph, program: ExportedProgram) -> fx.GraphModule:
+    """A GraphModule whose state_dict keeps what the original model's would hold, and its order."""
+    rank: dict[str, int] = {}
+    for position, key in enumerate(program.state_dict):
+        while key:  # a module comes where the first of its tensors does
+            rank.setdefault(key, position)
+            key = key.rpartition(".")[0]
+    # Filled in place, since a GraphModule made of another module takes neither its order nor what is not persistent.
+    graph_module = fx.GraphModule({}, fx.Graph())
+    for target, value in sorted(root.items(), key=lambda item: rank.get(item[0], len(rank))):
         path, _, name = target.rpartition(".")
-        parent = holder
+        parent: nn.Module = graph_module
         for part in path.split(".") if path else []:
             if part not in parent._modules:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            parent.register_buffer(name, value)
+            parent.register_buffer(name, value, persistent=target in program.state_dict)
         else:
             setattr(parent, name, value)
-    return fx.GraphModule(holder, graph).eval()
+    graph_module.graph = graph
+    return graph_module.eval()

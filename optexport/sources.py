@@ -53,9 +53,10 @@ class Loaded:
 
     @cached_property
     def weights_sha256(self) -> str:
-        """A digest of all parameters and buffers: names, dtypes, shapes and bytes."""
+        """A digest of all parameters and buffers, those that are not saved too: names, dtypes, shapes and bytes."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
+        tensors = {**dict(self.model.named_buffers(remove_duplicate=False)), **self.model.state_dict()}
+        for name, tensor in sorted(tensors.items()):
             if isinstance(tensor, torch.Tensor):
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
                 digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -171,8 +171,9 @@ def _explained(
 ) -> TraceError:
     name = type(model).__name__
     try:
-        with torch.no_grad():
-            model(**copy.deepcopy(dict(example)))
+        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a model in train mode changes
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(example)))
     except Exception as own:  # the model's own code may raise anything
         shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
         return TraceError(
@@ -215,7 +216,7 @@ def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signa
                 if axis in declared:
                     wanted = declared[axis]
                     raise TraceError(
-                        f"the model fixes {wanted.name if isinstance(wanted, Dim) else wanted} to {size}",
+                        f"the model fixes {wanted.name if isinstance(wanted, Dim) else wanted} to {hint}",
                         place=f"input {name}, axis {axis}",
                         mend="Leave that dimension out of inputs.dynamic, or trace with another size.",
                     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,12 @@ class NamedRule:
     def of(cls, transformations: Transformation | Iterable[Transformation]) -> tuple[NamedRule, ...]:
         """Names transformations that were made in Python, after their classes."""
         given = [transformations] if isinstance(transformations, Transformation) else list(transformations)
-        return tuple(cls(_name(t), {key: repr(value) for key, value in vars(t).items()}, t) for t in given)
+        return tuple(cls(_name(t), {key: _repr(value) for key, value in vars(t).items()}, t) for t in given)
+
+
+def _repr(value: Any) -> str:
+    """What Python writes for a value, but for addresses, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _name(transformation: Transformation) -> str:

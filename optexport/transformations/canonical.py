@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import types
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -43,12 +43,10 @@ def canonical(value: Any) -> str:
         case Sequence():
             inner = ",".join(map(canonical, value))
         case _:
-            # What pickle would write: how to make the object, from what, and its state.
-            inner = canonical([list(part) if isinstance(part, _ITERATORS) else part for part in value.__reduce_ex__(4)])
+            # What pickle would write: how to make the object, from what, its state, its items.
+            parts: tuple[Any, ...] = value.__reduce_ex__(4)
+            inner = canonical([list(part) if isinstance(part, Iterator) else part for part in parts])
     return f"{type(value).__module__}.{type(value).__qualname__}({inner})"
-
-
-_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter({}.items())))
 
 
 def _function(function: types.FunctionType) -> str:
