@@ -14,7 +14,7 @@ from optexport.config import FORMATS, checked_settings
 from optexport.errors import ConfigError, TraceError
 from optexport.pipeline import Job, Result
 from optexport.raising import unlift
-from optexport.signature import Dynamic, named_inputs
+from optexport.signature import Dim, Dynamic, named_inputs
 from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.transform import NamedRule
@@ -77,6 +77,12 @@ def export(
         raise ConfigError("no batch is given", place="inputs")
     for name, axes in (dynamic or {}).items():
         rank = batches[0][name].dim() if name in batches[0] else 0
+        for wrong in [dim for dim in axes.values() if not isinstance(dim, str | Dim)]:
+            raise ConfigError(
+                f"{wrong!r} is no dimension",
+                place=f"dynamic: {name}",
+                mend='Give a name, as in {0: "batch"}, or a Dim.',
+            )
         if any(not 0 <= axis < rank for axis in axes):
             raise ConfigError(
                 f"no input has the axes {sorted(axes)}",

@@ -29,9 +29,11 @@ LEAST_FLOOR_ULPS = 2
 FALLBACK_ULPS = 64
 # A limit above this share of the largest value would let anything pass.
 LARGEST_LIMIT = 0.1
-# Values this many times the median are no results but marks, as the -1e30 of a masked position is. They are kept out
-# of floor and scale, which they would drown, and must be met by themselves to a few units in the last place.
-_SENTINEL_TIMES = 1e6
+# Values above 2 ** 13 with a gap of a factor of 2 ** 20 below them are no results but marks, as the -1e30 of a masked
+# position is, if they are not rounded as results are. They are kept out of floor and scale, which they would drown, and
+# must be met by themselves to a few units in the last place.
+_LEAST_MARK_EXPONENT = 13
+_GAP_EXPONENTS = 20
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     dtype = pairs[0][0].dtype
     if not dtype.is_floating_point:
         return Bound(0.0, 0.0)
-    ordinary = [(o, e, ~_sentinels(o)) for o, e in pairs]
+    ordinary = [(o, e, ~_marks(o, e)) for o, e in pairs]
     floor = max(_max(_distance(o, _known(e, o))[kept]) for o, e, kept in ordinary)
     scale = max(_max(_finite(o).abs()[kept]) for o, _, kept in ordinary)
     ulps = LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
@@ -288,7 +290,7 @@ def _compare(name: str, results: Sequence[Outputs | str], reference: Reference, 
         allowed = bound.allowed(magnitude)
         if not bound.fixed and original.is_floating_point():
             own = 16 * LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
-            allowed = torch.where(_sentinels(original), own, allowed)
+            allowed = torch.where(_marks(original, exacts[name]), own, allowed)
         finite = finite or original.numel() == 0 or bool(torch.isfinite(original).any())
         if failure is None and (distance > allowed).any():
             failure = f"at {case.name}: {_max(distance):.3g} from the reference, {_max(allowed):.3g} allowed"
@@ -315,17 +317,21 @@ def _known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     if not original.is_floating_point():
         return original
     exact = exact.double()
-    own = (~torch.isfinite(exact) & torch.isfinite(original)) | _sentinels(original)
+    own = (~torch.isfinite(exact) & torch.isfinite(original)) | _marks(original, exact)
     return torch.where(own, original.double(), exact)
 
 
-def _sentinels(values: torch.Tensor) -> torch.Tensor:
-    """Which values are so far above the others that they must be marks."""
-    magnitude = _finite(values).abs()
-    positive = magnitude[magnitude > 0]
-    if not positive.numel():
+def _marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Which values are marks: far above the others, and the same in float64, or there the mark of float64."""
+    magnitude = _finite(original).abs()
+    exponents = torch.frexp(magnitude[magnitude > 0]).exponent.unique()
+    above_gap = exponents[1:][(exponents.diff() > _GAP_EXPONENTS) & (exponents[1:] > _LEAST_MARK_EXPONENT)]
+    if not above_gap.numel():
         return torch.zeros_like(magnitude, dtype=torch.bool)
-    return magnitude > _SENTINEL_TIMES * positive.median()
+    exact = exact.double()
+    same = (exact - original.double()).abs() <= 2 * LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
+    other = ~torch.isfinite(exact) | (exact.abs() > 2.0**_GAP_EXPONENTS * magnitude)
+    return (magnitude >= 2.0 ** (int(above_gap[0]) - 1)) & (same | other)
 
 
 def _why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> str | None:
@@ -373,4 +379,4 @@ def _cosine(candidate: torch.Tensor, expected: torch.Tensor) -> float:
 def _argmax_agreement(candidate: torch.Tensor, original: torch.Tensor) -> float:
     if original.dim() == 0 or original.numel() == 0:
         return 1.0
-    return float((candidate.argmax(-1) == original.argmax(-1)).double().mean())
+    return float((candidate.double().argmax(-1) == original.double().argmax(-1)).double().mean())

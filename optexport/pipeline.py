@@ -86,7 +86,10 @@ class Result:
     @property
     def transformed_nodes(self) -> dict[str, list[str]]:
         """The nodes that each rule changed."""
-        return {t.rule: [n for c in t.changes for n in c.nodes] for t in self.manifest.transformations}
+        nodes: dict[str, list[str]] = {}
+        for transformation in self.manifest.transformations:
+            nodes.setdefault(transformation.rule, []).extend(n for c in transformation.changes for n in c.nodes)
+        return nodes
 
 
 def run(

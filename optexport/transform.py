@@ -12,7 +12,7 @@ from torch import fx
 
 from optexport import registry
 from optexport.errors import OptexportError, TransformationError, first_line
-from optexport.transformations import ReversibleTransformation, Transformation
+from optexport.transformations import DeepCopy, ReversibleTransformation, Rule, Transformation
 from optexport.transformations.rule import Report, run
 
 
@@ -42,6 +42,10 @@ def _name(transformation: Transformation) -> str:
     return known or f"{cls.__module__}:{cls.__qualname__}"
 
 
+def _is_built_in(transformation: Transformation) -> bool:
+    return isinstance(transformation, Rule) and type(transformation).__module__.startswith("optexport.")
+
+
 @dataclass(frozen=True)
 class Applied:
     """What one transformation did to the graph."""
@@ -59,7 +63,7 @@ class Applied:
 def transform(
     graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Path | None = None
 ) -> tuple[fx.GraphModule, list[Applied]]:
-    """Applies transformations in place, in their order.
+    """Applies transformations, in their order; in place, where all of them are known never to write into a tensor.
 
     Args:
         dump: A folder to write the graph to, before and after each.
@@ -67,6 +71,8 @@ def transform(
     Raises:
         TransformationError: One of them raised, or left a graph that is not sound.
     """
+    if not all(_is_built_in(rule.transformation) for rule in rules):
+        graph_module = DeepCopy()(graph_module)  # whose weights are those of the caller's model
     applied = []
     for index, rule in enumerate(rules):
         before = str(graph_module.graph)

@@ -22,13 +22,38 @@ from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
 
 aten = torch.ops.aten
 
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *args: Any,
+    **kw: Any,
+) -> torch.Tensor:
+    """Attention whose rows without a single key are zeros, as torch's are; ONNX Runtime would make NaN of them.
+
+    Not the patch of transformers, which also zeroes rows whose mask is the smallest number throughout: to torch these
+    attend to all keys alike.
+    """
+    attend = aten.scaled_dot_product_attention.default
+    if attn_mask is None:
+        return attend(query, key, value, None, *args, **kw)  # type: ignore[no-any-return]
+    if attn_mask.dtype == torch.bool:
+        attended = attn_mask.to(query.dtype)
+        attn_mask = (~attn_mask).to(query.dtype) * torch.finfo(query.dtype).min
+    else:
+        attended = (attn_mask > float("-inf")).to(query.dtype)
+    unattended = attended.sum(dim=-1, keepdim=True) < 1
+    result = attend(query, key, value, attn_mask, *args, **kw)
+    return torch.where(unattended, torch.zeros((), dtype=result.dtype, device=result.device), result)
+
+
 # The ONNX patches replace Python functions while a model is traced. A graph that already holds the ATen operator
 # passes them by, and some of the files are then wrong (rows that mask every key, for one): so these operators are
 # turned into calls of the Python function again before the graph is exported a second time.
 _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
-    aten.scaled_dot_product_attention.default: lambda *a, **k: torch.nn.functional.scaled_dot_product_attention(
-        *a, **k
-    ),
+    aten.scaled_dot_product_attention.default: _attention,
     aten.where.self: lambda *a: torch.where(*a),
     aten.where.ScalarOther: lambda *a: torch.where(*a),
     aten.where.ScalarSelf: lambda *a: torch.where(*a),

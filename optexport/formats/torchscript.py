@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import operator
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,6 +26,17 @@ _ASSERTIONS = (
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 )
+
+# What is computed with sizes, in TorchScript's words.
+_SIZES: dict[Any, Callable[..., Any]] = {
+    aten.sym_size.int: aten.size,
+    torch.sym_float: float,
+    torch.sym_int: int,
+    torch.sym_max: max,
+    torch.sym_min: min,
+    torch.sym_not: operator.not_,
+    torch.sym_sum: sum,
+}
 
 
 def save(program: ExportedProgram, signature: Signature, example: Mapping[str, torch.Tensor], path: Path) -> str | None:
@@ -61,11 +75,12 @@ def _scriptable(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphM
     for node in list(graph.nodes):
         if node.target in _ASSERTIONS or (node.op == "call_module" and node.target == "_guards_fn"):
             graph.erase_node(node)
-        elif node.target is aten.sym_size.int:
-            node.target = aten.size
+    graph.eliminate_dead_code()  # before the overload goes, which tells what changes its argument in place
+    for node in graph.nodes:
+        if node.target in _SIZES:
+            node.target = _SIZES[node.target]
         elif isinstance(node.target, torch._ops.OpOverload):
             node.target = node.target.overloadpacket
-    graph.eliminate_dead_code()
     return fx.GraphModule(graph_module, graph)
 
 
@@ -74,8 +89,13 @@ def _trace(
 ) -> torch.jit.ScriptModule:
     inputs = {spec.name: example[spec.name] for spec in signature.inputs}
     try:
-        with torch.no_grad():
-            module = torch.jit.trace(graph_module, example_kwarg_inputs=copy.deepcopy(inputs), check_trace=False)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", torch.jit._trace.TracerWarning
+            )  # that sizes are fixed is what the reason is for
+            # Once more without dynamic sizes, since what is computed with them cannot be traced.
+            fixed = torch.export.export(graph_module, (), copy.deepcopy(inputs)).module(check_guards=False)
+            module = torch.jit.trace(fixed, example_kwarg_inputs=copy.deepcopy(inputs), check_trace=False)
     except Exception as error:
         raise ExportError(
             f"the graph can be neither scripted ({reason}) nor traced ({first_line(error)})",

@@ -1,0 +1,224 @@
+"""ONNX files: named and dynamic axes, metadata that tells of the rules and not of the machine, and right numbers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from optexport import runtimes
+from optexport.errors import ExportError
+from optexport.formats import onnx as onnx_format
+from optexport.signature import Dim
+from tests.formats import files
+from tests.models import randomise
+from tests.transformations.programs import Program
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+BATCH = {"x": {0: Dim("batch", 1, 32)}}
+
+
+def shape(value: onnx.ValueInfoProto) -> list[int | str]:
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
+def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -> tuple[files.Prepared, Path]:
+    made = files.prepare(model, {"x": X}, dynamic)
+    path = place / "model.onnx"
+    onnx_format.save(made.flat, made.signature, made.example, path, **options)
+    return made, path
+
+
+def runs(made: files.Prepared, path: Path, *inputs: dict[str, torch.Tensor]) -> None:
+    """Asserts that a file gives the model's outputs, optimised and not."""
+    for optimised in (False, True):
+        run = runtimes.open_onnx(path, made.signature.output_names, optimised=optimised)
+        for batch in inputs:
+            want, got = files.eager(made, batch), run(batch)
+            for name, value in want.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimised", [False, True], ids=["as written", "optimised"])
+@pytest.mark.parametrize("name", files.NAMES)
+def test_the_file_computes_what_the_model_computes_at_any_size(name: str, optimised: bool) -> None:
+    outputs = files.prepared(name).signature.output_names
+    files.agrees(name, runtimes.open_onnx(files.onnx_file(name), outputs, optimised=optimised), 5e-6)
+
+
+@pytest.mark.parametrize("name", files.NAMES)
+def test_inputs_outputs_and_axes_are_named_as_in_the_signature(name: str) -> None:
+    signature = files.prepared(name).signature
+    graph = onnx.load(files.onnx_file(name)).graph
+    assert [(value.name, shape(value)) for value in graph.input] == [(s.name, list(s.shape)) for s in signature.inputs]
+    assert [value.name for value in graph.output] == signature.output_names
+    for value, spec in zip(graph.output, signature.outputs, strict=True):
+        assert [isinstance(size, str) for size in shape(value)] == [isinstance(size, str) for size in spec.shape]
+        assert shape(value)[0] == spec.shape[0]
+
+
+@pytest.mark.parametrize("name", files.NAMES)
+def test_the_checker_passes_the_file_and_it_tells_nothing_of_the_machine(name: str) -> None:
+    path = files.onnx_file(name)
+    onnx.checker.check_model(str(path), full_check=True)
+    content = path.read_bytes()
+    for told in (sys.prefix, str(Path(__file__).parent), str(Path.home()) + "/", "site-packages", "stack_trace"):
+        assert told.encode() not in content
+
+
+def test_the_metadata_holds_what_it_was_given_as_json() -> None:
+    model = onnx.load(files.onnx_file("bert"))
+    metadata = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
+    assert metadata == {"optexport.transformations": ["one", "two"]}
+
+
+def test_outputs_that_repeat_or_hand_an_input_or_a_weight_through_have_a_name_each(tmp_path: Path) -> None:
+    model = randomise(Program(lambda m, x: (y := m.a(x), y, x, x, m.a.weight, y + 1), a=nn.Linear(4, 4)))
+    made, path = saved(model, tmp_path)
+    names = [value.name for value in onnx.load(path).graph.output]
+    assert names == made.signature.output_names
+    assert len(set(names)) == 6
+    runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(7, 4)})
+
+
+def test_an_output_that_is_called_as_an_input_gets_a_name_of_its_own(tmp_path: Path) -> None:
+    made, path = saved(Program(lambda m, x: {"x": x * 2, "y": x + 1}), tmp_path)
+    assert [value.name for value in onnx.load(path).graph.output] == ["x_out", "y"]
+    runs(made, path, {"x": torch.randn(5, 4)})
+
+
+class InPlace(nn.Module):
+    """Writes into slices, and where a mask says so; and into its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[:, 0] = 7.0
+        y[x > 1] = 0.0
+        x.mul_(2.0)
+        return y + x
+
+
+def test_what_is_written_in_place_is_kept(tmp_path: Path) -> None:
+    made, path = saved(InPlace(), tmp_path)
+    runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(9, 4)})
+
+
+class Rows(nn.Module):
+    """Attention with a mask of one's own kind: boolean, of minus infinity, or of the smallest number."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        keep = mask[:, None, None, :] > 0
+        low = {"infinite": float("-inf"), "smallest": torch.finfo(x.dtype).min, "large": -1e4}
+        attend = keep if self.kind == "boolean" else torch.zeros_like(x[:, None, :1, :1]).masked_fill(
+            ~keep, low[self.kind]
+        )  # fmt: skip
+        y = x[:, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=attend.expand(-1, 1, x.shape[1], -1))
+
+
+@pytest.mark.parametrize("kind", ["boolean", "infinite", "smallest", "large"])
+def test_rows_without_a_single_key_give_what_torch_gives(kind: str, tmp_path: Path) -> None:
+    axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
+    example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
+    made = files.prepare(Rows(kind), example, {"x": axes, "mask": axes})
+    onnx_format.save(made.flat, made.signature, example, tmp_path / "model.onnx")
+    mask = torch.ones(4, 7)
+    mask[1] = 0
+    mask[2, 3:] = 0
+    mask[3, :5] = 0
+    runs(made, tmp_path / "model.onnx", {"x": torch.randn(4, 7, 4), "mask": mask})
+
+
+@pytest.mark.parametrize("opset", [18, 20, 23])
+def test_the_opset_is_the_one_asked_for(opset: int, tmp_path: Path) -> None:
+    made, path = saved(randomise(Program(lambda m, x: m.a(x).softmax(-1), a=nn.Linear(4, 4))), tmp_path, opset=opset)
+    assert {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""] == opset
+    runs(made, path, {"x": torch.randn(6, 4)})
+
+
+def test_weights_beyond_a_size_go_to_a_file_beside(tmp_path: Path) -> None:
+    model = randomise(Program(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 64), b=nn.Linear(64, 4)))
+    made, path = saved(model, tmp_path, external_data_above=100, metadata={"key": "value"})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert (tmp_path / "model.onnx.data").stat().st_size > 4 * 64 * 4
+    stored = onnx.load(path, load_external_data=False)
+    places = {e.value for t in stored.graph.initializer for e in t.external_data if e.key == "location"}
+    assert places == {"model.onnx.data"}
+    assert [entry.key for entry in stored.metadata_props] == ["key"]
+    onnx.checker.check_model(str(path))
+    runs(made, path, {"x": torch.randn(5, 4)})
+
+
+def test_weights_up_to_that_size_stay_inside(tmp_path: Path) -> None:
+    saved(randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 64))), tmp_path, external_data_above=4 * 64 * 4 + 256)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_a_file_moves_with_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    made, path = saved(
+        randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 64))), tmp_path / "one", external_data_above=100
+    )
+    moved = (tmp_path / "one").rename(tmp_path / "two")
+    runs(made, moved / path.name, {"x": torch.randn(5, 4)})
+
+
+def test_what_onnx_cannot_express_is_an_error_that_names_the_operator(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="_linalg_eigh") as caught:
+        saved(Program(lambda m, x: torch.linalg.eigvalsh(x.T @ x)), tmp_path)
+    assert caught.value.exit_code == 5
+    assert 'leave "onnx" out of export.formats' in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_opset_that_cannot_be_had_is_an_error_and_no_other_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="999"):
+        saved(Program(lambda m, x: x.relu()), tmp_path, opset=999)
+
+
+def test_saving_leaves_the_graph_and_the_inputs_as_they_were(tmp_path: Path) -> None:
+    made = files.prepare(Rows("boolean"), {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}, None)
+    before, code = str(made.flat.graph), made.flat.code
+    example = {name: value.clone() for name, value in made.example.items()}
+    onnx_format.save(made.flat, made.signature, made.example, tmp_path / "model.onnx")
+    assert (str(made.flat.graph), made.flat.code) == (before, code)
+    assert all(torch.equal(made.example[name], value) for name, value in example.items())
+
+
+def test_an_input_that_is_never_read_may_be_given_all_the_same(tmp_path: Path) -> None:
+    both = {"x": X, "unread": torch.ones(3, 2)}
+    made = files.prepare(Unread(), both, {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}})
+    onnx_format.save(made.flat, made.signature, both, tmp_path / "model.onnx")
+    runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 4), "unread": torch.zeros(5, 2)})
+
+
+class Unread(nn.Module):
+    """Takes an input that it does not read."""
+
+    def forward(self, x: torch.Tensor, unread: torch.Tensor) -> torch.Tensor:
+        return x.relu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
+def test_every_dtype_that_the_runtime_takes_goes_in_and_comes_out(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = Program(lambda m, x: (x[:, :2], x.flip(0)))
+    made = files.prepare(model, {"x": (X > 0).to(dtype)}, BATCH)
+    onnx_format.save(made.flat, made.signature, made.example, tmp_path / "model.onnx")
+    runs(made, tmp_path / "model.onnx", {"x": (torch.randn(5, 4) > 0).to(dtype)})
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x08\x0a"])
+def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(content)
+    with pytest.raises(ExportError, match=r"model\.onnx: ONNX Runtime refuses the file"):
+        runtimes.open_onnx(tmp_path / "model.onnx", ["output"], optimised=False)
