@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator
@@ -229,6 +230,10 @@ def _progress(*, quiet: bool) -> Iterator[Stages]:
 def main() -> None:
     """The console script."""
     _quieten()
+    try:
+        Path.home()
+    except RuntimeError:  # a user id that the system does not know, as containers give; libraries want a place
+        os.environ["HOME"] = tempfile.gettempdir()
     cli()
 
 
@@ -237,5 +242,4 @@ def _quieten() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")

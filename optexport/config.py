@@ -227,7 +227,10 @@ def parse_config(text: str, path: Path) -> Config:
         raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
     config = checked_settings(raw, path.name)
     for index, rule in enumerate(config.rules()):
-        registry.check(rule.use, rule.options, f"{path.name}: transformations[{index}]")
+        place = f"{path.name}: transformations[{index}]"
+        registry.check(rule.use, rule.options, place)
+        if rule.use.startswith(registry.PLUGIN):
+            _check_module(rule.use.removeprefix(registry.PLUGIN), path.parent, f"{place}.use")
     _check_files(config, path)
     return config
 
@@ -260,8 +263,7 @@ def _check_files(config: Config, path: Path) -> None:
         module, _, name = rest.partition(":")
         if not module or not name:
             raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
-        if not _importable(module.partition(".")[0], folder):
-            raise ConfigError(f"there is no module {module}", place=place, mend=f"Put {module}.py beside the config.")
+        _check_module(rest, folder, place)
     if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
         raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
     if kind is SourceKind.PT2 and not _is_file(folder, source):
@@ -296,15 +298,17 @@ def package_folder(package: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
-def _importable(module: str, folder: Path) -> bool:
-    if not module.isidentifier():
-        return False
-    if _is_file(folder, f"{module}.py") or _is_dir(folder, module):
-        return True
+def _check_module(location: str, folder: Path, place: str) -> None:
+    """Refuses ``module:name`` where there is no such module, without importing it."""
+    module = location.partition(":")[0].partition(".")[0]
     try:
-        return importlib.util.find_spec(module) is not None
+        found = _is_file(folder, f"{module}.py") or _is_dir(folder, module) or importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        return False
+        found = None
+    if not module.isidentifier() or not found:
+        raise ConfigError(
+            f"there is no module {module}", place=place, mend=f"Install it, or put {module}.py beside the config."
+        )
 
 
 def _is_file(folder: Path, name: str) -> bool:

@@ -14,10 +14,16 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s\"'<>]*@")
+_SECRETS = re.compile(
+    r"((?:password|passwd|pwd|token|secret|api[_-]?key|access[_-]?key)(?:=|%3D))(?:(?!%3B|%26)[^&;\s\"'])+",
+    re.IGNORECASE,
+)
+
+
 def redact(text: str) -> str:
     """Takes user names, passwords and tokens out of the URIs in a text."""
-    text = re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
-    return re.sub(r"(?i)((?:password|passwd|token|secret|api_key|access_key)=)[^&\s]+", r"\1***", text)
+    return _SECRETS.sub(r"\1***", _CREDENTIALS.sub("***@", text))
 
 
 class OptexportError(Exception):
@@ -37,7 +43,7 @@ class OptexportError(Exception):
     def __init__(self, cause: str, *, place: str | None = None, mend: str | None = None) -> None:
         self.cause = redact(cause)
         self.place = None if place is None else redact(place)
-        self.mend = mend
+        self.mend = None if mend is None else redact(mend)
         super().__init__(str(self))
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from torch import fx
 from optexport import bundle, cases, inputs, parity, records, registry, runtimes, sources, tracking
 from optexport.cases import Batch
 from optexport.config import Config, SourceKind, load_config, source_kind
-from optexport.errors import ConfigError, ParityError, TrackingError
+from optexport.errors import ConfigError, ParityError, TrackingError, redact
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
 from optexport.parity import Bound, PlaceParity, Reference
@@ -130,7 +130,7 @@ def run(
             loaded = _load(config, folder, Path(downloads))
         with stages.stage("inputs"):
             given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
-        text = path.read_text(encoding="utf-8")
+        text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
         job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump)
         if baseline:
             produce(replace(job, rules=(), output=plain, dump=None), Stages(stages.announce))

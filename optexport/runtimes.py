@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import torch
 
 from optexport import pt2_archive
 from optexport.errors import ExportError, first_line
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
+import onnxruntime
 
 Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 

@@ -6,14 +6,15 @@ raised when everything else is done.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,15 @@ class Tracker:
         """Logs metrics, node lists, the bundle, and the ONNX file as a model to load by name."""
         self._guarded(lambda: self._result(manifest, seconds, folder, config_text))
 
-    def fail(self, reason: str) -> None:
-        """Ends the run as FAILED, with the reason as a tag."""
-        self._guarded(lambda: self._mlflow.set_tag("optexport.failure", redact(reason)[:5000]))
-        self._guarded(lambda: self._mlflow.end_run("FAILED"))
-
-    def finish(self) -> None:
-        """Ends the run as FINISHED."""
-        self._guarded(lambda: self._mlflow.end_run())
+    def end(self, reason: str | None = None) -> None:
+        """Ends the run: as FINISHED, or as FAILED for a reason, which may be that something could not be tracked."""
+        if reason is None:
+            self._guarded(lambda: self._mlflow.end_run())
+        failed = reason or (str(self.failure) if self.failure is not None else None)
+        if failed is not None and self.run_id is not None:
+            with contextlib.suppress(Exception):  # what is already known to have failed is the failure that counts
+                self._mlflow.end_run("FAILED")
+                self._mlflow.MlflowClient().set_tag(self.run_id, "optexport.failure", redact(failed)[:5000])
 
     def _guarded(self, action: Callable[[], object]) -> None:
         if self._uri is None or self.failure is not None:
@@ -79,6 +81,7 @@ class Tracker:
     def _start(self, uri: str, experiment: str, folder: Path) -> None:
         self._mlflow = _import_mlflow()
         uri = resolved_uri(uri, folder)
+        _check_writable(uri)
         self._mlflow.set_tracking_uri(uri)
         if self._mlflow.get_experiment_by_name(experiment) is None:
             # An embedded database has no server to say where files go: beside it, not wherever the program is called.
@@ -108,7 +111,7 @@ class Tracker:
                 _log_onnx(mlflow, folder / artifact.path, manifest)
 
 
-@contextmanager
+@contextlib.contextmanager
 def tracking(config: TrackingConfig, folder: Path) -> Iterator[Tracker]:
     """Starts a run, and ends it as FINISHED or as FAILED, as the block ends.
 
@@ -118,9 +121,9 @@ def tracking(config: TrackingConfig, folder: Path) -> Iterator[Tracker]:
     try:
         yield tracker
     except BaseException as error:
-        tracker.fail(str(error) or type(error).__name__)
+        tracker.end(str(error) or type(error).__name__)
         raise
-    tracker.finish()
+    tracker.end()
 
 
 def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path) -> Path:
@@ -164,6 +167,15 @@ def resolved_uri(uri: str, folder: Path) -> str:
     if path == uri or path.startswith("/"):
         return uri
     return f"sqlite:///{(folder / path).resolve()}"
+
+
+def _check_writable(uri: str) -> None:
+    """Raises at once where mlflow would try for two minutes to open an SQLite file that cannot be written."""
+    path = uri.removeprefix("sqlite:///")
+    if path != uri:
+        with contextlib.closing(sqlite3.connect(path.partition("?")[0], isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("ROLLBACK")
 
 
 def git_tags(folder: Path) -> dict[str, str | None]:

@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "missing folder of a package": (source("package:click/nowhere"), "model.source", "nowhere"),
     "package without a name": (source("package:"), "model.source", "package"),
     "module without a factory": (source("python:m"), "model.source", '"python:module:factory"'),
-    "module that is nowhere": (source("python:not_there:load"), "model.source", "Put not_there.py beside the config"),
+    "module that is nowhere": (source("python:not_there:load"), "model.source", "put not_there.py beside the config"),
     "mlflow address of nothing": (source("mlflow:name"), "model.source", '"mlflow:models:/NAME@ALIAS"'),
     "arguments for a folder": (model("arguments = { a = 1 }"), "model.arguments", "only a python: source"),
     "missing data": (table("inputs", 'data = "nowhere.npz"'), "inputs.data", "there is no file nowhere.npz"),

@@ -68,7 +68,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "plugin that is nowhere": (
         config(more='transformations = [{ use = "python:nowhere:Mine" }]'),
         2,
-        "nowhere cannot be imported",
+        "there is no module nowhere",
     ),
     "plugin of another name": (
         config(more='transformations = [{ use = "python:halves:Double" }]'),
