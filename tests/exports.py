@@ -37,6 +37,20 @@ FILES = (
 
 DYNAMIC = {"x": {0: Dim("batch", 1, 32), 1: Dim("sequence", 2, 64)}, "mask": {0: "batch", 1: "sequence"}}
 
+# What a config says of a block's inputs.
+INPUTS = """
+[inputs.tensors.x]
+shape = ["batch", "sequence", 8]
+[inputs.tensors.mask]
+shape = ["batch", "sequence"]
+dtype = "int64"
+low = 1
+high = 2
+[inputs.dynamic]
+batch = [1, 16]
+sequence = [2, 32]
+"""
+
 
 class Block(nn.Module):
     """An attention block whose queries, keys and values can be merged: all that a transformer has, and small."""

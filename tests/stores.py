@@ -10,6 +10,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from tests import exports
+
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 _PLACE = tempfile.TemporaryDirectory(prefix="optexport-stores-")
@@ -32,19 +34,13 @@ def store(folder: Path) -> str:
     return f"sqlite:///{folder / 'mlflow.db'}"
 
 
-CONFIG = """
+CONFIG = (
+    """
 [model]
 source = "python:{module}:load"
-[inputs.tensors.x]
-shape = ["batch", "sequence", 8]
-[inputs.tensors.mask]
-shape = ["batch", "sequence"]
-dtype = "int64"
-low = 1
-high = 2
-[inputs.dynamic]
-batch = [1, 16]
-sequence = [2, 32]
+"""
+    + exports.INPUTS
+    + """
 [[transformations]]
 use = "merge-linears"
 {rules}
@@ -55,6 +51,7 @@ experiment = "tracked"
 formats = {formats}
 output = "out/block"
 """
+)
 
 
 def project(folder: Path, uri: str, rules: str = "", formats: str = '["onnx", "pt2"]') -> Path:

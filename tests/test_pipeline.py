@@ -114,19 +114,13 @@ class Returning(Wrong):
     def transform(self, graph_module):
         return None
 """
-CONFIG = """
+CONFIG = (
+    """
 [model]
 source = "python:pipeline_models:{factory}"
-[inputs.tensors.x]
-shape = ["batch", "sequence", 8]
-[inputs.tensors.mask]
-shape = ["batch", "sequence"]
-dtype = "int64"
-low = 1
-high = 2
-[inputs.dynamic]
-batch = [1, 16]
-sequence = [2, 32]
+"""
+    + exports.INPUTS
+    + """
 {rules}
 [tracking]
 enabled = false
@@ -134,6 +128,7 @@ enabled = false
 formats = {formats}
 output = "out/block"
 """
+)
 FACTORIES = """
 import torch
 from torch import nn

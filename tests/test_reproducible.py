@@ -48,19 +48,13 @@ class Named(Transformation):
     def transform(self, graph_module):
         return graph_module
 """
-BLOCK = """
+BLOCK = (
+    """
 [model]
 source = "python:block_factory:load"
-[inputs.tensors.x]
-shape = ["batch", "sequence", 8]
-[inputs.tensors.mask]
-shape = ["batch", "sequence"]
-dtype = "int64"
-low = 1
-high = 2
-[inputs.dynamic]
-batch = [1, 16]
-sequence = [2, 32]
+"""
+    + exports.INPUTS
+    + """
 [[transformations]]
 use = "merge-linears"
 [[transformations]]
@@ -71,6 +65,7 @@ enabled = false
 [export]
 output = "out/block"
 """
+)
 BERT = """
 [model]
 source = "tiny"
