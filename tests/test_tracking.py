@@ -353,6 +353,7 @@ def test_no_secret_of_the_tracking_uri_gets_out_of_a_run(
 
 def log_transformers(folder: Path, uri: str) -> str:
     mlflow.set_tracking_uri(uri)
+    mlflow.create_experiment("models", artifact_location=(folder / "artifacts").as_uri())
     mlflow.set_experiment("models")
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *[f"word{i}" for i in range(55)]]
     (folder / "vocab.txt").write_text("\n".join(vocabulary))
@@ -381,8 +382,9 @@ def test_a_model_of_the_transformers_flavour_is_a_source(tmp_path: Path) -> None
     assert transformers.AutoTokenizer.from_pretrained(loaded.pretrained.name)("word3")["input_ids"] == [2, 8, 3]
 
 
-def log_pytorch(uri: str, model: nn.Module, **options: Any) -> str:
+def log_pytorch(folder: Path, uri: str, model: nn.Module, **options: Any) -> str:
     mlflow.set_tracking_uri(uri)
+    mlflow.create_experiment("models", artifact_location=(folder / "artifacts").as_uri())
     mlflow.set_experiment("models")
     with mlflow.start_run():
         info = mlflow.pytorch.log_model(model, name="net", pip_requirements=["torch"], **options)
@@ -394,7 +396,7 @@ def test_a_pytorch_model_kept_as_pt2_is_a_source_by_its_alias(tmp_path: Path) ->
     uri = stores.store(tmp_path)
     model = randomise(nn.Linear(4, 2))
     x = np.ones((3, 4), np.float32)
-    model_uri = log_pytorch(uri, model, serialization_format="pt2", input_example=x)
+    model_uri = log_pytorch(tmp_path, uri, model, serialization_format="pt2", input_example=x)
     version = mlflow.register_model(model_uri, "net").version
     mlflow.MlflowClient().set_registered_model_alias("net", "good", version)
     (tmp_path / "downloaded").mkdir()
@@ -407,7 +409,7 @@ def test_a_pytorch_model_kept_as_pt2_is_a_source_by_its_alias(tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore")
 def test_a_pickled_pytorch_model_is_refused(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    model_uri = log_pytorch(uri, randomise(nn.Linear(4, 2)), serialization_format="pickle")
+    model_uri = log_pytorch(tmp_path, uri, randomise(nn.Linear(4, 2)), serialization_format="pickle")
     (tmp_path / "downloaded").mkdir()
     with pytest.raises(SourceError, match="only running its code could load") as caught:
         download_model(model_uri, TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
