@@ -21,6 +21,8 @@ COPY optexport optexport
 RUN /opt/optexport/bin/pip install --constraint constraints.txt '.[images]'
 
 FROM ${PYTHON_IMAGE}
+# MLflow's runs bear the commit that they were made from.
+RUN apt-get update && apt-get install --yes --no-install-recommends git && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/optexport /opt/optexport
 # The container may run under a user id that has no passwd entry, hence no name and no home: torch, MLflow and
 # matplotlib look for both. Caches lie in /work too, the one folder that has to be writable.
@@ -34,8 +36,6 @@ ENV PATH=/opt/optexport/bin:$PATH \
     HF_HUB_DISABLE_TELEMETRY=1 \
     MLFLOW_DISABLE_TELEMETRY=true \
     ORT_DISABLE_TELEMETRY=1 \
-    # Without it MLflow warns that the image holds no git.
-    GIT_PYTHON_REFRESH=quiet \
     PYTHONUNBUFFERED=1
 # Writable for every user id, as /tmp is.
 RUN mkdir -m 1777 /work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,6 +60,10 @@ def export(
         ParityError: What was made does not compute the same; nothing appears under ``output``.
         ExportError: A file cannot be written in its format.
     """
+    if transformations is not None:
+        single = isinstance(transformations, Transformation | str)
+        transformations = [transformations] if single else list(transformations)  # type: ignore[list-item, arg-type]
+    _check_arguments(model, transformations, dynamic)
     output = Path(output).resolve()
     bundle.check_output(output)
     if isinstance(model, ExportedProgram):
@@ -83,6 +88,9 @@ def export(
                 place=f"dynamic: {name}",
                 mend='Give a name, as in {0: "batch"}, or a Dim.',
             )
+        for dim in [dim for dim in axes.values() if isinstance(dim, Dim)]:
+            if dim.min < 1 or (dim.max is not None and dim.max < dim.min):
+                raise ConfigError(f"{dim} holds no size that can be proven", place=f"dynamic: {name}")
         if any(not 0 <= axis < rank for axis in axes):
             raise ConfigError(
                 f"no input has the axes {sorted(axes)}",
@@ -100,3 +108,18 @@ def export(
     rules = pipeline.preset() if transformations is None else NamedRule.of(transformations)
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
     return pipeline.produce(Job(config, loaded, example, batches, dynamic, rules, output), stages or Stages())
+
+
+def _check_arguments(model: Any, transformations: Any, dynamic: Any) -> None:
+    if not isinstance(model, nn.Module | ExportedProgram):
+        raise ConfigError(f"it is a {type(model).__name__}, not a module", place="model")
+    for transformation in transformations or ():
+        if not isinstance(transformation, Transformation):
+            raise ConfigError(
+                f"{transformation!r} is no transformation",
+                place="transformations",
+                mend="Give instances, such as optexport.transformations.MergeLinears().",
+            )
+    for name, axes in (dynamic or {}).items():
+        if not isinstance(axes, Mapping):
+            raise ConfigError(f"{axes!r} is no mapping", place=f"dynamic: {name}", mend='Write {0: "batch"}.')

@@ -136,6 +136,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     if not (folder / MANIFEST).is_file():
         raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder))
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not path.is_file():
+            name = path.relative_to(folder).as_posix()
+            raise BundleError("it is a link or a folder, which no bundle holds", place=name, mend="Remove it.")
     document = sealed_json.read(folder / MANIFEST)
     if (version := document.get("manifest_version")) != 1:
         raise BundleError(
@@ -155,8 +159,6 @@ def read_manifest(folder: Path) -> Manifest:
             raise BundleError(f"it names {name!r}, which is no file of the bundle", place=MANIFEST)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not path.is_file():
-            raise BundleError("it is a link or a folder, which no bundle holds", place=name, mend="Remove it.")
         if name not in expected and name not in (MANIFEST, MEASUREMENTS):
             raise BundleError("the manifest does not know this file", place=name, mend="Remove it.")
     for name, record in expected.items():

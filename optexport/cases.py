@@ -12,9 +12,11 @@ from optexport.signature import Dim, Dynamic, Signature
 
 Batch = dict[str, torch.Tensor]
 
-# Check inputs hold at most this many numbers, or this many times those of the example where that is more.
+# Check inputs hold at most this many numbers, or this many times those of the example where that is more; those at the
+# ends of a range, where the other sizes are small, hold more.
 _BUDGET = 8192
 _BUDGET_TIMES = 4
+_BUDGET_AT_ENDS = 1 << 20
 _LEAST_UNTRACED = 3
 
 
@@ -26,22 +28,28 @@ class Case:
     batch: Batch
 
 
-def cases(example: Batch, real: Sequence[Batch], signature: Signature) -> list[Case]:
+def cases(
+    example: Batch, real: Sequence[Batch], signature: Signature, doubtful: Sequence[Mapping[str, int]] = ()
+) -> list[Case]:
     """The batches to check on: the traced one, the user's data, and at least three sizes that were never traced.
 
     Fewer only where the declared ranges hold fewer sizes.
+
+    Args:
+        doubtful: Sizes to check on whatever else is, since the trace may not hold there.
     """
     found = [Case("traced", example)]
     found += [Case("data" if len(real) == 1 else f"data {i}", batch) for i, batch in enumerate(real)]
     traced = signature.sizes(example)
     budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
     seen = [signature.sizes(case.batch) for case in found]
-    given, preferred = len(found), _untraced_sizes(signature, traced)
-    for index, sizes in enumerate(itertools.chain(preferred, _nearby_sizes(signature, traced))):
+    ends, others = _untraced_sizes(signature, traced)
+    given, preferred = len(found), [*doubtful, *ends, *others]
+    for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
         if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
             break
-        batch = resize(example, signature, sizes)
-        while sum(tensor.numel() for tensor in batch.values()) > budget:
+        batch, most = resize(example, signature, sizes), max(budget, _BUDGET_AT_ENDS if sizes in ends else 0)
+        while sum(tensor.numel() for tensor in batch.values()) > most and sizes not in doubtful:
             largest = max(sizes, key=lambda name: sizes[name] / traced[name])
             if sizes[largest] <= max(signature.dims[largest].min, 1):
                 break
@@ -53,10 +61,13 @@ def cases(example: Batch, real: Sequence[Batch], signature: Signature) -> list[C
     return found
 
 
-def _untraced_sizes(signature: Signature, traced: Mapping[str, int]) -> list[dict[str, int]]:
+def _untraced_sizes(
+    signature: Signature, traced: Mapping[str, int]
+) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    """Sizes at the ends of their ranges, and others."""
     names = list(traced)
     if not names:
-        return []
+        return [], []
 
     dims = signature.dims
     smallest = {name: _clamped(dims[name], 1) for name in names}
@@ -64,17 +75,15 @@ def _untraced_sizes(signature: Signature, traced: Mapping[str, int]) -> list[dic
     longer = {name: _clamped(dims[name], 4 * traced[name]) for name in names}
     largest = {name: _clamped(dims[name], dims[name].max or 4 * traced[name]) for name in names}
     head, *tail = names
-    found = [
-        smallest,
+    ends = [smallest, {**largest, head: smallest[head]}, {**smallest, head: largest[head]}]
+    others = [
         prime,
         {**longer, head: smallest[head]},
-        {**largest, head: smallest[head]},
-        {**smallest, head: largest[head]},
         {**prime, head: longer[head]},
         {**smallest, head: prime[head]},
         {**smallest, **{name: prime[name] for name in tail}},
     ]
-    return found
+    return ends, others
 
 
 def _nearby_sizes(signature: Signature, traced: Mapping[str, int]) -> Iterator[dict[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -11,7 +12,6 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,48 +26,50 @@ if TYPE_CHECKING:
 _EPILOG = """\b
 Exit codes:
   0    done; for run: exported and proven
+  1    the disk is full, a model's code ended the program, or a defect
   2    the config, or the call, is wrong
   3    the model could not be loaded or traced
   4    the proof failed: results differ, or a bundle was changed
   5    a transformation or an export failed
   6    a gate failed
   7    tracking failed; the bundle is whole on disk
-  130  interrupted"""
+  130  interrupted (143 by SIGTERM)"""
 
 
 class _Group(click.Group):
     """Turns errors into one message and their exit code; a traceback only with ``--debug``."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        interrupted = threading.Event()
+        received: list[int] = []
 
-        def interrupt(signum: int, frame: object) -> None:  # noqa: ARG001
-            interrupted.set()
+        def stop(signum: int, frame: object) -> None:  # noqa: ARG001
+            received.append(signum)
             raise KeyboardInterrupt
 
         in_main_thread = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGINT, interrupt) if in_main_thread else None
+        signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
+        before = {signum: signal.signal(signum, stop) for signum in signals}
         try:
             return super().invoke(ctx)
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            if isinstance(error, BrokenPipeError):
-                raise  # whoever read our output has read enough; click ends quietly
             # Some libraries turn an interrupt in the middle of their imports into errors of their own.
-            if isinstance(error, KeyboardInterrupt) or interrupted.is_set():
-                _fail(ctx, "interrupted", 130)
-            if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader went away: click knows
+            if isinstance(error, KeyboardInterrupt) or received:
+                _fail(ctx, "interrupted", 128 + (received or [signal.SIGINT])[0])
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader went away: click ends quietly
                 raise
             if isinstance(error, OptexportError):
                 _fail(ctx, str(error), error.exit_code)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                _fail(ctx, f"{error}\n  Make room, and run again.", 1)
             if isinstance(error, SystemExit):
                 _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
             # A defect of ours, or of a library: still one message.
             _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
         finally:
-            if before is not None:
-                signal.signal(signal.SIGINT, before)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
@@ -102,7 +104,9 @@ def run(config: Path, without: tuple[str, ...], baseline: bool, dump: Path | Non
     with _progress(quiet=as_json) as stages:
         from optexport import pipeline, summary
 
-        result = pipeline.run(config, without=without, baseline=baseline, dump=dump, stages=stages)
+        # What a model's own code prints is none of our result.
+        with contextlib.redirect_stdout(sys.stderr):
+            result = pipeline.run(config, without=without, baseline=baseline, dump=dump, stages=stages)
     if as_json:
         click.echo(json.dumps(summary.as_json(result), indent=2))
     else:
@@ -132,6 +136,10 @@ def init(source: str, output: Path, force: bool) -> None:
 
     if output.exists() and not force:
         raise click.UsageError(f"{output} is there already. Give another --output, or --force.")
+    if not output.parent.is_dir():
+        raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
+    if output.exists() and not output.is_file():
+        raise click.UsageError(f"{output} is no file that can be replaced.")
     if output.parent != Path() and os.path.exists(source) and not os.path.isabs(source):
         source = os.path.relpath(source, output.parent)  # the caller's shell knows it from here, the config from there
     text = starter_config(source, output.parent)
@@ -196,10 +204,10 @@ def _console() -> Any:
     from rich.console import Console
 
     # Outside a terminal a table is not cut to 80 columns.
-    return Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
+    return Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 200)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Stages]:
     """Shows the stages on standard error: a spinner on a terminal, plain lines elsewhere."""
     from optexport.stages import Stages

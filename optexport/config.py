@@ -41,7 +41,7 @@ def _name(name: str) -> str:
 def _size(size: Any) -> int | str:
     if isinstance(size, str):
         return _name(size)
-    if type(size) is not int or not 0 <= size <= _LARGEST_SIZE:
+    if type(size) is not int or not 1 <= size <= _LARGEST_SIZE:
         raise ValueError(f"it must be a size, or the name of a dimension, not {_shown(size)}")
     return size
 
@@ -138,7 +138,8 @@ class TransformationConfig(BaseModel):
 class ParityConfig(_Table):
     """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured."""
 
-    multiple: float = Field(default=4.0, gt=0, allow_inf_nan=False)
+    # Below 1 the original itself would not pass.
+    multiple: float = Field(default=4.0, ge=1, allow_inf_nan=False)
     atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)

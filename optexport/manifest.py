@@ -107,11 +107,15 @@ class BoundRecord(_Record):
 
 
 class ParityRecord(_Record):
-    """The proof. ``fallback`` says why float64 could not be had, where it could not."""
+    """The proof. ``fallback`` says why float64 could not be had, where it could not.
+
+    ``unguided`` names outputs and cases that are compared with the original itself, float64 being no guide there.
+    """
 
     cases: list[str]
     bounds: dict[str, BoundRecord]
     fallback: str | None
+    unguided: list[str]
     places: list[PlaceRecord]
 
 

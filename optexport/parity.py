@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ Outputs = dict[str, torch.Tensor]
 # largest value stand in for it.
 LEAST_FLOOR_ULPS = 2
 FALLBACK_ULPS = 64
+# Noise this many times that of the traced batch is no noise: float64 goes another way there.
+_UNGUIDED_TIMES = 64
 # A limit above this share of the largest value would let anything pass.
 LARGEST_LIMIT = 0.1
 # Values above 2 ** 13 with a gap of a factor of 2 ** 20 below them are no results but marks, as the -1e30 of a masked
@@ -42,7 +44,7 @@ class Bound:
 
     Attributes:
         floor: The original's own distance from float64, the largest over all elements and cases.
-        limit: The distance from float64 up to which a candidate passes.
+        limit: The distance from float64 up to which a candidate passes; with atol or rtol, the largest they allow.
         atol: With rtol, a fixed limit instead: ``|candidate - original| <= atol + rtol * |original|``.
     """
 
@@ -70,12 +72,14 @@ class Reference:
         outputs: In its own precision, per case.
         exact: In float64, per case; where the model does not run in float64, the same as `outputs`.
         fallback: Why float64 could not be had; None where it could.
+        unguided: Outputs and cases of which float64 says nothing, so that `exact` holds the original's own values.
     """
 
     cases: tuple[Case, ...]
     outputs: tuple[Outputs, ...]
     exact: tuple[Outputs, ...]
     fallback: str | None = None
+    unguided: tuple[str, ...] = ()
 
     def at_traced_shape(self) -> Reference:
         """Only the cases shaped as the first, the traced one: all that a file of fixed shape can be asked for."""
@@ -89,6 +93,7 @@ class Reference:
             tuple(self.outputs[i] for i in kept),
             tuple(self.exact[i] for i in kept),
             self.fallback,
+            self.unguided,
         )
 
 
@@ -180,7 +185,32 @@ def reference(
         except Exception as error:  # likewise; it may also hold a dtype of its own
             reason = f"{type(error).__name__}: {first_line(error)}"
             return Reference(tuple(checked), tuple(outputs), tuple(outputs), reason)
-    return Reference(tuple(checked), tuple(outputs), exact)
+    return _guided(Reference(tuple(checked), tuple(outputs), exact))
+
+
+def _guided(reference: Reference) -> Reference:
+    """The same, but compared with the original itself where float64 computes something else.
+
+    A mask of -1e9 on a whole row is all that is left of the scores in float32, but not in float64. The distance there
+    is no rounding, and as a floor it would let faults pass everywhere else.
+    """
+    exact, unguided = [dict(outputs) for outputs in reference.exact], []
+    for name, traced in reference.outputs[0].items():
+        if not traced.is_floating_point():
+            continue
+        noise = [_relative_noise(o[name], e[name]) for o, e in zip(reference.outputs, exact, strict=True)]
+        usual = max(noise[0], LEAST_FLOOR_ULPS * torch.finfo(traced.dtype).eps)
+        for index, case in enumerate(reference.cases):
+            if noise[index] > _UNGUIDED_TIMES * usual:
+                exact[index][name] = reference.outputs[index][name].double()
+                unguided.append(f"{name} at {case.name}")
+    return replace(reference, exact=tuple(exact), unguided=tuple(unguided))
+
+
+def _relative_noise(original: torch.Tensor, exact: torch.Tensor) -> float:
+    kept = ~_marks(original, exact)
+    scale = _max(_finite(original).abs()[kept])
+    return _max(_distance(original, _known(exact, original))[kept]) / scale if scale else 0.0
 
 
 @contextmanager
@@ -240,6 +270,8 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
             place=f"output {name}",
             mend="Set parity.atol and parity.rtol to what the task allows, or export in a higher precision.",
         )
+    if atol is not None or rtol is not None:
+        limit = (atol or 0.0) + (rtol or 0.0) * scale
     return Bound(floor, limit, atol, rtol)
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from optexport import bundle, cases, inputs, parity, records, registry, runtimes, sources, tracking
 from optexport.cases import Batch
-from optexport.config import Config, SourceKind, load_config, source_kind
+from optexport.config import Config, SourceKind, TransformationConfig, load_config, source_kind
 from optexport.errors import ConfigError, ParityError, TrackingError, redact
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
@@ -64,6 +64,7 @@ class Result:
         run_id: The MLflow run, if there is one.
         run_page: The address of that run in MLflow's own page, after the command that serves it if one is needed.
         tracking_failure: Why the run could not be tracked, if it could not.
+        baseline: The folder of the untransformed export, if it was asked for.
     """
 
     output: Path
@@ -72,6 +73,7 @@ class Result:
     run_id: str | None = None
     run_page: str | None = None
     tracking_failure: TrackingError | None = None
+    baseline: Path | None = None
 
     @property
     def passed(self) -> bool:
@@ -114,6 +116,7 @@ def run(
     stages = stages or Stages()
     config, folder = load_config(path), path.parent
     rules = _rules(config, folder, without)
+    config = _resolved(config, rules)
     output = (folder / Path(config.export.output).expanduser()).resolve()
     plain = output.with_name(f"{output.name}-baseline")
     for place in (output, plain) if baseline else (output,):
@@ -133,11 +136,20 @@ def run(
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
         job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump)
         if baseline:
-            produce(replace(job, rules=(), output=plain, dump=None), Stages(stages.announce))
+            produce(
+                replace(job, config=_resolved(config, (), plain), rules=(), output=plain, dump=None),
+                Stages(stages.announce),
+            )
         result = produce(job, stages)
         with stages.stage("track"):
             tracker.result(result.manifest, stages.seconds, output, text)
-    return replace(result, run_id=tracker.run_id, run_page=tracker.page, tracking_failure=tracker.failure)
+    return replace(
+        result,
+        run_id=tracker.run_id,
+        run_page=tracker.page,
+        tracking_failure=tracker.failure,
+        baseline=plain if baseline else None,
+    )
 
 
 def produce(job: Job, stages: Stages) -> Result:
@@ -148,7 +160,7 @@ def produce(job: Job, stages: Stages) -> Result:
             signature = traced.signature
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
-            checked = cases.cases(job.example, job.real, signature)
+            checked = cases.cases(job.example, job.real, signature, traced.doubtful)
             reference = parity.reference(_caller(signature), job.loaded.model, checked, declared=job.sizes_declared)
             bounds = _bounds(job.config, reference)
             places = [parity.check_original(reference, bounds)]
@@ -222,6 +234,17 @@ def _rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedR
         for index, (name, options) in enumerate(named)
         if name not in left_out
     )
+
+
+def _resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
+    """The config with the rules that are applied, and in another place if one is given."""
+    update: dict[str, object] = {
+        "transformations": [TransformationConfig.model_validate({"use": r.name, **r.options}) for r in rules]
+    }
+    if output is not None:
+        name = str(Path(config.export.output).with_name(output.name))
+        update["export"] = config.export.model_copy(update={"output": name})
+    return config.model_copy(update=update)
 
 
 def preset() -> tuple[NamedRule, ...]:

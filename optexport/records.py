@@ -129,6 +129,7 @@ def parity_record(reference: Reference, bounds: Mapping[str, Bound], places: Seq
         cases=[case.name for case in reference.cases],
         bounds={name: BoundRecord(**vars(bound)) for name, bound in bounds.items()},
         fallback=reference.fallback,
+        unguided=list(reference.unguided),
         places=[
             PlaceRecord(
                 place=place.place,

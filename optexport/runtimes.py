@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from optexport import pt2_archive
+from optexport import archives
 from optexport.errors import ExportError, first_line
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
@@ -64,19 +64,15 @@ def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool) -> Run:
 
 
 def open_torchscript(path: Path, outputs: Sequence[str]) -> Run:
-    """Opens a TorchScript file.
+    """Opens a TorchScript file, after checking that it does nothing but compute.
 
     Raises:
-        ExportError: It cannot be loaded.
+        SourceError: It does more, or cannot be loaded.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
-        try:
-            module = torch.jit.load(str(path))
-        except Exception as error:  # RuntimeError, and whatever a damaged archive causes
-            raise ExportError(f"torch cannot load it: {first_line(error)}", place=path.name) from error
-    return _runner(module, outputs)
+        return _runner(archives.load_torchscript(path), outputs)
 
 
 def open_pt2(path: Path, outputs: Sequence[str]) -> Run:
@@ -85,7 +81,7 @@ def open_pt2(path: Path, outputs: Sequence[str]) -> Run:
     Raises:
         SourceError: It holds what could run code, or cannot be loaded.
     """
-    return _runner(pt2_archive.load(path).module(), outputs)
+    return _runner(archives.load_pt2(path).module(), outputs)
 
 
 def _runner(module: Callable[..., Sequence[torch.Tensor]], outputs: Sequence[str]) -> Run:

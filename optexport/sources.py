@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport import pt2_archive, registry, transformers_exporters
+from optexport import archives, registry, transformers_exporters
 from optexport.config import ModelConfig, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.raising import unlift
@@ -126,7 +126,7 @@ def _in_package(rest: str) -> tuple[Path, str | None]:
 
 def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
     if path.suffix == ".pt2":
-        program = pt2_archive.load(path)
+        program = archives.load_pt2(path)
         return Loaded(unlift(program), program, revision)
     if not (path / "config.json").is_file():
         raise SourceError(

@@ -17,6 +17,15 @@ _ENDINGS = {**_TASKS, "ForConditionalGeneration": "text2text-generation", "LMHea
 _LENGTHS = ("max_position_embeddings", "n_positions")
 _SOUND_KEYS = {"num_mel_bins", "num_feat_extract_layers", "input_feat_per_channel", "audio_config"}
 _TOKENIZER_LENGTH = "tokenizer's model_max_length"
+_NO_TOKENIZER = "no tokenizer"
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 
 
 def starter_config(source: str, folder: Path) -> str:
@@ -75,13 +84,15 @@ def _config_json(source: str, kind: SourceKind, folder: Path) -> dict[str, Any]:
     known = _json(path / "config.json")
     if (longest := _json(path / "tokenizer_config.json").get("model_max_length")) is not None:
         known.setdefault(_TOKENIZER_LENGTH, longest)
+    if known and not any((path / name).is_file() for name in _TOKENIZERS):
+        known[_NO_TOKENIZER] = True
     return known
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return known if isinstance(known, dict) else {}
 
@@ -133,14 +144,15 @@ def _inputs(known: dict[str, Any], kind: SourceKind) -> list[str]:
             "batch = [1, 16]",
         ]
     if "vocab_size" in known:
+        longest = _longest(known)
         return [
-            'texts = ["A sentence of the kind that the model will see.", "And another one, of another length."]',
-            '# data = "lines.jsonl"  # or real data: {"text": "..."} or {"input_ids": [...]} a line',
+            *_texts(known),
             "",
             "# Sizes that the exported files must take; sizes never traced are checked too.",
             "[inputs.dynamic]",
             "batch = [1, 64]",
-            f"sequence = [2, {_longest(known)}]",
+            f"sequence = [2, {longest}]",
+            *([f"decoder_sequence = [2, {longest}]"] if known.get("is_encoder_decoder") is True else []),
         ]
     size = known.get("image_size")
     sides = size if isinstance(size, list) and len(size) == 2 else [size, size]
@@ -153,6 +165,28 @@ def _inputs(known: dict[str, Any], kind: SourceKind) -> list[str]:
     if kind is SourceKind.HUB:
         hint = ['# For a text model: texts = ["..."] instead of the table below.']
     return [*hint, f"[inputs.tensors.{name}]", f"shape = {shape}", "", "[inputs.dynamic]", "batch = [1, 16]"]
+
+
+def _texts(known: dict[str, Any]) -> list[str]:
+    if _NO_TOKENIZER in known:
+        return [
+            "# The folder holds no tokenizer, so these are random numbers. For real data:",
+            '# data = "inputs.npz"  # or .safetensors: a tensor for each input, by name',
+            "[inputs.tensors.input_ids]",
+            'shape = ["batch", "sequence"]',
+            'dtype = "int64"',
+            "low = 0",
+            f"high = {_number(known.get('vocab_size'), 2, 1000)}",
+            "[inputs.tensors.attention_mask]",
+            'shape = ["batch", "sequence"]',
+            'dtype = "int64"',
+            "low = 1",
+            "high = 2",
+        ]
+    return [
+        'texts = ["A sentence of the kind that the model will see.", "And another one, of another length."]',
+        '# data = "lines.jsonl"  # or real data: {"text": "..."} or {"input_ids": [...]} a line',
+    ]
 
 
 def _rule(name: str) -> list[str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optexport.manifest import Manifest
+from optexport.manifest import ChangeRecord, Manifest, TensorRecord
 from optexport.parity import PlaceParity
 from optexport.pipeline import Result
 
@@ -21,6 +21,9 @@ _WIDE = 120
 def show(result: Result, console: Console) -> None:
     """Prints the summary of a run that ended well."""
     manifest = result.manifest
+    for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
+        shown = "; ".join(_signature(tensor) for tensor in tensors)
+        console.print(f"[bold]{title}[/] {escape(shown)}", soft_wrap=True, highlight=False)
     _show_transformations(manifest, console)
     _show_parity(manifest, result.parity, console)
     _show_files(result, console)
@@ -28,6 +31,10 @@ def show(result: Result, console: Console) -> None:
         console.print(f"\n[bold]MLflow[/] run {result.run_id}", highlight=False)
         for line in result.run_page.splitlines():
             console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
+
+
+def _signature(tensor: TensorRecord) -> str:
+    return f"{tensor.name} [{', '.join(map(str, tensor.shape))}] {tensor.dtype}"
 
 
 def _show_transformations(manifest: Manifest, console: Console) -> None:
@@ -38,12 +45,18 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
         replaced = sum(len(change.replaced) for change in t.changes)
         made = sum(len(change.nodes) for change in t.changes)
         done = f"{replaced} nodes -> {made}" if t.changes else "nothing to change"
-        first = f", first at {escape(t.changes[0].target or t.changes[0].replaced[0])}" if t.changes else ""
+        first = f", first at {escape(_where(t.changes[0]))}" if t.changes else ""
         console.print(f"  {escape(t.rule):38} {done}{first}", highlight=False, soft_wrap=True)
         for miss in t.near_misses[:_SHOWN_NEAR_MISSES]:
             console.print(f"    skipped at {escape(miss.node)}: {escape(miss.reason)}", highlight=False, soft_wrap=True)
         if (more := len(t.near_misses) - _SHOWN_NEAR_MISSES) > 0:
             console.print(f"    and {more} more near misses, all in manifest.json")
+
+
+def _where(change: ChangeRecord) -> str:
+    """The module that was changed, or else the node."""
+    is_function = change.target.startswith(("operator.", "torch."))
+    return change.target if change.target and not is_function else (change.nodes or change.replaced)[0]
 
 
 def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Console) -> None:
@@ -55,6 +68,8 @@ def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Con
     )
     if proof.fallback:
         console.print(f"  float64 could not be had ({escape(proof.fallback)}): compared with the original itself")
+    for where in proof.unguided:
+        console.print(f"  {escape(where)}: float64 goes another way there, so compared with the original itself")
     console.print(parity_table(places, wide=console.width >= _WIDE))
     for artifact in manifest.artifacts:
         if artifact.fixed_shape is not None:
@@ -81,8 +96,10 @@ def parity_table(places: Sequence[PlaceParity], *, wide: bool) -> Table:
 
 def _show_files(result: Result, console: Console) -> None:
     console.print(f"[bold]Files[/] in {escape(str(result.output))}", soft_wrap=True, highlight=False)
-    for file in result.manifest.files:
-        console.print(f"  {escape(file.path):28} {_size(file.size):>10}", highlight=False)
+    for file in sorted(result.output.iterdir()):
+        console.print(f"  {escape(file.name):28} {_size(file.stat().st_size):>10}", highlight=False)
+    if result.baseline is not None:
+        console.print(f"[bold]Baseline[/] in {escape(str(result.baseline))}", soft_wrap=True, highlight=False)
 
 
 def _size(size: int) -> str:
@@ -97,6 +114,7 @@ def as_json(result: Result) -> dict[str, Any]:
     return {
         "passed": result.passed,
         "output": str(result.output),
+        "baseline": None if result.baseline is None else str(result.baseline),
         "files": {name: str(path) for name, path in result.files.items()},
         "transformed_nodes": result.transformed_nodes,
         "near_misses": {t.rule: [miss.model_dump() for miss in t.near_misses] for t in result.manifest.transformations},

@@ -30,6 +30,7 @@ from optexport.signature import (
     named_inputs,
     unused,
 )
+from optexport.size_guards import doubtful_sizes
 
 logger = logging.getLogger("optexport")
 
@@ -42,11 +43,13 @@ class Traced:
         graph_module: Calls of modules and operators; shares its parameters with the model.
         signature: Its inputs and outputs.
         fixed: Axes of inputs that the model holds to one size though nobody asked for it: ``pixel_values[1] = 3``.
+        doubtful: Sizes at which the model may go another way than it was traced.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     fixed: tuple[str, ...]
+    doubtful: tuple[dict[str, int], ...] = ()
 
 
 def symbolic_trace(
@@ -99,18 +102,28 @@ def trace(
 
     Sizes of 0 or 1 are always taken as fixed by ``torch.export``: a dynamic axis needs at least 2 in the example.
     """
-    if isinstance(model, ExportedProgram):
-        program = model
-    else:
-        program = _export(model, example, dynamic)
-    signature, fixed = _signature(program, dynamic)
+    if isinstance(model, fx.GraphModule):
+        example = _in_order(model, example)
+    program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
+    signature, fixed, symbols = _signature(program, dynamic)
+    doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
     if isinstance(model, fx.GraphModule):
         graph_module = _copy(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
         graph_module = raise_graph(program)
-    return Traced(graph_module, signature, fixed)
+    return Traced(graph_module, signature, fixed, doubtful)
+
+
+def _in_order(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs in the order in which the graph takes them."""
+    wanted = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
+    if set(wanted) != set(example):
+        raise TraceError(
+            f"the graph takes {', '.join(wanted)}, and is given {', '.join(example)}", place=type(model).__name__
+        )
+    return {name: example[name] for name in wanted}
 
 
 def _copy(model: fx.GraphModule) -> fx.GraphModule:
@@ -196,8 +209,12 @@ def _explained(
     )
 
 
-def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signature, tuple[str, ...]]:
-    """Reads the signature off a program, naming each symbol after the first axis that it appears on."""
+def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signature, tuple[str, ...], dict[Any, str]]:
+    """Reads the signature off a program, naming each symbol after the first axis that it appears on.
+
+    Returns:
+        The signature, the axes that are fixed though nobody asked for it, and the dimension of each symbol.
+    """
     user_inputs = set(program.graph_signature.user_inputs)
     placeholders = [n for n in program.graph.find_nodes(op="placeholder") if n.name in user_inputs]
     names: dict[Any, str] = {}
@@ -231,7 +248,7 @@ def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signa
             dims[dim_name] = _narrowest(dims.get(dim_name), _range(program, symbol, wanted, dim_name))
             shape.append(dim_name)
         inputs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(shape)))
-    return Signature(tuple(inputs), _outputs(program, names), dims), tuple(fixed)
+    return Signature(tuple(inputs), _outputs(program, names), dims), tuple(fixed), names
 
 
 def _free_symbol(program: ExportedProgram, size: int | torch.SymInt) -> Any:

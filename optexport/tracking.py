@@ -179,19 +179,27 @@ def _check_writable(uri: str) -> None:
 
 
 def git_tags(folder: Path) -> dict[str, str | None]:
-    """The commit, branch and repository that a folder is in, under MLflow's names for them."""
+    """The commit, branch and repository that a folder is in, under MLflow's names for them; else what CI says."""
 
     def ask(*command: str) -> str | None:
+        # A container works in a folder of another user's, which git would otherwise not look at.
+        git = ["git", "-c", "safe.directory=*", "-C", str(folder)]
         try:
-            done = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, text=True, check=False)
+            done = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
         except OSError:
             return None
         return done.stdout.strip() or None if done.returncode == 0 else None
 
+    def told(*names: str) -> str | None:
+        return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
     remote = ask("config", "--get", "remote.origin.url")
+    branch = ask("rev-parse", "--abbrev-ref", "HEAD")
     return {
-        "mlflow.source.git.commit": ask("rev-parse", "HEAD"),
-        "mlflow.source.git.branch": ask("rev-parse", "--abbrev-ref", "HEAD"),
+        "mlflow.source.git.commit": ask("rev-parse", "HEAD") or told("GITHUB_SHA", "CI_COMMIT_SHA"),
+        # CI checks a commit out, not a branch.
+        "mlflow.source.git.branch": (branch if branch != "HEAD" else None)
+        or told("GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
         "mlflow.source.git.repoURL": redact(remote) if remote else None,
     }
 

@@ -106,7 +106,7 @@ def blame(graph_module: fx.GraphModule, rules: Sequence[NamedRule], passes: Call
     for rule in rules:
         graph_module, (applied,) = transform(graph_module, [rule])
         if not passes(graph_module):
-            nodes = [node for change in applied.report.changes for node in change.nodes]
+            nodes = [node for change in applied.report.changes for node in change.nodes or change.replaced]
             shown = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
             return f"{rule.name} is to blame, which changed {shown}. Run again with --without {rule.name}."
     return "Each transformation passes when it is applied alone."

@@ -149,7 +149,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
-            for category in (UserWarning, FutureWarning, DeprecationWarning):
+            for category in (UserWarning, FutureWarning, DeprecationWarning, RuntimeWarning):
                 warnings.simplefilter("ignore", category)
             yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -398,6 +399,11 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "an axis of no input": {"dynamic": {"z": {0: "batch"}}},
     "an axis that the input lacks": {"dynamic": {"input": {5: "batch"}}},
     "an axis without a name": {"dynamic": {"input": {0: 3}}},
+    "axes that are no mapping": {"dynamic": {"input": ["batch", None]}},
+    "sizes of nothing": {"dynamic": {"input": {0: Dim("batch", 0, 8)}}},
+    "the name of a rule": {"transformations": "merge-linears"},
+    "a class of rules": {"transformations": [MergeLinears]},
+    "a multiple that the model itself fails": {"multiple": 0.5},
     "no batch": {"inputs": []},
     "a batch of numbers": {"inputs": {"input": 3}},
     "a batch of lists": {"inputs": {"input": [[1.0, 2.0, 3.0, 4.0]]}},
@@ -413,6 +419,90 @@ def test_an_argument_that_cannot_be_meant_is_one_clear_error(name: str, tmp_path
         export(randomise(nn.Linear(4, 2)), given.pop("inputs"), tmp_path / "bundle", **given)
     assert "pydantic" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_no_module_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it is a function, not a module"):
+        export(lambda x: x, {"x": X}, tmp_path / "bundle")  # type: ignore[arg-type]
+
+
+class Branching(nn.Module):
+    """Goes another way at some sizes, which a trace does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 100 if x.shape[0] % 11 == 0 else x * 2
+
+
+@pytest.mark.parametrize("dynamic", [{"x": {0: Dim("batch", 1, 64)}}, {"x": {0: "batch"}}, None])
+def test_a_branch_on_a_size_is_found(dynamic: Any, tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="batch 11"):
+        quick(Branching(), {"x": torch.rand(3, 4)}, tmp_path / "bundle", dynamic=dynamic)
+
+
+def test_a_branch_on_a_size_that_is_not_declared_does_no_harm(tmp_path: Path) -> None:
+    result = quick(Branching(), {"x": torch.rand(3, 4)}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 10)}})
+    assert result.passed
+
+
+def test_inputs_of_a_graph_module_go_by_name(tmp_path: Path) -> None:
+    """In the graph's own order, whichever they are given in; equal values would hide a mistake."""
+
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x * 2 + y * 3
+
+    given = {"y": torch.ones(3, 4), "x": torch.ones(3, 4)}
+    dynamic = {name: {0: "batch"} for name in given}
+    result = export(torch.fx.symbolic_trace(Two().eval()), given, tmp_path / "bundle", dynamic=dynamic)
+    for name, path in result.files.items():
+        ((_, run), *_) = runtimes.open_file(path, name, ["output"])
+        assert torch.equal(run({"x": torch.ones(2, 4), "y": torch.zeros(2, 4)})["output"], torch.full((2, 4), 2.0))
+    with pytest.raises(TraceError, match="the graph takes x, y, and is given x"):
+        export(torch.fx.symbolic_trace(Two().eval()), {"x": X}, tmp_path / "other", dynamic=BATCH)
+
+
+def test_both_ends_of_a_range_are_checked(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2)
+    result = quick(model, {"x": torch.rand(3, 768)}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 64)}})
+    assert {"batch 1", "batch 64"} <= set(result.manifest.parity.cases)
+
+
+class MaskedOut(nn.Module):
+    """Adds -1e9 where the mask is zero: of a whole row float32 keeps nothing but that, and float64 the scores too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(99, 32)
+        self.q, self.k, self.o = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        h = self.embed(input_ids)
+        scores = self.q(h) @ self.k(h).transpose(1, 2) / 32**0.5
+        scores = scores + (1.0 - attention_mask[:, None, :].to(h.dtype)) * -1e9
+        return h + 0.1 * self.o(scores.softmax(-1) @ h)
+
+
+class OnePercentMore(Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        (output,) = graph_module.graph.find_nodes(op="output")
+        (result,) = output.all_input_nodes
+        with graph_module.graph.inserting_before(output):
+            more = graph_module.graph.call_function(operator.mul, (result, 1.01))
+        output.replace_input_with(result, more)
+        return graph_module
+
+
+def test_a_row_that_is_masked_out_hides_no_fault_elsewhere(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MaskedOut().eval()
+    given = {"input_ids": torch.randint(0, 99, (3, 9)), "attention_mask": torch.ones(3, 9, dtype=torch.int64)}
+    dynamic = {name: {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 48)} for name in given}
+    result = quick(model, given, tmp_path / "bundle", dynamic=dynamic)
+    assert result.manifest.parity.unguided
+    with pytest.raises(ParityError):
+        quick(model, given, tmp_path / "other", dynamic=dynamic, transformations=[OnePercentMore()])
 
 
 def test_a_complex_output_is_refused(tmp_path: Path) -> None:

@@ -49,15 +49,29 @@ def started(source: str, folder: Path) -> Config:
     return load_config(path)
 
 
-def described(folder: Path, name: str = "model", **config: Any) -> Config:
+def described(folder: Path, name: str = "model", tokenizer: bool = True, **config: Any) -> Config:
     """The starter config of a folder whose config.json says this."""
     (folder / name).mkdir(exist_ok=True)
+    if tokenizer:
+        (folder / name / "tokenizer.json").write_text("{}", encoding="utf-8")
     (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return started(f"./{name}", folder)
 
 
+@pytest.mark.parametrize("decoder", [False, True])
+def test_a_text_model_without_a_tokenizer_is_given_token_ids(decoder: bool, tmp_path: Path) -> None:
+    config = described(tmp_path, tokenizer=False, vocab_size=120, n_positions=64, is_encoder_decoder=decoder)
+    assert config.inputs.texts is None
+    assert config.inputs.tensors is not None
+    ids = config.inputs.tensors["input_ids"]
+    assert (ids.dtype, ids.low, ids.high) == ("int64", 0, 120)
+    assert config.inputs.dynamic is not None
+    assert ("decoder_sequence" in config.inputs.dynamic) is decoder
+
+
 def saved(model: PreTrainedModel, folder: Path) -> Config:
     model.save_pretrained(folder / "model")
+    (folder / "model" / "tokenizer.json").write_text("{}", encoding="utf-8")
     return started("model", folder)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx
 import onnx_ir
+import onnxscript.optimizer
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import fx
@@ -95,8 +96,11 @@ def _convert(
         custom_translation_table=transformers_exporters.onnx_translations(),
         opset_version=opset,
         verbose=False,
+        optimize=False,  # whose rewriting takes a constant of 1e-8 for zero
     )
     assert converted is not None
+    onnxscript.optimizer.fold_constants(converted.model)
+    onnxscript.optimizer.remove_unused_nodes(converted.model)
     transformers_exporters.fix_onnx_model(converted)
     _name(converted.model.graph.outputs, [spec.name for spec in signature.outputs])
     # Metadata of the nodes holds the paths of the machine that built the file.

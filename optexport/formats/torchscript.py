@@ -27,6 +27,9 @@ _ASSERTIONS = (
     aten.sym_constrain_range_for_size.default,
 )
 
+# What turns values into numbers of Python, or into sizes.
+_VALUES = (aten.item.default, aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default)
+
 # What is computed with sizes, in TorchScript's words.
 _SIZES: dict[Any, Callable[..., Any]] = {
     aten.sym_size.int: aten.size,
@@ -52,6 +55,13 @@ def save(program: ExportedProgram, signature: Signature, example: Mapping[str, t
     Raises:
         ExportError: It can be neither scripted nor traced.
     """
+    for name in (*(spec.name for spec in signature.inputs), *signature.output_names):
+        if not name.isascii():
+            raise ExportError(
+                f"TorchScript cannot hold the name {name}",
+                place="export.formats: torchscript",
+                mend='Write it in ASCII, or leave "torchscript" out of export.formats.',
+            )
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     with transformers_exporters.quiet():  # TorchScript is deprecated, and asked for
@@ -88,6 +98,12 @@ def _trace(
     graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], reason: str
 ) -> torch.jit.ScriptModule:
     inputs = {spec.name: example[spec.name] for spec in signature.inputs}
+    if any(node.target in _VALUES for node in graph_module.graph.nodes):
+        raise ExportError(
+            f"the graph cannot be scripted ({reason}), and a trace would hold values of its example",
+            place="export.formats: torchscript",
+            mend='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
+        )
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.transformations import modules
@@ -27,7 +28,7 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
     """x / c  ->  x * (1 / c), for a constant number c.
 
     Skips:   c is 0, infinite or NaN; 1 / c overflows or is subnormal; c is not a power of two and the quotient is cut
-             to whole numbers, or `exact` is set.
+             to whole numbers or compared, before it is summed with others, or `exact` is set.
              A division of a size (``x.shape[0] / 49``) is none of its business: it must stay exact.
     Exact:   to the bit where c is a power of two; else to one more rounding.
     Inverse: exact; c itself is recorded.
@@ -54,8 +55,10 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
         if abs(math.frexp(divisor)[0]) != 0.5:
             if self.exact:
                 return Skip(f"{divisor} is not a power of two")
-            if cut := _where_cut(node):
-                return Skip(f"{divisor} is not a power of two, and {cut.name} cuts the quotient to whole numbers")
+            if cut := _where_cut(graph_module, node):
+                return Skip(
+                    f"{divisor} is not a power of two, and {cut.name} cuts the quotient to whole numbers or compares it"
+                )
         return Match((node,))
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -71,22 +74,32 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
         node.args = (node.args[0], record["divisor"])
 
 
-# One rounding more or less is the next whole number here, ...
-_CUTS = {"floor", "ceil", "trunc", "fix", "round", "frac", "floor_divide", "floordiv", "remainder", "fmod", "mod"}
-_CASTS = {"int", "long", "short", "char", "byte", "to", "type", "_to_copy"}
-# ... and these lead there.
-_POINTWISE = {"add", "sub", "mul", "div", "truediv", "neg", "abs", "log", "exp", "sqrt", "clamp", "minimum", "maximum"}
+# One rounding more or less is the next whole number here, or the other answer, ...
+_CUTS = {
+    *("floor", "ceil", "trunc", "fix", "round", "frac", "floor_divide", "floordiv", "remainder", "fmod", "mod", "sign"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "equal", "isclose", "bucketize", "searchsorted", "histc", "heaviside"),
+    *("argmax", "argmin", "argsort", "sort", "topk", "unique", "nonzero"),
+}
+_MIXING_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.Softmax)
+_CASTS = {"int", "long", "short", "char", "byte", "bool", "to", "type", "_to_copy"}
+# ... and after these every number is a sum of many, which rounds differently with any transformation.
+_MIXES = {
+    *("matmul", "bmm", "mm", "addmm", "einsum", "linear", "sum", "mean", "var", "std", "prod", "cumsum", "norm"),
+    *("softmax", "_softmax", "log_softmax", "logsumexp", "layer_norm", "group_norm", "batch_norm", "rms_norm"),
+    *("scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "convolution", "avg_pool2d"),
+}
 
 
-def _where_cut(quotient: Node) -> Node | None:
+def _where_cut(graph_module: GraphModule, quotient: Node) -> Node | None:
     """The node that cuts a quotient, or what is computed from it element by element, to whole numbers, if any."""
     seen, ahead = {quotient}, [quotient]
     while ahead:
         for user in ahead.pop().users:
             name = modules.operator_name(user).rstrip("_")
-            if name in _CUTS or (name in _CASTS and not _gives_fractions(user)):
+            if name in _CUTS or user.kwargs.get("rounding_mode") or (name in _CASTS and not _gives_fractions(user)):
                 return user
-            if user not in seen and (name in _POINTWISE or name in _CASTS):
+            mixes = name in _MIXES or isinstance(modules.called_module(graph_module, user), _MIXING_MODULES)
+            if user not in seen and not mixes:
                 seen.add(user)
                 ahead.append(user)
     return None

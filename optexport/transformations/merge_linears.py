@@ -264,7 +264,11 @@ def _needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) 
         if name in _STRICT:
             if name != "view" or width is None or not _keeps_last_axis(user, width):
                 return user
-        elif name in _COPIES or not user.args or user.args[0] is not call:
+        elif not user.args or user.args[0] is not call:
+            continue
+        elif name in _COPIES:
+            if modules.hands_on_memory(graph_module, user) and modules.changed_in_place(graph_module, user):
+                return user  # what was a view of the result would be a copy of the slice
             continue
         if modules.hands_on_memory(graph_module, user):
             found = _needs_contiguous(graph_module, user, None)

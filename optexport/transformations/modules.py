@@ -191,6 +191,13 @@ def changed_between(graph_module: GraphModule, x: Node, first: Node, last: Node)
     return None
 
 
+def changed_in_place(graph_module: GraphModule, node: Node) -> bool:
+    """Whether the memory that a node's result may lie in is changed anywhere in the graph."""
+    memory = memory_of(graph_module, node)
+    changed = (mutated(graph_module, change) for change in uses(graph_module).mutations)
+    return any(argument is not None and memory_of(graph_module, argument) is memory for argument in changed)
+
+
 def mutated(graph_module: GraphModule, node: Node) -> Node | None:
     """The argument that a call changes in place, as far as its name or schema tells; None if none."""
     out = node.kwargs.get("out")

@@ -222,3 +222,10 @@ def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> No
     (tmp_path / "model.onnx").write_bytes(content)
     with pytest.raises(ExportError, match=r"model\.onnx: ONNX Runtime refuses the file"):
         runtimes.open_onnx(tmp_path / "model.onnx", ["output"], optimised=False)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-10, 1e-12])
+def test_a_small_number_that_is_added_stays(eps: float, tmp_path: Path) -> None:
+    model = Program(lambda m, x: (x / (x.norm(dim=-1, keepdim=True) + eps), torch.log(x.relu() + eps)))
+    made, path = saved(model, tmp_path)
+    runs(made, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})

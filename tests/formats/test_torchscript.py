@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optexport import runtimes
-from optexport.errors import ExportError
+from optexport.errors import ExportError, SourceError
 from optexport.formats import torchscript
 from optexport.signature import Dim
 from tests.formats import files
@@ -146,6 +146,49 @@ def test_what_cannot_be_scripted_is_traced_and_the_reason_is_given(tmp_path: Pat
     assert [argument.name for argument in torch.jit.load(path).forward.schema.arguments[1:]] == ["x"]
 
 
+class Scaled(nn.Module):
+    """Takes a number out of a tensor, which a trace would hold for ever."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * x.max().item())[:, : round(x.shape[1] * 0.7)]
+
+
+def test_a_trace_that_would_hold_values_is_refused(tmp_path: Path) -> None:
+    made = files.prepare(Scaled(), {"x": X}, SIZES)
+    with pytest.raises(ExportError, match="a trace would hold values of its example"):
+        saved(made, tmp_path)
+
+
+def test_a_name_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def forward(self, größe: torch.Tensor) -> torch.Tensor:
+            return größe * 2
+
+    made = files.prepare(Named(), {"größe": X}, {"größe": {0: Dim("batch", 1, 32)}})
+    with pytest.raises(ExportError, match="TorchScript cannot hold the name größe"):
+        saved(made, tmp_path)
+
+
+@pytest.mark.parametrize("reach", ["write", "read"])
+def test_a_file_that_reaches_outside_is_refused_and_not_run(reach: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"original")
+
+    class Reaching(nn.Module):
+        def __init__(self, path: str, shared: bool) -> None:
+            super().__init__()
+            self.path, self.shared = path, shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = torch.from_file(self.path, self.shared, 8, dtype=torch.uint8)
+            return x + found.fill_(33).sum()
+
+    torch.jit.script(Reaching(str(victim), reach == "write")).save(str(tmp_path / "model.pt"))
+    with pytest.raises(SourceError, match="from_file, which does more than compute"):
+        runtimes.open_torchscript(tmp_path / "model.pt", ["output"])
+    assert victim.read_bytes() == b"original"
+
+
 class Branching(nn.Module):
     """Chooses by a value, with torch.cond."""
 
@@ -183,5 +226,5 @@ def test_weights_that_need_a_gradient_do_not_make_the_outputs_need_one(tmp_path:
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"hello"])
 def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(content)
-    with pytest.raises(ExportError, match=r"model\.pt: torch cannot load it"):
+    with pytest.raises(SourceError, match=r"model\.pt: (torch cannot load it|it is no TorchScript|two of)"):
         runtimes.open_torchscript(tmp_path / "model.pt", ["output"])

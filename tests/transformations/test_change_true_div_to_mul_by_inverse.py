@@ -214,6 +214,11 @@ _ROUNDED: dict[str, Callable[[Any], Any]] = {
     "floor": lambda q: q.floor(),
     "function": lambda q: torch.ceil(q),
     "scaled": lambda q: (q * 1.0).int(),
+    "reshaped": lambda q: q.reshape(-1, 1).floor(),
+    "rectified": lambda q: torch.relu(q).floor(),
+    "rounding mode": lambda q: torch.div(q, 1.0, rounding_mode="floor"),
+    "compared": lambda q: (q >= q.detach().round()).float(),
+    "in bins": lambda q: torch.bucketize(q, torch.arange(1.0, 50.0), right=True),
 }
 
 

@@ -286,3 +286,18 @@ def test_undone_after_a_norm_was_folded_into_it_it_keeps_the_shift_or_refuses(bi
     q, k = (nn.Linear(4, 4, bias=bias) for bias in biased)
     graph_module = by_export(X[0], body, norm=nn.BatchNorm1d(4), q=q, k=k)
     check_undo_alone([MergeLinears(), FuseBatchNorm1dInLinear()], graph_module, X[0])
+
+
+@pytest.mark.parametrize("how", ["reshape", "flatten", "contiguous"])
+@pytest.mark.parametrize("trace", ["fx", "export"])
+def test_a_result_that_is_changed_through_what_may_be_a_view_is_seen(how: str, trace: str) -> None:
+    """Of a whole result it is a view, of a slice it would be a copy, and the result itself stay as it was."""
+
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        q, k = m.q(x), m.k(x)
+        (q.reshape(-1) if how == "reshape" else q.flatten() if how == "flatten" else q.contiguous()).add_(1.0)
+        return q * k
+
+    children = {"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)}
+    graph_module = by_fx(body, **children) if trace == "fx" else by_export(X, body, **children)
+    check_laws(MergeLinears(), graph_module, X)

@@ -1,8 +1,9 @@
-"""Opening ``.pt2`` files without running code that they may carry.
+"""Opening ``.pt2`` and TorchScript files without running code that they may carry.
 
 ``torch.export.load`` unpickles tensors, falls back to pickle proper where the guarded unpickler refuses, evaluates
 sizes and guards as Python, and writes names into code that it generates: a file from a stranger could run anything. So
 every pickle in the archive is first read by the guarded unpickler alone, and every text has to be what it should be.
+TorchScript is a program; it can do nothing but compute, as long as it calls no operator that reads or writes files.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from optexport.errors import SourceError
+from optexport.errors import SourceError, first_line
 
+# The namespaces of torch's operators that do more than compute, and those of "aten" that read and write files.
+_REACHING_OUT = re.compile(
+    r"\b(?:_?c10d\w*|symm_mem|debugprims|inductor\w*|profiler|static_runtime)\.\w|\b(?:from_file|save|load_tensor)\b"
+)
 _OPERATOR = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
 _MEMBER = re.compile(
     r"archive_format|archive_version|byteorder|\.data/[\w-]+|\.format_version|\.storage_alignment|version"
@@ -30,16 +35,25 @@ _FREE_TEXT = ("metadata", "as_string", "torch_version")
 _JSON = ("in_spec", "out_spec", "context")
 _EXPRESSIONS = ("expr_str", "guards_code")
 _NAME = re.compile(r"[\w.@:/ +-]*")
-# What sizes and guards are made of. sympy's classes are capitalised, and nothing of Python's that does anything is.
-_FUNCTION = re.compile(r"[A-Z]\w*|floor|ceiling|sqrt|log|exp|min|max|abs|size|stride|storage_offset|dim|math")
+# What sizes and guards are made of: the classes of sympy and of torch that stand for arithmetic, and the inputs.
+_FUNCTION = re.compile(
+    r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Mod|Max|Min|Abs|And|Or|Not|floor|ceiling|sqrt|max|min|Equality"
+    r"|Unequality|Eq|Ne|LessThan|StrictLessThan|GreaterThan|StrictGreaterThan|Le|Lt|Ge|Gt|FloorDiv"
+    r"|ModularIndexing|Where|PythonMod|CleanDiv|CeilToInt|FloorToInt|CeilDiv|LShift|RShift|PowByNatural"
+    r"|FloatPow|FloatTrueDiv|IntTrueDiv|TruncToFloat|TruncToInt|RoundToInt|RoundDecimal|ToFloat|Identity"
+    r"|IsNonOverlappingAndDenseIndicator"
+)
+_VALUE = re.compile(r"L|math|true|false|oo|int_oo")
+_METHOD = re.compile(r"size|stride|storage_offset|dim|floor|ceil|trunc|sqrt|pow")
 _SYNTAX = (
-    *(ast.Expression, ast.Constant, ast.Name, ast.Attribute, ast.Call, ast.keyword, ast.Subscript, ast.Tuple, ast.Load),
+    *(ast.Expression, ast.keyword, ast.Subscript, ast.Tuple, ast.List, ast.Load),
     *(ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.cmpop, ast.boolop, ast.operator, ast.unaryop),
 )
+_WORD = re.compile(r"[A-Za-z_]\w*|-?\d+(\.\d+)?(e[+-]?\d+)?")
 _MEND = "Only load files that you or people you trust have made; export the model again from its source."
 
 
-def load(path: Path) -> ExportedProgram:
+def load_pt2(path: Path) -> ExportedProgram:
     """Loads an ``ExportedProgram`` from a file that may come from anywhere.
 
     Raises:
@@ -55,7 +69,10 @@ def load(path: Path) -> ExportedProgram:
 def _check(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
-            for name, info in _members(archive, path).items():
+            members = _members(archive, path)
+            if "archive_format" not in members:
+                raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=_MEND)
+            for name, info in members.items():
                 place = f"{path.name}: {name}"
                 if not _MEMBER.fullmatch(name):
                     raise SourceError("it is no part of a .pt2 archive that torch.export.save writes", place=place)
@@ -90,8 +107,6 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     folders = {info.filename.partition("/")[0] for info in archive.infolist()}
     if len(folders) != 1 or len({name.casefold() for name in members}) != len(archive.infolist()):
         raise SourceError("two of its members go by one name", place=str(path), mend=_MEND)
-    if "archive_format" not in members:
-        raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=_MEND)
     return members
 
 
@@ -113,8 +128,11 @@ def _check_texts(value: Any, place: str, key: str = "") -> None:
         key: The name that the value has in the document.
     """
     if isinstance(value, dict):
-        if "inputs" in value and isinstance(target := value.get("target"), str) and not _OPERATOR.fullmatch(target):
-            raise SourceError(f"its graph calls {target}, which is no operator", place=place, mend=_MEND)
+        if "inputs" in value and isinstance(target := value.get("target"), str):
+            if not _OPERATOR.fullmatch(target):
+                raise SourceError(f"its graph calls {target}, which is no operator", place=place, mend=_MEND)
+            if _REACHING_OUT.search(target):
+                raise SourceError(f"its graph calls {target}, which does more than compute", place=place, mend=_MEND)
         for name, item in value.items():
             _check_texts(name, place)
             if name not in _FREE_TEXT:
@@ -130,17 +148,52 @@ def _check_texts(value: Any, place: str, key: str = "") -> None:
 
 def _is_expression(text: str) -> bool:
     """Whether a text is arithmetic on sizes, such as ``Mul(Integer(2), Symbol('s0', integer=True))``."""
-    for node in ast.walk(ast.parse(text.strip(), mode="eval")):
+    tree = ast.parse(text.strip(), mode="eval")
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name):
-                allowed = _FUNCTION.fullmatch(name) is not None
-            case ast.Constant(value=str() as text):
-                allowed = text.isidentifier()
+            case ast.Call(func=function):
+                allowed = isinstance(function, ast.Name | ast.Attribute)
+            case ast.Name(id=name):
+                allowed = (_FUNCTION if id(node) in called else _VALUE).fullmatch(name) is not None
+            case ast.Attribute(attr=name):
+                allowed = _METHOD.fullmatch(name) is not None and id(node) in called
+            case ast.Constant(value=str() as word):
+                allowed = _WORD.fullmatch(word) is not None
+            case ast.Constant(value=value):
+                allowed = value is None or isinstance(value, int | float)
             case _:
                 allowed = isinstance(node, _SYNTAX)
         if not allowed:
             return False
     return True
+
+
+def load_torchscript(path: Path) -> torch.jit.ScriptModule:
+    """Loads a TorchScript file that may come from anywhere.
+
+    Raises:
+        SourceError: It calls what could reach outside of the program, or is damaged.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name, info in _members(archive, path).items():
+                if name.startswith("code/") and name.endswith(".py"):
+                    code = archive.read(info).decode()
+                    if found := _REACHING_OUT.search(code) or re.search(r"__setstate__", code):
+                        raise SourceError(
+                            f"its code uses {found.group()}, which does more than compute",
+                            place=f"{path.name}: {name}",
+                            mend=_MEND,
+                        )
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise SourceError(f"it is no TorchScript archive, or a damaged one: {error}", place=path.name) from error
+    try:
+        module = torch.jit.load(str(path))
+    except RuntimeError as error:
+        raise SourceError(f"torch cannot load it: {first_line(error)}", place=path.name) from error
+    assert isinstance(module, torch.jit.ScriptModule)
+    return module
 
 
 def _check_pickle(content: bytes, place: str) -> None:

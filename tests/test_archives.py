@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch._export.serde.schema import SCHEMA_VERSION
 
-from optexport import pt2_archive
+from optexport import archives
 from optexport.errors import SourceError
 from tests.exports import rezip
 from tests.models import randomise
+from tests.transformations.programs import Program
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 BATCH = {"x": {0: torch.export.Dim("batch", max=64)}}
@@ -77,8 +78,8 @@ class Branching(nn.Module):
         return y.repeat(2, 1)[: x.shape[0] + 1] * (x.shape[0] // 2)
 
 
-def saved(model: nn.Module, path: Path, dynamic: Any = BATCH) -> Path:
-    torch.export.save(torch.export.export(model, (), {"x": X}, dynamic_shapes=dynamic), path)
+def saved(model: nn.Module, path: Path, dynamic: Any = BATCH, x: torch.Tensor = X) -> Path:
+    torch.export.save(torch.export.export(model, (), {"x": x}, dynamic_shapes=dynamic), path)
     return path
 
 
@@ -94,7 +95,7 @@ def test_what_torch_saved_opens_and_computes_the_same(
     tmp_path: Path, make: Callable[[], nn.Module], dynamic: Any
 ) -> None:
     model = make().eval() if make is Strided else randomise(make())
-    program = pt2_archive.load(saved(model, tmp_path / "model.pt2", dynamic))
+    program = archives.load_pt2(saved(model, tmp_path / "model.pt2", dynamic))
     for size in (2, 3, 9) if dynamic else (3,):
         x = torch.randn(size, 4)
         assert torch.equal(program.module()(x=x), model(x=x))
@@ -103,7 +104,7 @@ def test_what_torch_saved_opens_and_computes_the_same(
 def test_a_file_by_any_name_opens_without_a_warning(archive: Path, tmp_path: Path) -> None:
     other = archive.rename(tmp_path / "model.bin")
     logging.disable(logging.NOTSET)
-    assert torch.equal(pt2_archive.load(other).module()(x=X), pt2_archive.load(other).module()(x=X))
+    assert torch.equal(archives.load_pt2(other).module()(x=X), archives.load_pt2(other).module()(x=X))
 
 
 class Malice:
@@ -125,7 +126,7 @@ def malice(marker: Path) -> bytes:
 def refused(path: Path, marker: Path, match: str | None = None) -> None:
     """Asserts that a file is refused as a whole, and that the code that it carries does not run."""
     with pytest.raises(SourceError, match=match) as caught:
-        module = pt2_archive.load(path).module()
+        module = archives.load_pt2(path).module()
         module(x=X)
     assert not marker.exists()
     assert caught.value.exit_code == 3
@@ -301,6 +302,57 @@ def _spelled(code: str) -> str:
     return f"exec({'+'.join(f'chr({ord(letter)})' for letter in code)})"
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "S('eval')(S('chr')(95))",
+        "Symbol('x').__class__",
+        "Max('__import__')('os')",
+        "Lambda(x, x)",
+        "Function('f')",
+        "[exit() for x in (1,)]",
+        "(lambda: 1)()",
+        "Symbol(f'{exit()}')",
+        "Integer(1) if exit() else Integer(2)",
+        "L['x'].size().__class__",
+        "L['x'].storage()",
+        "eval('1')",
+        "Symbol('a b')",
+        "Symbol",
+        "Integer(*exit())",
+        "Integer(**exit())",
+    ],
+)
+def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, code: str) -> None:
+    rezip(
+        archive,
+        lambda name, content: (
+            json.dumps(_everywhere(json.loads(content), "expr_str", code)).encode()
+            if name.endswith("models/model.json")
+            else content
+        ),
+    )
+    with pytest.raises(SourceError, match="neither a name nor a size|Python|damaged"):
+        archives.load_pt2(archive)
+
+
+def test_sizes_that_are_fractions_are_arithmetic(tmp_path: Path) -> None:
+    model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=1.5))
+    dynamic = {"x": {2: torch.export.Dim("height", max=64), 3: torch.export.Dim("width", max=64)}}
+    path = saved(model, tmp_path / "model.pt2", dynamic, torch.rand(2, 3, 8, 8))
+    assert archives.load_pt2(path).module()(x=torch.rand(2, 3, 6, 6)).shape == (2, 3, 9, 9)
+
+
+def test_an_operator_that_opens_files_is_refused(archive: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        node = document["graph_module"]["graph"]["nodes"][0]
+        node["target"] = "torch.ops.aten.from_file.default"
+
+    edit(archive, "models/model.json", change)
+    with pytest.raises(SourceError, match="from_file.default, which does more than compute"):
+        archives.load_pt2(archive)
+
+
 def test_a_name_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
     """torch writes the names of buffers and parameters into the code of the module that it makes."""
     code = _spelled(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
@@ -310,7 +362,7 @@ def test_a_name_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None
         lambda part, content: content.replace(b'"kept"', name.encode()) if part.endswith(".json") else content,
     )
     with pytest.raises(SourceError):
-        pt2_archive.load(archive).module()(x=X)
+        archives.load_pt2(archive).module()(x=X)
     assert not (tmp_path / "ran").exists()
 
 
@@ -319,7 +371,7 @@ def test_a_guard_that_is_python_is_not_run(archive: Path, tmp_path: Path) -> Non
     code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch() or True"
     edit(archive, "models/model.json", lambda document: document.update(guards_code=[code]))
     try:
-        pt2_archive.load(archive).module()(x=X)
+        archives.load_pt2(archive).module()(x=X)
     except SourceError:
         pass
     assert not (tmp_path / "ran").exists()
@@ -348,27 +400,27 @@ def test_a_guard_that_is_python_is_not_run(archive: Path, tmp_path: Path) -> Non
 def test_a_part_that_makes_no_sense_is_one_kind_of_error(archive: Path, ending: str, content: bytes) -> None:
     replace(archive, ending, content)
     with pytest.raises(SourceError):
-        pt2_archive.load(archive)
+        archives.load_pt2(archive)
 
 
 @pytest.mark.parametrize("ending", ["models/model.json", "weights_config.json", "archive_format", "weight_0"])
 def test_a_missing_part_is_one_kind_of_error(archive: Path, ending: str) -> None:
     rezip(archive, lambda name, content: None if name.endswith(ending) else content)
     with pytest.raises(SourceError):
-        pt2_archive.load(archive)
+        archives.load_pt2(archive)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"hello", bytes(1000)])
 def test_what_is_no_archive_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.pt2").write_bytes(content)
     with pytest.raises(SourceError, match=r"model\.pt2"):
-        pt2_archive.load(tmp_path / "model.pt2")
+        archives.load_pt2(tmp_path / "model.pt2")
 
 
 def test_a_missing_file_or_a_folder_is_one_kind_of_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing.pt2"):
         with pytest.raises(SourceError):
-            pt2_archive.load(path)
+            archives.load_pt2(path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -386,7 +438,7 @@ def test_random_damage_is_one_kind_of_error_or_none(archive: Path) -> None:
             damaged[chance.choice(where)] = chance.randrange(256)
         archive.write_bytes(damaged if attempt % 10 else damaged[: chance.randrange(len(damaged))])
         try:
-            pt2_archive.load(archive)
+            archives.load_pt2(archive)
         except SourceError:
             failed += 1
     assert failed > 100
