@@ -90,7 +90,7 @@ def test_init_takes_a_folder_as_the_shell_knows_it(tmp_path: Path, monkeypatch: 
     for source in ("model", "./model", str(tmp_path / "model")):
         result = CliRunner().invoke(cli, ["init", source, "-o", "configs/mine.toml", "--force"])
         assert result.exit_code == 0, result.stderr
-        assert "texts = [" in Path("configs/mine.toml").read_text(encoding="utf-8")
+        assert "high = 9" in Path("configs/mine.toml").read_text(encoding="utf-8")
         assert CliRunner().invoke(cli, ["check", "configs/mine.toml"]).exit_code == 0
 
 
