@@ -12,6 +12,7 @@ import ast
 import io
 import json
 import re
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ _MEMBER = re.compile(
     r"archive_format|archive_version|byteorder|\.data/[\w-]+|\.format_version|\.storage_alignment|version"
     r"|models/\w+\.json|data/(weights|constants)/\w+(_config\.json)?|data/sample_inputs/\w+\.pt|extra/.*"
 )
+_TORCHSCRIPT_MEMBER = re.compile(
+    r"code/[\w/.-]+\.py(\.debug_pkl)?|(data|constants|traced_inputs)(/\d+|\.pkl)|version|byteorder|\.data/[\w-]+"
+    r"|\.format_version|\.storage_alignment|extra/.*"
+)
+# The records at the end of an archive: 56, 20 and 22 bytes.
+_ENDS_SIZE = 98
 # The texts that torch keeps and never evaluates: messages, stack traces, the paths of modules.
 _FREE_TEXT = ("metadata", "as_string", "torch_version")
 _JSON = ("in_spec", "out_spec", "context")
@@ -103,11 +110,35 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     torch's own reader ignores case and takes the first of two members of one name, where Python's takes the last: an
     archive in which the two would read different bytes is refused.
     """
+    _check_directory(archive, path)
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     folders = {info.filename.partition("/")[0] for info in archive.infolist()}
     if len(folders) != 1 or len({name.casefold() for name in members}) != len(archive.infolist()):
         raise SourceError("two of its members go by one name", place=str(path), mend=_MEND)
     return members
+
+
+def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
+    """Refuses an archive with anything before its first or after its last byte.
+
+    Python's reader looks for the directory from the end, torch's where the end says that it lies: a file made of two
+    archives would be one to the one and another to the other.
+    """
+    assert archive.fp is not None
+    size = path.stat().st_size
+    archive.fp.seek(max(0, size - _ENDS_SIZE))
+    ends = archive.fp.read()
+    end = ends[-22:]
+    length, offset = struct.unpack("<LL", end[12:20]) if len(end) == 22 else (0, 0)
+    directory_end = size - 22
+    if ends[-42:-38] == b"PK\x06\x07":  # the larger kind of archive has two more records, and its numbers there
+        wide_length, wide_offset = struct.unpack("<QQ", ends[-98:][40:56])
+        directory_end = size - _ENDS_SIZE
+        if length not in (wide_length, 0xFFFFFFFF) or offset not in (wide_offset, 0xFFFFFFFF):
+            directory_end = -1
+        length, offset = wide_length, wide_offset
+    if end[:4] != b"PK\x05\x06" or offset + length != directory_end or offset != archive.start_dir:
+        raise SourceError("it holds more than one archive", place=str(path), mend=_MEND)
 
 
 def _check_payloads(config: Any, archive: zipfile.ZipFile, place: str) -> None:
@@ -178,7 +209,9 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
     try:
         with zipfile.ZipFile(path) as archive:
             for name, info in _members(archive, path).items():
-                if name.startswith("code/") and name.endswith(".py"):
+                if not _TORCHSCRIPT_MEMBER.fullmatch(name):
+                    raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=_MEND)
+                if name.endswith(".py"):
                     code = archive.read(info).decode()
                     if found := _REACHING_OUT.search(code) or re.search(r"__setstate__", code):
                         raise SourceError(

@@ -17,6 +17,7 @@ Batch = dict[str, torch.Tensor]
 _BUDGET = 8192
 _BUDGET_TIMES = 4
 _BUDGET_AT_ENDS = 1 << 20
+_BUDGET_IN_DOUBT = 1 << 24
 _LEAST_UNTRACED = 3
 
 
@@ -49,7 +50,8 @@ def cases(
         if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
             break
         batch, most = resize(example, signature, sizes), max(budget, _BUDGET_AT_ENDS if sizes in ends else 0)
-        while sum(tensor.numel() for tensor in batch.values()) > most and sizes not in doubtful:
+        most = max(most, _BUDGET_IN_DOUBT) if sizes in doubtful else most
+        while sum(tensor.numel() for tensor in batch.values()) > most:
             largest = max(sizes, key=lambda name: sizes[name] / traced[name])
             if sizes[largest] <= max(signature.dims[largest].min, 1):
                 break

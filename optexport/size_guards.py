@@ -17,8 +17,12 @@ from torch.export import ExportedProgram
 
 from optexport.signature import Dim
 
-# Of every dimension, all sizes up to so many are tried, and beyond it powers of two and what is next to them.
+# Of every dimension, all sizes up to so many are tried; beyond it powers of two, the numbers that the assertion names,
+# and what is next to them.
 _ALL_UP_TO = 512
+_ALL_PAIRS_UP_TO = 64
+_MOST_COMBINATIONS = 8192
+_LARGEST = 2**20
 
 
 def doubtful_sizes(
@@ -40,7 +44,7 @@ def doubtful_sizes(
             continue  # always so, or about a value that only running it tells
         if any(expression.xreplace({symbols[name]: sizes[name] for name in free}) == sympy.false for sizes in found):
             continue
-        for sizes in _candidates(free, dims, traced):
+        for sizes in _candidates(expression, free, dims, traced):
             if expression.xreplace({symbols[name]: sympy.Integer(sizes[name]) for name in free}) == sympy.false:
                 found.append({**traced, **sizes})
                 break
@@ -54,21 +58,26 @@ def _conditions(program: ExportedProgram) -> Iterator[Any]:
             yield value.node.expr
 
 
-def _candidates(free: list[str], dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Sizes to try: each dimension by itself, then all of them alike."""
+def _candidates(
+    expression: Any, free: list[str], dims: Mapping[str, Dim], traced: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+    """Sizes to try: each dimension by itself, all of them alike, and all combinations of a few."""
+    usual = {name: traced[name] for name in free}
+    numbers = [abs(int(number)) for number in expression.atoms(sympy.Integer) if abs(int(number)) < _LARGEST]
+    near = {number * times + step for number in numbers for times in (1, 2) for step in (-1, 0, 1)}
+    sizes = {name: _sizes(dims[name], near) for name in free}
     for name in free:
-        yield from ({**{other: traced[other] for other in free}, name: size} for size in _sizes(dims[name]))
+        yield from ({**usual, name: size} for size in sizes[name])
     if len(free) > 1:
-        for size in range(1, _ALL_UP_TO):
-            if all(dims[name].min <= size <= (dims[name].max or size) for name in free):
-                yield dict.fromkeys(free, size)
+        for size in sorted(set.intersection(*(set(sizes[name]) for name in free))):
+            yield dict.fromkeys(free, size)
+        few = {name: sizes[name][:_ALL_PAIRS_UP_TO] + sizes[name][-8:] for name in free}
+        for combination in itertools.islice(itertools.product(*few.values()), _MOST_COMBINATIONS):
+            yield dict(zip(free, combination, strict=True))
 
 
-def _sizes(dim: Dim) -> Iterable[int]:
-    most = dim.max if dim.max is not None else 8 * _ALL_UP_TO
-    beyond = (2**power + step for power in range(9, most.bit_length() + 1) for step in (-1, 0, 1))
-    return itertools.chain(
-        range(max(dim.min, 1), min(most, _ALL_UP_TO) + 1),
-        (size for size in beyond if _ALL_UP_TO < size <= most),
-        [most],
-    )
+def _sizes(dim: Dim, near: Iterable[int]) -> list[int]:
+    most = _LARGEST if dim.max is None else dim.max
+    tried = {*range(1, _ALL_UP_TO + 1), *(2**power + step for power in range(9, 31) for step in (-1, 0, 1)), *near}
+    ends = set() if dim.max is None else {dim.max}
+    return sorted(size for size in tried | ends if max(dim.min, 1) <= size <= most)

@@ -24,6 +24,8 @@ def show(result: Result, console: Console) -> None:
     for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
         shown = "; ".join(_signature(tensor) for tensor in tensors)
         console.print(f"[bold]{title}[/] {escape(shown)}", soft_wrap=True, highlight=False)
+    sizes = [f"{name} {dim.min} to {dim.max or 'any'}" for name, dim in manifest.dims.items()]
+    console.print(f"[bold]Sizes[/] {escape('; '.join(sizes)) or 'all fixed'}", soft_wrap=True, highlight=False)
     _show_transformations(manifest, console)
     _show_parity(manifest, result.parity, console)
     _show_files(result, console)

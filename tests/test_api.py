@@ -367,7 +367,7 @@ def test_a_difference_where_the_exact_result_is_zero_can_be_written_down(tmp_pat
 
     class Cancelling(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat((((x + 1e11) - 1e11) - x, x * 1e5))
+            return torch.cat((((x + 1e11) - 1e11) - x, x * 1e2))
 
     result = quick(Cancelling(), {"x": torch.full((3, 4), 100.0)}, tmp_path / "bundle", dynamic=BATCH)
     assert all(place.passed for place in verify(result.output))
@@ -424,6 +424,28 @@ def test_an_argument_that_cannot_be_meant_is_one_clear_error(name: str, tmp_path
 def test_a_model_that_is_no_module_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it is a function, not a module"):
         export(lambda x: x, {"x": X}, tmp_path / "bundle")  # type: ignore[arg-type]
+
+
+_BRANCHES: dict[str, tuple[Any, tuple[int, int], Any]] = {
+    "a large product": (lambda h, w: h * w > 1_000_000, (64, 64), (Dim("h", 32, 4096), Dim("w", 32, 4096))),
+    "one product": (lambda h, w: h * w == 35, (8, 8), (Dim("h", 1, 64), Dim("w", 1, 64))),
+    "a large multiple": (lambda h, w: h % 1000 == 0, (10, 3), (Dim("h", 1, 3999), Dim("w", 1, 8))),
+    "a large size": (lambda h, w: h > 5000, (10, 3), (Dim("h", 1, 9000), Dim("w", 1, 8))),
+}
+
+
+@pytest.mark.parametrize("name", _BRANCHES)
+def test_a_branch_on_sizes_far_from_the_traced_ones_is_found(name: str, tmp_path: Path) -> None:
+    condition, shape, (h, w) = _BRANCHES[name]
+    model = Program(lambda m, x: x * 2 if condition(*x.shape) else x + 1)
+    with pytest.raises((ParityError, TraceError)):  # of a declared range torch itself sees some
+        quick(model, {"x": torch.rand(shape)}, tmp_path / "bundle", dynamic={"x": {0: h, 1: w}})
+
+
+def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2 if x.shape[0] > 5000 else x + 1)
+    result = quick(model, {"x": torch.rand(10, 3)}, tmp_path / "bundle", dynamic={"x": {0: "h", 1: "w"}})
+    assert result.manifest.dims["h"].max == 5000
 
 
 class Branching(nn.Module):
