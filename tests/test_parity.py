@@ -251,6 +251,21 @@ def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
     assert bound.limit == pytest.approx(4 * parity.FALLBACK_ULPS * EPS * size)
 
 
+class Cancels(nn.Module):
+    """Of a small input rounding leaves little, as of the noise of a trained encoder at some sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 1.1) - 1.1
+
+
+@pytest.mark.parametrize(("size", "guided"), [(1e-3, True), (1e-6, False)])
+def test_noise_that_differs_by_case_is_the_floor_while_half_the_digits_are_left(size: float, guided: bool) -> None:
+    model = randomise(Cancels())
+    cases = [Case(f"of {s}", {"x": s * torch.rand(4, 6)}) for s in (1.0, 1.0, 1.0, size)]
+    known = parity.reference(call, model, cases)
+    assert known.unguided == (() if guided else (f"y at of {size}",))
+
+
 def test_a_model_of_integers_alone_needs_no_float64() -> None:
     class Shift(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
