@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,18 +50,25 @@ def cases(
     for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
         if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
             break
-        batch, most = resize(example, signature, sizes), max(budget, _BUDGET_AT_ENDS if sizes in ends else 0)
-        most = max(most, _BUDGET_IN_DOUBT) if sizes in doubtful else most
-        while sum(tensor.numel() for tensor in batch.values()) > most:
+        most = max(budget, _BUDGET_AT_ENDS if sizes in ends else 0, _BUDGET_IN_DOUBT if sizes in doubtful else 0)
+        while _numbers(example, signature, sizes) > most:
             largest = max(sizes, key=lambda name: sizes[name] / traced[name])
             if sizes[largest] <= max(signature.dims[largest].min, 1):
                 break
             sizes = {**sizes, largest: max(sizes[largest] // 2, signature.dims[largest].min)}
-            batch = resize(example, signature, sizes)
         if sizes not in seen:
             seen.append(sizes)
-            found.append(Case(", ".join(f"{dim} {size}" for dim, size in sizes.items()), _with_padding(batch)))
+            name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
+            found.append(Case(name, _with_padding(resize(example, signature, sizes))))
     return found
+
+
+def _numbers(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
+    """How many numbers a batch would hold at other sizes."""
+    shapes = {name: list(tensor.shape) for name, tensor in batch.items()}
+    for name, axis, dim in signature.axes():
+        shapes[name][axis] = sizes[dim.name]
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _untraced_sizes(
@@ -108,10 +116,10 @@ def _prime_after(number: int) -> int:
 
 
 def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mapping[str, int]) -> Batch:
-    """Cuts or repeats the dynamic axes of a batch to other sizes; every value stays one that the input had.
+    """Cuts or repeats the dynamic axes of a batch to other sizes.
 
-    Repeated rows are rolled along their other dynamic axes, or scaled where they have none and are not binary, so
-    that no two rows are alike.
+    Repeated rows are rolled along their other dynamic axes, or scaled where they have none, and so is what is repeated
+    along these, so that no two are alike; integers stay what they are.
     """
     axes: dict[str, dict[int, int]] = {name: {} for name in batch}
     for name, axis, dim in signature.axes():
@@ -121,21 +129,21 @@ def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mappi
 
 def resize_tensor(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     """Resizes some axes of one tensor; see `resize`."""
-    if tensor.dim() and sizes.get(0, 0) > tensor.shape[0]:
-        others = [axis for axis in sizes if axis != 0]
+    rolled = [axis for axis in sizes if axis != 0 and tensor.shape[axis] > 1]
+    if rolled and sizes.get(0, 0) > tensor.shape[0]:
         turns = range(-(-sizes[0] // tensor.shape[0]))
-        tensor = torch.cat([_varied(tensor, turn, others) for turn in turns])
+        tensor = torch.cat([tensor.roll([turn] * len(rolled), rolled) for turn in turns])
+    fractions = tensor.is_floating_point() and not bool((tensor == tensor.round()).all())
     for axis, size in sizes.items():
-        tensor = tensor.index_select(axis, torch.arange(size) % tensor.shape[axis])
+        turn, position = torch.arange(size) // tensor.shape[axis], torch.arange(size) % tensor.shape[axis]
+        tensor = tensor.index_select(axis, position)
+        if fractions and bool(turn.any()):
+            factors = 1 - turn * _GOLDEN % 1 / 2  # no two alike, and none below a half
+            tensor = tensor * factors.to(tensor.dtype).reshape(-1, *[1] * (tensor.dim() - axis - 1))
     return tensor
 
 
-def _varied(rows: torch.Tensor, turn: int, axes: list[int]) -> torch.Tensor:
-    if any(rows.shape[axis] > 1 for axis in axes):
-        return rows.roll([turn] * len(axes), axes)
-    if turn and rows.is_floating_point() and not ((rows == 0) | (rows == 1)).all():
-        return rows * (20 / (20 + turn))
-    return rows
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 def _with_padding(batch: Batch) -> Batch:

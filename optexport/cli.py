@@ -223,7 +223,7 @@ def _progress(*, quiet: bool) -> Iterator[Stages]:
     else:
         from rich.console import Console
 
-        console = Console(stderr=True)
+        console = Console(file=sys.stderr)
         with console.status("starting") as status:
 
             def live(name: str, seconds: float | None) -> None:

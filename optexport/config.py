@@ -29,6 +29,12 @@ Format = Literal["torchscript", "onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
 
 
+def _folder(path: str) -> str:
+    if "\0" in path or Path(path) == Path("/"):
+        raise ValueError(f"{path!r} names no folder")
+    return path
+
+
 _LARGEST_SIZE = 2**31 - 1
 
 
@@ -149,7 +155,7 @@ class ExportConfig(_Table):
     """``[export]``: which files, and where."""
 
     formats: list[Format] = Field(default=list(FORMATS), min_length=1)
-    output: str = Field(default="build/model", min_length=1, pattern=r"^[^\x00]*$")
+    output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
     opset: int | None = Field(default=None, ge=18)
 
 
@@ -302,6 +308,10 @@ def package_folder(package: str) -> Path | None:
 def _check_module(location: str, folder: Path, place: str) -> None:
     """Refuses ``module:name`` where there is no such module, without importing it."""
     module = location.partition(":")[0].partition(".")[0]
+    if not module:
+        raise ConfigError(
+            f'"{location}" names no module', place=place, mend='Write "python:package.module:name", without a path.'
+        )
     try:
         found = _is_file(folder, f"{module}.py") or _is_dir(folder, module) or importlib.util.find_spec(module)
     except (ImportError, ValueError):

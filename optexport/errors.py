@@ -10,8 +10,18 @@ import re
 
 def first_line(error: BaseException) -> str:
     """The first line of another library's error that says something, or its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except Exception:  # an error of a model's own may fail to say what it is
+        lines = []
     return lines[0] if lines else type(error).__name__
+
+
+def root_cause(error: BaseException) -> str:
+    """The first line at the root of a chain of exceptions: that of the operator, not of the exporter around it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)
 
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s\"'<>]*@")

@@ -173,7 +173,9 @@ def reference(
                 raise TraceError(
                     f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
                     place=type(model).__name__,
-                    mend="Declare in inputs.dynamic only the sizes that it takes.",
+                    mend="Declare in inputs.dynamic only the sizes that it takes."
+                    if checked
+                    else "Give inputs of the dtypes, ranges and sizes that it takes.",
                 ) from error
             checked.append(case)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *outputs[0].values()]):

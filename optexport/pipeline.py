@@ -118,7 +118,7 @@ def run(
     rules = _rules(config, folder, without)
     config = _resolved(config, rules)
     output = (folder / Path(config.export.output).expanduser()).resolve()
-    plain = output.with_name(f"{output.name}-baseline")
+    plain = output.parent / f"{output.name}-baseline"
     for place in (output, plain) if baseline else (output,):
         bundle.check_output(place)
     if dump is not None:

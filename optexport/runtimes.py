@@ -43,7 +43,7 @@ def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool) -> Run:
         ExportError: The runtime refuses the file.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only: the optimiser warns about constants that it folds itself
+    options.log_severity_level = 4  # what it refuses, it raises too
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimised else level.ORT_DISABLE_ALL
     try:

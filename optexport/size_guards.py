@@ -1,19 +1,24 @@
 """Sizes at which a trace may not hold, because the model chose its way by the size that it was traced with.
 
 ``if n % 8 == 0`` is traced in one direction only, and leaves an assertion in the graph that other sizes break. The file
-formats drop such assertions, so the sizes that break them are checked on.
+formats drop such assertions, so the sizes that break them are checked on. So are sizes at which ``int(0.7 * n)`` is
+another in float32, in which ONNX computes it, than in float64, in which Python does.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import sympy
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from optexport.signature import Dim
 
@@ -28,7 +33,7 @@ _LARGEST = 2**20
 def doubtful_sizes(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> tuple[dict[str, int], ...]:
-    """For every assertion on sizes that not all declared sizes keep, sizes that break it.
+    """Sizes that break an assertion in the graph, or at which another size depends on how a fraction is rounded.
 
     Args:
         names: The dimension that each of the program's symbols stands for.
@@ -37,25 +42,71 @@ def doubtful_sizes(
     symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
     renamed = {symbol: symbols[name] for symbol, name in names.items()}
     found: list[dict[str, int]] = []
-    for condition in _conditions(program):
-        expression = condition.xreplace(renamed)
+    for expression, in_doubt in _doubts(program):
+        expression = expression.xreplace(renamed)
         free = [name for name, symbol in symbols.items() if symbol in expression.free_symbols]
         if not free or len(free) < len(expression.free_symbols):
             continue  # always so, or about a value that only running it tells
-        if any(expression.xreplace({symbols[name]: sizes[name] for name in free}) == sympy.false for sizes in found):
-            continue
-        for sizes in _candidates(expression, free, dims, traced):
-            if expression.xreplace({symbols[name]: sympy.Integer(sizes[name]) for name in free}) == sympy.false:
-                found.append({**traced, **sizes})
+        candidates = itertools.chain(
+            ({name: sizes[name] for name in free} for sizes in found), _candidates(expression, free, dims, traced)
+        )
+        for sizes in candidates:
+            if in_doubt(expression, {symbols[name]: size for name, size in sizes.items()}):
+                if {**traced, **sizes} not in found:
+                    found.append({**traced, **sizes})
                 break
     return tuple(found)
 
 
-def _conditions(program: ExportedProgram) -> Iterator[Any]:
-    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
-        value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
-        if isinstance(value, torch.SymBool):
-            yield value.node.expr
+_InDoubt = Callable[[Any, dict[sympy.Symbol, int]], bool]
+
+
+def _doubts(program: ExportedProgram) -> Iterator[tuple[Any, _InDoubt]]:
+    """What is asserted of sizes, and sizes that are computed as fractions; and when each is in doubt."""
+    fractions: dict[Any, None] = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.target is torch.ops.aten._assert_scalar.default and isinstance(node.args[0], fx.Node):
+            asserted = node.args[0].meta.get("val")
+            if isinstance(asserted, torch.SymBool):
+                yield asserted.node.expr, _broken
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt) and size.node.expr.atoms(*_FLOATS):
+                fractions[size.node.expr] = None
+    yield from ((expression, _rounded_otherwise) for expression in fractions)
+
+
+_FLOATS = (sympy.Float, ToFloat, FloatTrueDiv, IntTrueDiv)
+
+
+def _broken(condition: Any, sizes: dict[sympy.Symbol, int]) -> bool:
+    return bool(condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.false)
+
+
+def _rounded_otherwise(expression: Any, sizes: dict[sympy.Symbol, int]) -> bool:
+    try:
+        double = sympy_interp(PythonReferenceAnalysis, sizes, expression)
+        return bool(sympy_interp(_InFloat32, sizes, expression) != double)
+    except (NotImplementedError, AssertionError, ArithmeticError, TypeError):
+        return False  # an operation of which torch has no Python version
+
+
+class _InFloat32(PythonReferenceAnalysis):  # type: ignore[no-untyped-call, unused-ignore]
+    """Computes a size as an ONNX file does."""
+
+    @staticmethod
+    def constant(c: Any, dtype: torch.dtype) -> Any:
+        return np.float32(c) if dtype.is_floating_point else int(c)
+
+    @staticmethod
+    def to_dtype(x: Any, dtype: torch.dtype) -> Any:
+        return np.float32(x)
+
+    @staticmethod
+    def truediv(a: Any, b: Any) -> Any:
+        return np.float32(a) / np.float32(b)
+
+    int_truediv = truediv
 
 
 def _candidates(

@@ -100,7 +100,7 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
         model = factory(**config.arguments)
     except (Exception, SystemExit) as error:  # code of the user's, which may raise anything, or leave
         raise SourceError(
-            f"the factory raised {type(error).__name__}: {error}",
+            f"the factory raised {type(error).__name__}: {first_line(error)}",
             place=f"model.source: python:{location}",
             mend=f"It is called as {location.rpartition(':')[2]}{registry.parameters(factory)}.",
         ) from error

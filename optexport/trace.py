@@ -192,7 +192,7 @@ def _explained(
         return TraceError(
             f"the model itself fails on the inputs {shapes}: {type(own).__name__}: {first_line(own)}",
             place=name,
-            mend="Give inputs, and sizes in inputs.dynamic, that the model takes.",
+            mend="Give inputs of the dtypes, ranges and sizes that it takes.",
         )
     suggestion = re.search(r"Suggested fixes:\n((?:[ \t]+\S.*\n?)+)", str(error))
     if suggestion and dynamic:

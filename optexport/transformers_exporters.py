@@ -7,6 +7,7 @@ them. Whatever moves there with a new version of transformers is mended here and
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -144,11 +145,11 @@ def no_cache(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences the exporters' own chatter (version drift, deprecated calls of their own); errors still raise."""
+    """Silences the exporters' own chatter (drift of versions, deprecated calls, whole graphs); errors still raise."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             for category in (UserWarning, FutureWarning, DeprecationWarning, RuntimeWarning):
                 warnings.simplefilter("ignore", category)
             yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from optexport import bundle, parity, runtimes
+from optexport.errors import BundleError, ExportError, SourceError
 from optexport.parity import Bound, PlaceParity
 
 
@@ -19,14 +20,17 @@ def verify(folder: Path) -> list[PlaceParity]:
 
     Raises:
         ConfigError: The folder is no bundle.
-        BundleError: A file is missing, added or changed.
+        BundleError: A file is missing, added, changed, or cannot be loaded.
     """
     manifest = bundle.read_manifest(folder)
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
     bounds = {name: Bound(**record.model_dump()) for name, record in manifest.parity.bounds.items()}
-    return [
-        parity.check(place, run, reference if artifact.fixed_shape is None else reference.at_traced_shape(), bounds)
-        for artifact in manifest.artifacts
-        for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs)
-    ]
+    try:
+        return [
+            parity.check(place, run, reference if artifact.fixed_shape is None else reference.at_traced_shape(), bounds)
+            for artifact in manifest.artifacts
+            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs)
+        ]
+    except (ExportError, SourceError) as error:  # whose mends are for those who export
+        raise BundleError(error.cause, place=error.place) from error

@@ -83,6 +83,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "format not in a list": (table("export", 'formats = "onnx"'), "export.formats", "not 'onnx'"),
     "opset of the past": (table("export", "opset = 17"), "export.opset", "not 17"),
     "empty output": (table("export", 'output = ""'), "export.output", "not ''"),
+    "output at the root": (table("export", 'output = "/"'), "export.output", "'/' names no folder"),
     "empty experiment": (table("tracking", 'experiment = ""'), "tracking.experiment", "not ''"),
     # kinds of inputs
     "two kinds of inputs": (table("inputs", 'texts = ["a"]', 'data = "a.npz"'), "inputs", "texts and data exclude"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import fx, nn
 from torch.fx import GraphModule
 
 from optexport import export, runtimes
-from optexport.errors import ConfigError, OptexportError, ParityError, TraceError
+from optexport.errors import ConfigError, ExportError, OptexportError, ParityError, TraceError
 from optexport.pipeline import Result
 from optexport.signature import Dim
 from optexport.transformations import ChangeTrueDivToMulByInverse, MergeLinears, Transformation
@@ -446,6 +447,57 @@ def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(tmp_
     model = Program(lambda m, x: x * 2 if x.shape[0] > 5000 else x + 1)
     result = quick(model, {"x": torch.rand(10, 3)}, tmp_path / "bundle", dynamic={"x": {0: "h", 1: "w"}})
     assert result.manifest.dims["h"].max == 5000
+
+
+def test_a_size_that_float32_rounds_otherwise_is_tried(tmp_path: Path) -> None:
+    model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=0.7, mode="bilinear"))
+    dynamic = {"x": {2: Dim("h", 8, 256), 3: Dim("w", 8, 256)}}
+    with pytest.raises(ParityError, match="onnx: output, at h 90"):  # 0.7 * 90 is 62.99999 in float64 alone
+        quick(model, {"x": torch.rand(1, 2, 17, 20)}, tmp_path / "bundle", dynamic=dynamic, formats=["onnx"])
+
+
+def test_an_output_may_be_named_as_something_inside_the_graph(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            hidden = self.a(x).relu()
+            return {"linear": self.b(hidden), "a.weight": hidden, "relu": x + 1}
+
+    result = export(Named().eval(), {"x": X}, tmp_path / "bundle", formats=["onnx"])
+    outputs = [value.name for value in onnx.load(result.files["onnx"]).graph.output]
+    assert outputs == ["linear", "a.weight", "relu"]
+
+
+def test_sizes_that_are_made_longer_hold_no_ties_that_the_data_did_not(tmp_path: Path) -> None:
+    sorts = Program(lambda m, x: x.sort(1))
+    result = quick(sorts, {"x": torch.randn(3, 17)}, tmp_path / "bundle", dynamic={"x": {1: Dim("n", 8, 200)}})
+    assert result.passed
+
+
+def test_the_end_of_a_huge_range_is_not_built(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2)
+    result = quick(model, {"x": X}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 2**31 - 1)}})
+    assert result.passed
+
+
+@pytest.mark.parametrize("name", ["rounding up a size", "a sparse weight"])
+def test_what_a_pt2_file_cannot_hold_is_told(name: str, tmp_path: Path) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.eye(4).to_sparse()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.table.to_dense().sum()
+
+    model = Sparse() if name == "a sparse weight" else Program(lambda m, x: x[:, : math.ceil(x.shape[1] / 3)])
+    with pytest.raises(ExportError, match=r"export.formats: pt2: .*\n  Leave"):
+        quick(
+            model, {"x": torch.rand(3, 12)}, tmp_path / "bundle", dynamic={"x": {0: "batch", 1: "n"}}, formats=["pt2"]
+        )
 
 
 class Branching(nn.Module):

@@ -77,6 +77,9 @@ def save(program: ExportedProgram, path: Path) -> None:
 
     Sample inputs are left out, and so is where each node came from: the one is not needed to run the file, the other
     differs from run to run.
+
+    Raises:
+        ExportError: The graph, or a weight, is of a kind that the format lacks.
     """
     program = copy.copy(program)
     program._example_inputs = None
@@ -85,5 +88,20 @@ def save(program: ExportedProgram, path: Path) -> None:
             for node in module.graph.nodes:
                 node.meta.pop("from_node", None)
                 node.meta.pop("stack_trace", None)
-    with transformers_exporters.quiet():
-        torch.export.save(program, path)
+    try:
+        with transformers_exporters.quiet():
+            torch.export.save(program, path)
+    except OSError:
+        raise
+    except Exception as error:  # torch.export raises many kinds
+        raise ExportError(
+            f"torch.export.save could not write the graph: {_last_line(error)}",
+            place="export.formats: pt2",
+            mend='Leave "pt2" out of export.formats.',
+        ) from error
+
+
+def _last_line(error: BaseException) -> str:
+    """What went wrong, of a message that holds a traceback; else its first line."""
+    _, _, trace = str(error).partition("Traceback")
+    return trace.strip().splitlines()[-1] if trace.strip() else first_line(error)

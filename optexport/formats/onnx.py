@@ -16,7 +16,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import fx
 
 from optexport import transformers_exporters
-from optexport.errors import ExportError, OptexportError, first_line
+from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.formats.exported_program import to_program
 from optexport.signature import Signature
 
@@ -51,7 +51,7 @@ def save(
         raise
     except Exception as error:  # torch.onnx wraps whatever went wrong in types of its own
         raise ExportError(
-            f"torch.onnx could not convert the graph: {_cause(error)}",
+            f"torch.onnx could not convert the graph: {root_cause(error)}",
             place="export.formats: onnx",
             mend='Try another export.opset, or leave "onnx" out of export.formats.',
         ) from error
@@ -102,18 +102,17 @@ def _convert(
     onnxscript.optimizer.fold_constants(converted.model)
     onnxscript.optimizer.remove_unused_nodes(converted.model)
     transformers_exporters.fix_onnx_model(converted)
-    _name(converted.model.graph.outputs, [spec.name for spec in signature.outputs])
+    _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
     # Metadata of the nodes holds the paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model
 
 
-def _name(values: Sequence[onnx_ir.Value], names: Sequence[str]) -> None:
-    for value, name in zip(values, names, strict=True):
+def _name_outputs(graph: onnx_ir.Graph, names: Sequence[str]) -> None:
+    """Names the outputs; an inner value that bears such a name already gets another."""
+    outputs = dict(zip(graph.outputs, names, strict=True))
+    inner = [value for node in graph.all_nodes() for value in node.outputs] + list(graph.initializers.values())
+    for value in inner:
+        if value not in outputs and value.name in names:
+            value.name = f"{value.name}/inner"
+    for value, name in outputs.items():
         value.name = name
-
-
-def _cause(error: BaseException) -> str:
-    """The message at the root of a chain of exceptions: that of the operator, not of the exporter around it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)

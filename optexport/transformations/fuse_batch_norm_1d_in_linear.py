@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import batch_norm, modules
+from optexport.transformations import batch_norm, memory, modules
 from optexport.transformations.rule import Match, Rule, Skip
 
 
@@ -41,7 +41,7 @@ class FuseBatchNorm1dInLinear(Rule):
         if reason := batch_norm.why_not_foldable(graph_module, norm, nn.BatchNorm1d, linear, nn.Linear):
             return Skip(reason)
         x = modules.sole_input(first)
-        if first is norm and x is not None and (change := modules.changed_between(graph_module, x, norm, linear)):
+        if first is norm and x is not None and (change := memory.changed_between(graph_module, x, norm, linear)):
             return Skip(f"{x.name} is changed in place by {change.name} between {norm.name} and {linear.name}")
         if modules.dims(first) != 2:
             known = modules.dims(first)

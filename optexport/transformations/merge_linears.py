@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
-from optexport.transformations import modules
+from optexport.transformations import memory, modules
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 
@@ -78,7 +78,7 @@ class MergeLinears(ReversibleRule):
         sites = tuple((x, tuple(by_input[x][target] for target in targets)) for x in inputs)
         for x, calls in sites:
             first, last = min(calls), max(calls)
-            if change := modules.changed_between(graph_module, x, first, last):
+            if change := memory.changed_between(graph_module, x, first, last):
                 return Skip(f"{x.name} is changed in place by {change.name} between {first.name} and {last.name}")
             for call, target in zip(calls, targets, strict=True):
                 width = _linear(graph_module, target).out_features
@@ -261,19 +261,17 @@ def _needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) 
     """
     for user in call.users:
         name = modules.operator_name(user)
-        if name in _STRICT:
-            if name != "view" or width is None or not _keeps_last_axis(user, width):
-                return user
-        elif not user.args or user.args[0] is not call:
+        if name in _STRICT and (name != "view" or width is None or not _keeps_last_axis(user, width)):
+            return user
+        if call not in memory.handed_on(graph_module, user):
             continue
-        elif name in _COPIES:
-            if modules.hands_on_memory(graph_module, user) and modules.changed_in_place(graph_module, user):
+        if name in _COPIES:
+            if memory.changed_in_place(graph_module, user):
                 return user  # what was a view of the result would be a copy of the slice
             continue
-        if modules.hands_on_memory(graph_module, user):
-            found = _needs_contiguous(graph_module, user, None)
-            if found is not None:
-                return found
+        found = _needs_contiguous(graph_module, user, None)
+        if found is not None:
+            return found
     return None
 
 

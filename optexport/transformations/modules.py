@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -63,7 +62,7 @@ class Uses:
                 self.calls[node.target].append(node)
             elif node.op == "get_attr":
                 self._reads.add(node.target)
-            if mutated(graph_module, node) is not None:
+            if mutated(graph_module, node):
                 self.mutations.append(node)
         for name, module in graph_module.named_modules(remove_duplicate=False):
             self._module_names[module].append(name)
@@ -181,76 +180,25 @@ def operator_name(node: Node) -> str:
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
-def changed_between(graph_module: GraphModule, x: Node, first: Node, last: Node) -> Node | None:
-    """A node between two others that changes in place the memory that ``x`` lies in, if there is one."""
-    memory = memory_of(graph_module, x)
-    for change in uses(graph_module).mutations:
-        changed = mutated(graph_module, change)
-        if first < change < last and changed is not None and memory_of(graph_module, changed) is memory:
-            return change
-    return None
-
-
-def changed_in_place(graph_module: GraphModule, node: Node) -> bool:
-    """Whether the memory that a node's result may lie in is changed anywhere in the graph."""
-    memory = memory_of(graph_module, node)
-    changed = (mutated(graph_module, change) for change in uses(graph_module).mutations)
-    return any(argument is not None and memory_of(graph_module, argument) is memory for argument in changed)
-
-
-def mutated(graph_module: GraphModule, node: Node) -> Node | None:
-    """The argument that a call changes in place, as far as its name or schema tells; None if none."""
-    out = node.kwargs.get("out")
-    if isinstance(out, Node):
-        return out
-    first = node.args[0] if node.args else node.kwargs.get("input")
-    if not isinstance(first, Node):
-        return None
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if node.op == "call_module":
-        changes = getattr(called_module(graph_module, node), "inplace", False) is True
-    elif isinstance(node.target, torch._ops.OpOverload):
-        changes = bool(node.target._schema.is_mutable)
-    else:
-        in_place = name.endswith("_") and not name.endswith("__")
-        changes = in_place or name in _MUTATING or node.kwargs.get("inplace") is True
-    return first if changes else None
-
-
 _MUTATING = ("setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor")
 
-# Layers that give memory of their own; others may hand on that of their input, as all kinds of dropout do.
-_FRESH_MODULES = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.LayerNorm,
-    nn.Embedding,
-)
-# Operators that return a view only when they can, and declare nothing.
-_MAYBE_VIEWS = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout")
 
-
-def memory_of(graph_module: GraphModule, node: Node) -> Node:
-    """The node whose memory a node's result may be a view of, itself if of none."""
-    while node.args and isinstance(node.args[0], Node) and hands_on_memory(graph_module, node):
-        node = node.args[0]
-    return node
-
-
-def hands_on_memory(graph_module: GraphModule, node: Node) -> bool:
-    """Whether a call's result may lie in the memory of its first argument; where nothing is known, it may."""
+def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
+    """The arguments that a call changes in place, as far as its name or schema tells."""
+    first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    written = [node.kwargs.get("out")]
     if node.op == "call_module":
-        return not isinstance(called_module(graph_module, node), _FRESH_MODULES)
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema
-        return schema.name in _MAYBE_VIEWS or any(returned.alias_info is not None for returned in schema.returns)
-    return node.op in ("call_method", "call_function") and node.target not in _FRESH
-
-
-# Arithmetic on tensors gives memory of its own.
-_FRESH = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg, operator.pow)
+        if getattr(called_module(graph_module, node), "inplace", False) is True:
+            return node.all_input_nodes
+    elif isinstance(node.target, torch._ops.OpOverload):
+        for index, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+    elif node.op in ("call_method", "call_function"):
+        name = operator_name(node)
+        in_place = name.endswith("_") and not name.endswith("__")
+        # Of a function for layers, a flag by position may be the one for doing it in place.
+        flagged = getattr(node.target, "__module__", "") == "torch.nn.functional" and True in node.args[1:]
+        if in_place or name in _MUTATING or node.kwargs.get("inplace") is True or flagged:
+            written.append(first)
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(written) if isinstance(leaf, Node)]

@@ -167,10 +167,17 @@ def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:
     """Undoes rules wherever they were applied, last change first, whichever rule made it.
 
     Raises:
-        TransformationError: Marks were lost or copied since a rule was applied, or what it left was changed.
+        TransformationError: A rule was not applied to this graph, as far as anything there tells; marks were lost or
+            copied since; or what it left was changed.
     """
     for rule in rules:
         left = len(_records(graph_module, [rule]))
+        if not left and rule.signature not in _journal(graph_module):
+            raise _wrong(
+                rule,
+                "nothing in this graph tells that it was applied here with these options",
+                "Undo it on the graph that it was applied to, or on a deepcopy; tracing that again loses all marks.",
+            )
         _, expected = _journal(graph_module).get(rule.signature, ("", left))
         if left != expected:
             raise _wrong(

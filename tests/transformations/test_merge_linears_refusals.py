@@ -189,6 +189,11 @@ _CHANGES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "swapped": lambda m, x: x.swapdims(0, 1).add_(1),
     "ravelled": lambda m, x: x.ravel().add_(1),
     "keyword": lambda m, x: torch.relu_(input=x),
+    "positional flag": lambda m, x: F.relu(x, True),
+    "view by keyword": lambda m, x: torch.flatten(input=x).mul_(2),
+    "second of several views": lambda m, x: torch.broadcast_tensors(x[:1] * 2, x)[1].mul_(2),
+    "one of several outs": lambda m, x: torch.max(x + 1, 1, out=(x[:, 0], x.argmax(1))),
+    "in a list": lambda m, x: torch._foreach_add_([x], 1.0),
 }
 
 

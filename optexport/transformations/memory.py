@@ -1,0 +1,80 @@
+"""Which results may lie in the same memory, and which calls change it in place.
+
+Where nothing is known, a result may lie in the memory of any input: what is said here errs on the safe side.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from optexport.transformations.modules import called_module, mutated, operator_name, uses
+
+# What gives memory of its own: layers, operators of Python, and functions, methods and ATen operators by name.
+_FRESH_MODULES = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.LayerNorm,
+    nn.Embedding,
+)
+_FRESH = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg, operator.pow)
+_FRESH_NAMES = ("matmul", "bmm", "linear", "softmax", "layer_norm", "scaled_dot_product_attention", "cat", "stack")
+
+
+def changed_between(graph_module: GraphModule, x: Node, first: Node, last: Node) -> Node | None:
+    """A node between two others that changes in place memory that ``x`` may lie in, if there is one."""
+    between = (change for change in uses(graph_module).mutations if first < change < last)
+    return next((change for change in between if _changes_memory_of(graph_module, change, x)), None)
+
+
+def changed_in_place(graph_module: GraphModule, x: Node) -> bool:
+    """Whether memory that a node's result may lie in is changed anywhere in the graph."""
+    return any(_changes_memory_of(graph_module, change, x) for change in uses(graph_module).mutations)
+
+
+def _changes_memory_of(graph_module: GraphModule, change: Node, x: Node) -> bool:
+    changed = _owners(graph_module, mutated(graph_module, change))
+    return not changed.isdisjoint(_owners(graph_module, [x]))
+
+
+def handed_on(graph_module: GraphModule, node: Node) -> list[Node]:
+    """The inputs of a call whose memory its result may lie in."""
+    if mutated(graph_module, node):
+        return node.all_input_nodes
+    if node.op == "call_module":
+        fresh = isinstance(called_module(graph_module, node), _FRESH_MODULES)
+    elif isinstance(node.target, torch._ops.OpOverload):
+        fresh = operator_name(node) in _FRESH_NAMES or not _may_view(node.target)
+    else:
+        fresh = node.target in _FRESH or operator_name(node) in _FRESH_NAMES
+    return [] if fresh else node.all_input_nodes
+
+
+def _may_view(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator says that it gives a view; one made of others may give one and say nothing, as reshape."""
+    if any(returned.alias_info is not None for returned in target._schema.returns):
+        return True
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return composite and torch.Tag.pointwise not in target.tags
+
+
+def _owners(graph_module: GraphModule, nodes: list[Node]) -> set[Node]:
+    """The nodes that made the memory which these may lie in."""
+    found, ahead, seen = set(), list(nodes), set(nodes)
+    while ahead:
+        node = ahead.pop()
+        if inputs := handed_on(graph_module, node):
+            new = [source for source in inputs if source not in seen]
+            seen.update(new)
+            ahead += new
+        else:
+            found.add(node)
+    return found
