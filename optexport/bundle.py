@@ -20,7 +20,7 @@ from optexport import sealed_json
 from optexport.cases import Case
 from optexport.errors import BundleError, ConfigError
 from optexport.manifest import FileRecord, Manifest
-from optexport.parity import Outputs, Reference
+from optexport.reference import Outputs, Reference
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.json"

@@ -16,7 +16,8 @@ from optexport.config import Config, SourceKind, TransformationConfig, load_conf
 from optexport.errors import ConfigError, ParityError, TrackingError, redact
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
-from optexport.parity import Bound, PlaceParity, Reference
+from optexport.parity import Bound, PlaceParity
+from optexport.reference import Reference, run_original
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
 from optexport.stages import Stages
@@ -161,7 +162,7 @@ def produce(job: Job, stages: Stages) -> Result:
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
             checked = cases.cases(job.example, job.real, signature, traced.doubtful)
-            reference = parity.reference(_caller(signature), job.loaded.model, checked, declared=job.sizes_declared)
+            reference = run_original(_caller(signature), job.loaded.model, checked, declared=job.sizes_declared)
             bounds = _bounds(job.config, reference)
             places = [parity.check_original(reference, bounds)]
         with stages.stage("transform"):

@@ -32,7 +32,8 @@ from optexport.manifest import (
     TensorRecord,
     TransformationRecord,
 )
-from optexport.parity import Bound, PlaceParity, Reference
+from optexport.parity import Bound, PlaceParity
+from optexport.reference import Reference
 from optexport.signature import TensorSpec
 from optexport.sources import Loaded
 from optexport.trace import Traced

@@ -125,6 +125,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "missing folder of a package": (source("package:click/nowhere"), "model.source", "nowhere"),
     "package without a name": (source("package:"), "model.source", "package"),
     "module without a factory": (source("python:m"), "model.source", '"python:module:factory"'),
+    "module by its path": (source("python:./m.py:load"), "model.source", "without a path"),
     "module that is nowhere": (source("python:not_there:load"), "model.source", "put not_there.py beside the config"),
     "mlflow address of nothing": (source("mlflow:name"), "model.source", '"mlflow:models:/NAME@ALIAS"'),
     "arguments for a folder": (model("arguments = { a = 1 }"), "model.arguments", "only a python: source"),

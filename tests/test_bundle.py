@@ -15,7 +15,7 @@ import torch
 from optexport import bundle, export
 from optexport.cases import Case
 from optexport.errors import BundleError, ConfigError, OptexportError
-from optexport.parity import Reference
+from optexport.reference import Reference
 from tests import exports
 
 

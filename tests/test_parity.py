@@ -12,7 +12,9 @@ from torch import nn
 
 from optexport import parity
 from optexport.cases import Batch, Case
-from optexport.parity import OutputParity, Reference
+from optexport.distances import LEAST_FLOOR_ULPS
+from optexport.parity import OutputParity
+from optexport.reference import Reference, run_original
 from tests.models import randomise
 
 Tensors = dict[str, torch.Tensor]
@@ -56,7 +58,7 @@ def network() -> tuple[nn.Module, list[Case]]:
 
 def test_a_model_passes_against_itself_at_exactly_its_floor() -> None:
     model, cases = network()
-    known = parity.reference(call, model, cases)
+    known = run_original(call, model, cases)
     bounds = parity.bounds(known, 4.0)
     (output,) = parity.check("here", lambda batch: call(model, batch), known, bounds).outputs
     assert output.passed
@@ -69,7 +71,7 @@ def test_a_model_passes_against_itself_at_exactly_its_floor() -> None:
 
 def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:
     model, cases = network()
-    known = parity.reference(call, model, cases)
+    known = run_original(call, model, cases)
     double = copy.deepcopy(model).double()
     with torch.no_grad():
         distances = [(model(c.batch["x"]).double() - double(c.batch["x"].double())).abs().max() for c in cases]
@@ -79,7 +81,7 @@ def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:
 def test_measuring_leaves_the_model_as_it_was() -> None:
     model, cases = network()
     before = copy.deepcopy(model.state_dict())
-    parity.reference(call, model, cases)
+    run_original(call, model, cases)
     assert all(torch.equal(value, before[name]) and value.dtype is torch.float32
                for name, value in model.state_dict().items())  # fmt: skip
 
@@ -102,7 +104,7 @@ def test_without_rounding_a_few_units_in_the_last_place_pass_and_no_more() -> No
     known = reference(weight)
     assert parity.bounds(known, 4.0)["y"].floor == 0.0
     assert compare(known, weight).multiple == 0.0
-    allowed = 4 * parity.LEAST_FLOOR_ULPS * EPS * 3.0
+    allowed = 4 * LEAST_FLOOR_ULPS * EPS * 3.0
     assert compare(known, weight + torch.tensor([0.0, 0.9 * allowed, 0.0])).passed
     beyond = compare(known, weight + torch.tensor([0.0, 1.2 * allowed, 0.0]))
     assert not beyond.passed
@@ -194,7 +196,7 @@ def test_large_integers_must_be_equal_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
     model = randomise(Network()).to(dtype)
-    known = parity.reference(call, model, [Case("only", {"x": torch.randn(5, 6, dtype=dtype)})])
+    known = run_original(call, model, [Case("only", {"x": torch.randn(5, 6, dtype=dtype)})])
     bounds = parity.bounds(known, 4.0)
     result = known.outputs[0]["y"]
     assert parity.check("here", lambda _: {"y": result.clone()}, known, bounds).passed
@@ -241,7 +243,7 @@ class Stubborn(nn.Module):
 
 
 def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
-    known = parity.reference(call, Stubborn(), [Case("only", {"x": torch.ones(2, 6)})])
+    known = run_original(call, Stubborn(), [Case("only", {"x": torch.ones(2, 6)})])
     assert known.fallback is not None
     assert known.fallback.startswith("RuntimeError")
     assert torch.equal(known.exact[0]["y"], known.outputs[0]["y"])
@@ -262,7 +264,7 @@ class Cancels(nn.Module):
 def test_noise_that_differs_by_case_is_the_floor_while_half_the_digits_are_left(size: float, guided: bool) -> None:
     model = randomise(Cancels())
     cases = [Case(f"of {s}", {"x": s * torch.rand(4, 6)}) for s in (1.0, 1.0, 1.0, size)]
-    known = parity.reference(call, model, cases)
+    known = run_original(call, model, cases)
     assert known.unguided == (() if guided else (f"y at of {size}",))
 
 
@@ -271,7 +273,7 @@ def test_a_model_of_integers_alone_needs_no_float64() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1
 
-    known = parity.reference(call, Shift(), [Case("only", {"x": torch.arange(3)})])
+    known = run_original(call, Shift(), [Case("only", {"x": torch.arange(3)})])
     assert known.fallback is None
     assert torch.equal(known.exact[0]["y"], torch.tensor([1, 2, 3]))
 

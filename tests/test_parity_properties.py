@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from optexport import parity
 from optexport.cases import Case
-from optexport.parity import OutputParity, Reference
+from optexport.parity import OutputParity
+from optexport.reference import Reference
 
 
 @st.composite
