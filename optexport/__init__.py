@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from optexport.errors import BundleError as BundleError
     from optexport.errors import ConfigError as ConfigError
     from optexport.errors import ExportError as ExportError
+    from optexport.errors import GateError as GateError
     from optexport.errors import OptexportError as OptexportError
     from optexport.errors import ParityError as ParityError
     from optexport.errors import SourceError as SourceError
@@ -31,6 +32,7 @@ _ERRORS = (
     "BundleError",
     "ConfigError",
     "ExportError",
+    "GateError",
     "OptexportError",
     "ParityError",
     "SourceError",

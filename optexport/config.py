@@ -8,7 +8,7 @@ import re
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -16,12 +16,15 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
 from optexport import registry
+from optexport.config_mistakes import explained
 from optexport.errors import ConfigError
 from optexport.tasks import AUTO_CLASSES
 
@@ -48,7 +51,7 @@ def _size(size: Any) -> int | str:
     if isinstance(size, str):
         return _name(size)
     if type(size) is not int or not 1 <= size <= _LARGEST_SIZE:
-        raise ValueError(f"it must be a size, or the name of a dimension, not {_shown(size)}")
+        raise ValueError(f"it must be a size, or the name of a dimension, not {size!r}")
     return size
 
 
@@ -125,15 +128,28 @@ class InputsConfig(_Table):
         return self
 
 
+class ExpectConfig(_Table):
+    """``expect`` of a rule: in how many places it must find work."""
+
+    min: int = Field(ge=1)
+
+
 class TransformationConfig(BaseModel):
     """``[[transformations]]``: a rule by name, or a plugin as ``python:module:Class``; other keys are its options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     use: str = Field(min_length=1)
+    expect: ExpectConfig | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        return dict(self.__pydantic_extra__ or {})
+        """The options of the rule, whose lists are tuples, as the fields of a rule are that never changes."""
+        options = self.__pydantic_extra__ or {}
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, default: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in default(self).items() if key != "expect" or value is not None}
 
     @model_validator(mode="after")
     def _finite_options(self) -> TransformationConfig:
@@ -251,7 +267,7 @@ def checked_settings(raw: dict[str, Any], place: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise _explained(error, place) from error
+        raise explained(error, Config, place) from error
 
 
 def _check_files(config: Config, path: Path) -> None:
@@ -334,67 +350,3 @@ def _is_dir(folder: Path, name: str) -> bool:
         return (folder / Path(name).expanduser()).is_dir()
     except (OSError, RuntimeError, ValueError):
         return False
-
-
-def _explained(error: ValidationError, name: str) -> ConfigError:
-    """All that pydantic found, as one message: a line per mistake, unknown keys with the nearest known one."""
-    mistakes: list[tuple[str, str, str | None]] = []
-    for found in error.errors():
-        location = list(found["loc"])
-        cause, mend = found["msg"][:1].lower() + found["msg"][1:], None
-        if found["type"] in ("too_short", "too_long"):
-            least, most = (found["ctx"].get(f"{end}_length") for end in ("min", "max"))
-            cause = f"it must hold {f'at least {least}' if most is None else most}"
-        elif found["type"] in ("model_type", "dict_type"):
-            cause = "it must be a table"
-        if found["type"] == "extra_forbidden":
-            cause, mend = "there is no such key", registry.did_you_mean(str(location[-1]), _known_keys(location[:-1]))
-        elif found["type"] == "missing":
-            cause = "it is required"
-        elif found["type"] == "value_error":
-            cause = str(found["ctx"]["error"])
-        else:
-            cause = f"{cause}, not {_shown(found['input'])}"
-        mistakes.append((_dotted(location), cause, mend))
-    if len(mistakes) == 1:
-        place, cause, mend = mistakes[0]
-        return ConfigError(cause, place=f"{name}: {place}", mend=mend)
-    lines = [f"\n  {place}: {'. '.join(filter(None, [cause, mend]))}" for place, cause, mend in mistakes]
-    return ConfigError(f"{len(mistakes)} mistakes{''.join(lines)}", place=name)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _dotted(location: list[int | str]) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text or "the file"
-
-
-def _known_keys(location: list[int | str]) -> list[str]:
-    annotation: Any = Config
-    for part in location:
-        annotation = _inside(annotation, part)
-    return list(getattr(_table_in(annotation), "model_fields", {}))
-
-
-def _inside(annotation: Any, part: int | str) -> Any:
-    """What a key of a table holds, or an item of a list, or of a table whose keys are free."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation.model_fields[str(part)].annotation
-    first, *rest = get_args(annotation)
-    if get_origin(annotation) is dict:
-        return rest[-1]
-    return first if get_origin(annotation) is list else _inside(first, part)
-
-
-def _table_in(annotation: Any) -> Any:
-    """The table class somewhere inside an annotation such as ``dict[str, TensorConfig] | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inner = (_table_in(argument) for argument in getattr(annotation, "__args__", ()))
-    return next((found for found in inner if found is not None), None)

@@ -97,6 +97,12 @@ class TransformationError(OptexportError):
     exit_code = 5
 
 
+class GateError(OptexportError):
+    """What the config demands of the result does not hold."""
+
+    exit_code = 6
+
+
 class TrackingError(OptexportError):
     """The run could not be tracked; the bundle on disk is whole."""
 

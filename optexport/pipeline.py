@@ -21,8 +21,9 @@ from optexport.reference import Reference, run_original
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
 from optexport.stages import Stages
-from optexport.trace import trace
+from optexport.trace import Traced, trace
 from optexport.transform import Applied, NamedRule, blame, transform
+from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import no_cache
 
 _FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
@@ -157,19 +158,19 @@ def produce(job: Job, stages: Stages) -> Result:
     """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before."""
     with bundle.drafting(job.output) as draft, torch.random.fork_rng(devices=[]):
         with stages.stage("trace"):
-            traced = trace(job.loaded.to_trace, job.example, job.dynamic)
+            traced, call = _trace(job)
             signature = traced.signature
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
             checked = cases.cases(job.example, job.real, signature, traced.doubtful)
-            reference = run_original(_caller(signature), job.loaded.model, checked, declared=job.sizes_declared)
+            reference = run_original(call, job.loaded.model, checked, declared=job.sizes_declared)
             bounds = _bounds(job.config, reference)
             places = [parity.check_original(reference, bounds)]
         with stages.stage("transform"):
             graph_module, applied = transform(traced.graph_module, job.rules, job.dump)
             records.write_graph(draft / "graph_after.txt", graph_module)
         with stages.stage("check graph"):
-            places.append(parity.check("transformed graph", _runner(graph_module, signature), reference, bounds))
+            places.append(parity.check("transformed graph", _runner(graph_module, call), reference, bounds))
             if not places[-1].passed:
                 raise _failure(places, _blame(job, reference, bounds))
         artifacts = []
@@ -223,7 +224,7 @@ def _export(
 
 def _rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedRule, ...]:
     left_out = {registry.canonical_name(name) or name for name in without}
-    named = [(registry.canonical_name(rule.use) or rule.use, rule.options) for rule in config.rules()]
+    named = [(registry.canonical_name(rule.use) or rule.use, rule) for rule in config.rules()]
     for name in left_out - {name for name, _ in named}:
         raise ConfigError(
             "this run has no such rule",
@@ -231,8 +232,13 @@ def _rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedR
             mend=registry.did_you_mean(name, [n for n, _ in named]),
         )
     return tuple(
-        NamedRule(name, options, registry.load(name, options, folder, f"transformations[{index}]"))
-        for index, (name, options) in enumerate(named)
+        NamedRule(
+            name,
+            rule.options,
+            registry.load(name, rule.options, folder, f"transformations[{index}]"),
+            0 if rule.expect is None else rule.expect.min,
+        )
+        for index, (name, rule) in enumerate(named)
         if name not in left_out
     )
 
@@ -240,7 +246,12 @@ def _rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedR
 def _resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
     """The config with the rules that are applied, and in another place if one is given."""
     update: dict[str, object] = {
-        "transformations": [TransformationConfig.model_validate({"use": r.name, **r.options}) for r in rules]
+        "transformations": [
+            TransformationConfig.model_validate(
+                {"use": rule.name, **({"expect": {"min": rule.least}} if rule.least else {}), **rule.options}
+            )
+            for rule in rules
+        ]
     }
     if output is not None:
         name = str(Path(config.export.output).with_name(output.name))
@@ -265,28 +276,35 @@ def _bounds(config: Config, reference: Reference) -> dict[str, Bound]:
     return parity.bounds(reference, config.parity.multiple, config.parity.atol, config.parity.rtol)
 
 
-def _caller(signature: Signature) -> Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]:
-    """Runs a module on a batch and names its outputs as the signature does."""
+_Call = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
+
+
+def _trace(job: Job) -> tuple[Traced, _Call]:
+    """Traces the model; says which outputs the rules leave, and how to run it, or a graph of it, for these."""
+    traced = trace(job.loaded.to_trace, job.example, job.dynamic)
+    wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
+    everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
 
     def call(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
         with no_cache(model):
             outputs = flatten_outputs(model(**copied)).values()
-        return dict(zip(signature.output_names, outputs, strict=True))
+        names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
+        named = dict(zip(names, outputs, strict=True))
+        return {name: named[name] for name in kept.output_names}
 
-    return call
+    return replace(traced, signature=kept), call
 
 
-def _runner(graph_module: fx.GraphModule, signature: Signature) -> runtimes.Run:
-    call = _caller(signature)
+def _runner(graph_module: fx.GraphModule, call: _Call) -> runtimes.Run:
     return lambda batch: call(graph_module, dict(batch))
 
 
 def _blame(job: Job, reference: Reference, bounds: Mapping[str, Bound]) -> str:
-    traced = trace(job.loaded.to_trace, job.example, job.dynamic)
+    traced, call = _trace(job)
 
     def passes(graph_module: fx.GraphModule) -> bool:
-        return parity.check("", _runner(graph_module, traced.signature), reference, bounds).passed
+        return parity.check("", _runner(graph_module, call), reference, bounds).passed
 
     return blame(traced.graph_module, job.rules, passes)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
@@ -76,6 +77,29 @@ def _conv(cls: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> _Builder:
             bias=bias is not None,
             device="meta",
             dtype=weight.dtype,
+        )
+
+    return build
+
+
+def _conv_transpose(cls: type[nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d]) -> _Builder:
+    def build(values: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> nn.Module:
+        weight, bias = tensors["weight"], tensors["bias"]
+        assert weight is not None
+        rank = weight.dim() - 2
+        sizes = {
+            name: tuple(values[name]) * (rank if len(values[name]) == 1 else 1)
+            for name in ("stride", "padding", "output_padding", "dilation")
+        }
+        return cls(
+            weight.shape[0],
+            weight.shape[1] * values["groups"],
+            tuple(weight.shape[2:]),  # type: ignore[arg-type]
+            groups=values["groups"],
+            bias=bias is not None,
+            device="meta",
+            dtype=weight.dtype,
+            **sizes,  # type: ignore[arg-type]
         )
 
     return build
@@ -144,6 +168,9 @@ _KINDS: dict[Any, _Kind] = {
     aten.conv2d.padding: _Kind(nn.Conv2d, _conv(nn.Conv2d)),
     aten.conv3d.default: _Kind(nn.Conv3d, _conv(nn.Conv3d)),
     aten.conv3d.padding: _Kind(nn.Conv3d, _conv(nn.Conv3d)),
+    aten.conv_transpose1d.default: _Kind(nn.ConvTranspose1d, _conv_transpose(nn.ConvTranspose1d)),
+    aten.conv_transpose2d.input: _Kind(nn.ConvTranspose2d, _conv_transpose(nn.ConvTranspose2d)),
+    aten.conv_transpose3d.input: _Kind(nn.ConvTranspose3d, _conv_transpose(nn.ConvTranspose3d)),
     aten.batch_norm.default: _Kind(_BATCH_NORMS, _batch_norm, ("weight", "bias", "running_mean", "running_var")),
     aten.layer_norm.default: _Kind(nn.LayerNorm, _layer_norm),
     aten.embedding.default: _Kind(nn.Embedding, _embedding, ("weight",), input="indices"),
@@ -240,6 +267,8 @@ def _build(kind: _Kind, calls: list[_Call], attributes: dict[str, Any]) -> nn.Mo
     """One module that stands for all the calls, or None where they differ or read computed weights."""
     first = calls[0].arguments
     constants = {k: v for k, v in first.items() if k != kind.input and k not in kind.tensors}
+    if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(constants)):
+        return None  # a size that is only known when it runs
     for call in calls:
         if any(call.arguments[name] != value for name, value in constants.items()):
             return None

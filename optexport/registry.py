@@ -46,18 +46,47 @@ class RuleInfo:
 
 _HERE = "optexport.transformations"
 
-# In the order in which the preset applies them: norms are folded before linears are merged.
+# In the order in which the preset applies them: what nobody needs goes first; norms are folded before linears merge.
 RULES: Mapping[str, RuleInfo] = {
-    "fuse-batch-norm-2d-in-conv-2d": RuleInfo(
-        f"{_HERE}.fuse_batch_norm_2d_in_conv_2d:FuseBatchNorm2dInConv2d",
-        "a BatchNorm2d after a Conv2d becomes part of it",
+    "keep-outputs": RuleInfo(
+        f"{_HERE}.keep_outputs:KeepOutputs",
+        "only the outputs that are named stay, and what they need",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+        options={"outputs": Option(tuple, (), "the names of those that stay")},
+    ),
+    "sink-select": RuleInfo(
+        f"{_HERE}.sink_select:SinkSelect",
+        "where one position of a sequence is used, the work for the others goes",
+        reversible=True,
+        preserves_computation=True,
+        in_preset=True,
+    ),
+    "fuse-batch-norm": RuleInfo(
+        f"{_HERE}.fuse_batch_norm:FuseBatchNorm",
+        "a batch norm becomes part of the linear or convolution before or after it",
         reversible=False,
         preserves_computation=True,
         in_preset=True,
     ),
+    "fuse-batch-norm-2d-in-conv-2d": RuleInfo(
+        f"{_HERE}.fuse_batch_norm_2d_in_conv_2d:FuseBatchNorm2dInConv2d",
+        "the same, for a BatchNorm2d after a Conv2d only",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+    ),
     "fuse-batch-norm-1d-in-linear": RuleInfo(
         f"{_HERE}.fuse_batch_norm_1d_in_linear:FuseBatchNorm1dInLinear",
-        "a BatchNorm1d before or after a Linear becomes part of it",
+        "the same, for a BatchNorm1d before or after a Linear only",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+    ),
+    "fuse-bias": RuleInfo(
+        f"{_HERE}.fuse_bias:FuseBias",
+        "a constant added after a linear or convolution becomes its bias",
         reversible=False,
         preserves_computation=True,
         in_preset=True,
@@ -123,8 +152,10 @@ def check(name: str, options: Mapping[str, Any], place: str) -> None:
             raise ConfigError(
                 f"{known} has no such option", place=f"{place}.{option}", mend=did_you_mean(option, allowed)
             )
-        if type(value) is not allowed[option].type:
-            raise ConfigError(f"it must be a {allowed[option].type.__name__}, not {value!r}", place=f"{place}.{option}")
+        if type(value) is not allowed[option].type or (type(value) is tuple and not all(type(v) is str for v in value)):
+            kind = "list of names" if allowed[option].type is tuple else allowed[option].type.__name__
+            shown = list(value) if type(value) is tuple else value
+            raise ConfigError(f"it must be a {kind}, not {shown!r}", place=f"{place}.{option}")
 
 
 def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Transformation:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from optexport.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Signature:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dims: Mapping[str, Dim]
+
+    def keeping(self, outputs: Collection[str]) -> Signature:
+        """The same with only these outputs; with all where none are named."""
+        kept = tuple(spec for spec in self.outputs if not outputs or spec.name in outputs)
+        return Signature(self.inputs, kept, self.dims)
 
     @property
     def output_names(self) -> list[str]:
@@ -123,13 +130,22 @@ def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
     Args:
         outputs: A tensor, or any nesting of dicts, dataclasses, lists and tuples of tensors. ``None`` is passed over.
     """
+    return named_outputs(outputs, (), torch.Tensor)
+
+
+def named_outputs(outputs: Any, inputs: Container[str], kind: type[T]) -> dict[str, T]:
+    """Names all of a kind in a model's output as `flatten_outputs` does, but none as an input is."""
     leaves, _ = pytree.tree_flatten_with_path(outputs)
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, T] = {}
     for path, leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, kind):
             name = ".".join(_key(key) for key in path)
             name = name if name and not name[0].isdigit() else f"output_{name}" if name else "output"
             named[unused(name, named)] = leaf
+    taken = [*named]
+    for name in [name for name in named if name in inputs]:
+        taken.append(unused(f"{name}_out", taken))
+        named = {taken[-1] if known == name else known: leaf for known, leaf in named.items()}
     return named
 
 

@@ -26,9 +26,8 @@ from optexport.signature import (
     Signature,
     TensorSpec,
     conventional_axes,
-    flatten_outputs,
     named_inputs,
-    unused,
+    named_outputs,
 )
 from optexport.size_guards import doubtful_sizes
 
@@ -290,18 +289,14 @@ def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[Tensor
     (output,) = program.graph.find_nodes(op="output")
     count = len(program.graph_signature.user_outputs)
     leaves = [node.meta["val"] if isinstance(node, fx.Node) else node for node in output.args[0][-count:]]
-    tensors = flatten_outputs(pytree.tree_unflatten(leaves, program.call_spec.out_spec))
+    returned = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+    tensors = named_outputs(returned, _input_names(program), torch.Tensor)
     if not tensors:
         raise TraceError("the model returns no tensor", place="output")
-    inputs = _input_names(program)
-    taken = [*inputs, *tensors]
     specs = []
     for name, value in tensors.items():
         if value.is_complex():
             raise TraceError("it is complex, which no file format here holds", place=f"output {name}")
-        if name in inputs:
-            name = unused(f"{name}_out", taken)
-            taken.append(name)
         shape = tuple(_renamed(n.node.expr, names) if isinstance(n, torch.SymInt) else int(n) for n in value.shape)
         specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
     return tuple(specs)

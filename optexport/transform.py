@@ -11,18 +11,23 @@ from typing import Any
 from torch import fx
 
 from optexport import registry
-from optexport.errors import OptexportError, TransformationError, first_line
+from optexport.errors import GateError, OptexportError, TransformationError, first_line
 from optexport.transformations import DeepCopy, ReversibleTransformation, Rule, Transformation
 from optexport.transformations.rule import Report, run
 
 
 @dataclass(frozen=True)
 class NamedRule:
-    """A transformation under the name, and with the options, that the config gives it."""
+    """A transformation under the name, and with the options, that the config gives it.
+
+    Attributes:
+        least: In how many places it must find work.
+    """
 
     name: str
     options: Mapping[str, Any]
     transformation: Transformation
+    least: int = 0
 
     @classmethod
     def of(cls, transformations: Transformation | Iterable[Transformation]) -> tuple[NamedRule, ...]:
@@ -70,6 +75,7 @@ def transform(
 
     Raises:
         TransformationError: One of them raised, or left a graph that is not sound.
+        GateError: One of them found work in fewer places than the config expects.
     """
     if not all(_is_built_in(rule.transformation) for rule in rules):
         graph_module = DeepCopy()(graph_module)  # whose weights are those of the caller's model
@@ -88,11 +94,22 @@ def transform(
                 mend="Leave it out with --without, or see --debug for the line.",
             ) from error
         applied.append(Applied(rule, report, nodes_before, len(graph_module.graph.nodes)))
+        _check_expectation(rule, report)
         if dump is not None:
             name = f"{index + 1:02d}-{rule.name.replace(':', '-').replace('/', '-')}"
             (dump / f"{name}-before.txt").write_text(f"{before}\n", encoding="utf-8")
             (dump / f"{name}-after.txt").write_text(f"{graph_module.graph}\n", encoding="utf-8")
     return graph_module, applied
+
+
+def _check_expectation(rule: NamedRule, report: Report) -> None:
+    if len(report.changes) < rule.least:
+        misses = "".join(f"\n  skipped at {miss.node}: {miss.reason}" for miss in report.near_misses)
+        raise GateError(
+            f"it found work in {len(report.changes)} places, where at least {rule.least} are expected{misses}",
+            place=rule.name,
+            mend="Mend the model, or lower expect.min of the rule.",
+        )
 
 
 def blame(graph_module: fx.GraphModule, rules: Sequence[NamedRule], passes: Callable[[fx.GraphModule], bool]) -> str:

@@ -97,7 +97,22 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "rules that are a number": ("transformations = 3\n" + MODEL, "transformations", "not 3"),
     "rule that is a name": ('transformations = ["merge-linears"]\n' + MODEL, "transformations[0]", "'merge-linears'"),
     "unknown rule": (rule('use = "merge-linear"'), "transformations[0].use", 'Did you mean "merge-linears"?'),
-    "rule far from any": (rule('use = "zzz"'), "transformations[0].use", "Known are: fuse-batch-norm-2d-in-conv-2d"),
+    "expectation of nothing": (
+        rule('use = "merge-linears"', "expect = { min = 0 }"),
+        "transformations[0].expect.min",
+        "not 0",
+    ),
+    "expectation with a typo": (
+        rule('use = "merge-linears"', "expect = { min = 1, mim = 1 }"),
+        "transformations[0].expect.mim",
+        'Did you mean "min"',
+    ),
+    "a name where a list of names belongs": (
+        rule('use = "keep-outputs"', 'outputs = "a"'),
+        "transformations[0].outputs",
+        "it must be a list of names",
+    ),
+    "rule far from any": (rule('use = "zzz"'), "transformations[0].use", "Known are: keep-outputs"),
     "empty rule": (rule('use = ""'), "transformations[0].use", "not ''"),
     "unknown option": (
         rule('use = "change-true-div-to-mul-by-inverse"', "exakt = true"),

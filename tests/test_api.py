@@ -19,8 +19,15 @@ from torch.fx import GraphModule
 from optexport import export, runtimes
 from optexport.errors import ConfigError, ExportError, OptexportError, ParityError, TraceError
 from optexport.pipeline import Result
+from optexport.registry import PRESET
 from optexport.signature import Dim
-from optexport.transformations import ChangeTrueDivToMulByInverse, MergeLinears, Transformation
+from optexport.transformations import (
+    ChangeTrueDivToMulByInverse,
+    KeepOutputs,
+    MergeLinears,
+    SinkSelect,
+    Transformation,
+)
 from optexport.verification import verify
 from tests import exports, models
 from tests.models import randomise
@@ -281,7 +288,7 @@ def several_rules() -> Iterator[Transformation]:
         (MergeLinears, ["merge-linears"]),
         (lambda: [], []),
         (several_rules, ["merge-linears", "change-true-div-to-mul-by-inverse"]),
-        (lambda: None, 4),
+        (lambda: None, list(PRESET)),
     ],
 )
 def test_transformations_may_be_one_several_none_or_the_preset(
@@ -291,7 +298,7 @@ def test_transformations_may_be_one_several_none_or_the_preset(
         exports.block(), exports.batch(), tmp_path / "bundle", dynamic=exports.DYNAMIC, transformations=make()
     )
     named = [t.rule for t in result.manifest.transformations]
-    assert (len(named) if isinstance(rules, int) else named) == rules
+    assert named == rules
 
 
 class Marking(Transformation):
@@ -498,6 +505,17 @@ def test_what_a_pt2_file_cannot_hold_is_told(name: str, tmp_path: Path) -> None:
         quick(
             model, {"x": torch.rand(3, 12)}, tmp_path / "bundle", dynamic={"x": {0: "batch", 1: "n"}}, formats=["pt2"]
         )
+
+
+def test_only_the_outputs_that_are_kept_are_proven_and_written(tmp_path: Path) -> None:
+    rules = [KeepOutputs(outputs=("pooler_output",)), SinkSelect(), MergeLinears()]
+    result = export(models.model("bert"), models.inputs("bert"), tmp_path / "bundle", transformations=rules)
+    assert [output.name for output in result.manifest.outputs] == ["pooler_output"]
+    assert result.transformed_nodes["sink-select"]
+    inputs = models.inputs("bert", 3, 11)
+    with torch.no_grad():
+        want = models.model("bert")(**inputs).pooler_output
+    torch.testing.assert_close(run(result, **inputs)["pooler_output"], want)
 
 
 class Branching(nn.Module):

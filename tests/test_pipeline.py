@@ -15,7 +15,15 @@ import torch
 from onnx import numpy_helper
 
 from optexport import pipeline
-from optexport.errors import ConfigError, ExportError, OptexportError, ParityError, SourceError, TransformationError
+from optexport.errors import (
+    ConfigError,
+    ExportError,
+    GateError,
+    OptexportError,
+    ParityError,
+    SourceError,
+    TransformationError,
+)
 from optexport.stages import Stages
 from optexport.verification import verify
 from tests import exports
@@ -422,3 +430,26 @@ def test_a_fixed_tolerance_replaces_the_measured_one(project: Path) -> None:
     path.write_text(f"{text}\n[parity]\natol = 1e-9\n")
     with pytest.raises(ParityError):
         pipeline.run(path)
+
+
+def expecting(project: Path, rule: str, least: int) -> Path:
+    path = config(project, rule, formats=("pt2",))
+    path.write_text(path.read_text().replace(f'use = "{rule}"', f'use = "{rule}"\nexpect = {{ min = {least} }}'))
+    return path
+
+
+def test_a_rule_that_finds_as_much_as_is_expected_passes(project: Path) -> None:
+    result = pipeline.run(expecting(project, "merge-linears", 1))
+    assert result.manifest.config["transformations"] == [{"use": "merge-linears", "expect": {"min": 1}}]
+
+
+@pytest.mark.parametrize(
+    ("rule", "least", "found"), [("merge-linears", 2, "1 places"), ("fuse-batch-norm", 1, "0 places")]
+)
+def test_a_rule_that_finds_less_than_is_expected_fails_the_run(
+    project: Path, rule: str, least: int, found: str
+) -> None:
+    with pytest.raises(GateError, match=f"{rule}: it found work in {found}, where at least {least}") as caught:
+        pipeline.run(expecting(project, rule, least))
+    assert caught.value.exit_code == 6
+    assert nothing_is_left(project)

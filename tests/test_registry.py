@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 import sys
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import pytest
 import transformers
@@ -59,7 +59,10 @@ def test_the_options_listed_are_the_fields_of_the_class(name: str) -> None:
     cls = rule_class(RULES[name])
     assert cls.__dataclass_params__.frozen
     types = get_type_hints(cls)
-    fields = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls) if field.init}
+    fields = {
+        field.name: (get_origin(types[field.name]) or types[field.name], field.default)
+        for field in dataclasses.fields(cls)
+    }
     assert {key: (option.type, option.default) for key, option in RULES[name].options.items()} == fields
     assert all(type(option.default) is option.type and option.summary for option in RULES[name].options.values())
 

@@ -6,18 +6,25 @@ One rule a file. To write your own, copy one, or subclass `Transformation`.
 from optexport.transformations.base import ReversibleTransformation, Transformation
 from optexport.transformations.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 from optexport.transformations.composition import DeepCopy, LintAndRecompile, compose
+from optexport.transformations.fuse_batch_norm import FuseBatchNorm
 from optexport.transformations.fuse_batch_norm_1d_in_linear import FuseBatchNorm1dInLinear
 from optexport.transformations.fuse_batch_norm_2d_in_conv_2d import FuseBatchNorm2dInConv2d
+from optexport.transformations.fuse_bias import FuseBias
 from optexport.transformations.fuse_bias_in_linear import FuseBiasInLinear
+from optexport.transformations.keep_outputs import KeepOutputs
 from optexport.transformations.merge_linears import MergeLinears
 from optexport.transformations.rule import Match, Report, ReversibleRule, Rule, Skip
+from optexport.transformations.sink_select import SinkSelect
 
 __all__ = [
     "ChangeTrueDivToMulByInverse",
     "DeepCopy",
+    "FuseBatchNorm",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
+    "FuseBias",
     "FuseBiasInLinear",
+    "KeepOutputs",
     "LintAndRecompile",
     "Match",
     "MergeLinears",
@@ -25,6 +32,7 @@ __all__ = [
     "ReversibleRule",
     "ReversibleTransformation",
     "Rule",
+    "SinkSelect",
     "Skip",
     "Transformation",
     "compose",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from optexport.transformations import modules
 
-BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
 
-
-def scale_and_shift(norm: BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
+def scale_and_shift(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm as ``scale * x + shift`` per channel: float64, shape ``(num_features,)``.
 
     From ``y = (x - mean) / sqrt(var + eps) * weight + bias`` (Ioffe and Szegedy, 2015), in float64, so that the fold
@@ -27,19 +26,13 @@ def scale_and_shift(norm: BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, shift
 
 
-def why_not_foldable(
-    graph_module: GraphModule,
-    norm_call: Node,
-    norm_class: type[nn.Module],
-    layer_call: Node,
-    layer_class: type[nn.Module],
-) -> str | None:
-    """Why a norm cannot be folded into the layer next to it; None if it can."""
+def why_not_foldable(graph_module: GraphModule, norm_call: Node, layer_call: Node) -> str | None:
+    """Why a norm cannot be folded into any layer, or a layer take one; None if they can."""
     uses = modules.uses(graph_module)
-    for call, cls in ((norm_call, norm_class), (layer_call, layer_class)):
+    for call in (norm_call, layer_call):
         target = str(call.target)
         module = graph_module.get_submodule(target)
-        reason = modules.why_not_plain(module, cls) or uses.why_shared(target, module)
+        reason = modules.why_not_plain(module, _torch_class(module)) or uses.why_shared(target, module)
         if reason is None and len(uses.calls_of(target)) > 1:
             reason = "it is called more than once"
         if reason is None and modules.sole_input(call) is None:
@@ -58,15 +51,9 @@ def why_not_foldable(
     return None
 
 
-def set_parameters(
-    layer: nn.Linear | nn.Conv2d, source: nn.Linear | nn.Conv2d, weight: torch.Tensor, bias: torch.Tensor
-) -> None:
-    """Gives a new layer folded parameters, in the dtype of the layer that it replaces."""
-    requires_grad = source.weight.requires_grad
-    layer.weight = nn.Parameter(weight.to(source.weight.dtype), requires_grad=requires_grad)
-    if source.bias is not None:
-        requires_grad = source.bias.requires_grad
-    layer.bias = nn.Parameter(bias.to(source.weight.dtype), requires_grad=requires_grad)
+def _torch_class(module: nn.Module) -> type[nn.Module]:
+    """The class of torch's own that a module is of, or derived from."""
+    return next(cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.modules."))
 
 
 def bypass(graph_module: GraphModule, norm_call: Node) -> None:

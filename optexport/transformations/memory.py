@@ -45,6 +45,19 @@ def _changes_memory_of(graph_module: GraphModule, change: Node, x: Node) -> bool
     return not changed.isdisjoint(_owners(graph_module, [x]))
 
 
+def constant(graph_module: GraphModule, node: object) -> torch.Tensor | None:
+    """The parameter or buffer that a node reads, if nothing in the graph changes it."""
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return None
+    for change in uses(graph_module).mutations:
+        changed = _owners(graph_module, mutated(graph_module, change))
+        if any((owner.op, owner.target) == (node.op, node.target) for owner in changed):
+            return None
+    module, _, name = str(node.target).rpartition(".")
+    value = getattr(graph_module.get_submodule(module), name)
+    return value if isinstance(value, torch.Tensor) else None
+
+
 def handed_on(graph_module: GraphModule, node: Node) -> list[Node]:
     """The inputs of a call whose memory its result may lie in."""
     if mutated(graph_module, node):

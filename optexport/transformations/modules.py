@@ -44,6 +44,18 @@ def dims(node: Node) -> int | None:
     return value.dim() if isinstance(value, torch.Tensor) else None
 
 
+def forget(graph_module: GraphModule, node: Node) -> None:
+    """Takes a constant out of the graph that no node reads any more, and out of the module tree."""
+    if node.users:
+        return
+    graph_module.graph.erase_node(node)
+    if any(other.target == node.target for other in graph_module.graph.find_nodes(op="get_attr")):
+        return
+    parent, name = parent_of(graph_module, str(node.target))
+    for tensors in ("_parameters", "_buffers"):
+        setattr(parent, tensors, {key: value for key, value in getattr(parent, tensors).items() if key != name})
+
+
 class Uses:
     """Who uses what in a graph, read once per pass.
 
@@ -109,12 +121,17 @@ def uses(graph_module: GraphModule) -> Uses:
     return _uses.get(graph_module) or Uses(graph_module)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether more happens when a module is called than its forward."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in hooks)
+
+
 def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
     """Why a module is more than its class says: a subclass, hooks, weights computed on the fly; None if it is plain."""
     if type(module) is not cls:
         return f"it is a {type(module).__name__}, a subclass of {cls.__name__}"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, name, None) for name in hooks):
+    if has_hooks(module):
         return "it has hooks"
     if "forward" in vars(module):
         return "its forward was replaced"

@@ -19,9 +19,10 @@ _BATCH, _LENGTH, _SIDE = 3, 2, 3
 _DIVISORS = (1, 2, 8.0, 3, 49, 0.1, -7.5, 1e-3, 0, 1e-40, True)
 # What can be done to a value; what the rules are about comes more often.
 _ANYWHERE = ["add", "mul", "div", "torch.div", "div by size", "tanh", "relu_", "add_", "sub_ part", "part", "dropout"]
+_ANYWHERE += ["plus"] * 2
 _BY_RANK = {
     2: [*["linear"] * 6, *["norm"] * 4],
-    3: [*["linear"] * 6, "norm", "flat", "flatten", "swap", "first"],
+    3: [*["linear"] * 6, "norm", "flat", "flatten", "swap", *["pick"] * 3, "attend", "layer norm", "softmax"],
     4: [*["conv"] * 4, *["norm"] * 4, "mean", "mean", "flatten"],
 }
 
@@ -33,6 +34,14 @@ class Step:
     kind: str
     operands: tuple[int, ...]
     argument: Any = None
+
+
+class Constant(nn.Module):
+    """Holds a parameter that is added to something."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(shape))
 
 
 class Generated(nn.Module):
@@ -90,8 +99,14 @@ class Generated(nn.Module):
                 return x.flatten(1)
             case "swap":
                 return x.transpose(1, 2)
-            case "first":
-                return x[:, 0]
+            case "pick":
+                return x[:, argument]
+            case "attend":
+                return F.scaled_dot_product_attention(x, operands[1], operands[2])
+            case "softmax":
+                return x.softmax(-1)
+            case "plus":
+                return x + self.get_submodule(argument).value
             case "part":
                 return x[..., :argument]
             case "mean":
@@ -169,7 +184,20 @@ class _Drawn:
                 self.norm(operand, shape)
             case "conv":
                 width, bias = self.draw(st.integers(1, 3)), self.draw(st.booleans())
-                self.call(operand, nn.Conv2d(shape[1], width, 3, padding=1, bias=bias), (shape[0], width, *shape[2:]))
+                cls = self.draw(st.sampled_from((nn.Conv2d, nn.Conv2d, nn.ConvTranspose2d)))
+                self.call(operand, cls(shape[1], width, 3, padding=1, bias=bias), (shape[0], width, *shape[2:]))
+            case "layer norm":
+                self.call(operand, nn.LayerNorm(shape[-1]), shape)
+            case "attend":
+                alike = [i for i, other in enumerate(self.shapes) if other == shape]
+                keys, values = self.draw(st.sampled_from(alike)), self.draw(st.sampled_from(alike))
+                self.add(kind, (operand, keys, values), None, shape)
+            case "plus":
+                one_a_feature = (shape[1], 1, 1) if len(shape) == 4 else shape[-1:]
+                size = one_a_feature if self.draw(st.integers(0, 4)) else shape[1:]
+                path = f"p{len(self.layers)}"
+                self.layers[path] = Constant(size)
+                self.add(kind, (operand,), path, shape)
             case "add" | "mul":
                 alike = [i for i, other in enumerate(self.shapes) if other == shape]
                 self.add(kind, (operand, self.draw(st.sampled_from(alike))), None, shape)
@@ -188,8 +216,8 @@ class _Drawn:
                 self.add(kind, (operand,), None, (shape[0], int(torch.Size(shape[1:]).numel())))
             case "swap":
                 self.add(kind, (operand,), None, (shape[0], shape[2], shape[1]))
-            case "first":
-                self.add(kind, (operand,), None, (shape[0], shape[2]))
+            case "pick":
+                self.add(kind, (operand,), self.draw(st.sampled_from((0, 0, -1))), (shape[0], shape[2]))
             case "mean":
                 self.add(kind, (operand,), None, shape[:2])
             case _:
@@ -239,5 +267,5 @@ def cases(draw: st.DrawFn) -> Case:
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and draw(st.integers(0, 9)) == 0:
             layer.train()
     dtype = draw(st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)))
-    tracing = draw(st.sampled_from(("fx", "fx with shapes", "fx with shapes", "export")))
+    tracing = draw(st.sampled_from(("fx", "fx with shapes", "export")))
     return Case(module.to(dtype), x.to(dtype), tracing)

@@ -1,0 +1,93 @@
+"""A constant that is added to what a linear or a convolution gives becomes its bias."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from optexport.transformations import memory, modules
+from optexport.transformations.rule import Match, Rule, Skip
+
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class FuseBias(Rule):
+    """Layer(x) + c  ->  Layer'(x), for a linear or a convolution and a constant number, parameter or buffer c.
+
+    Skips:   a c that is not one number for every output feature or channel, of another dtype or device, or changed in
+             place; a layer whose result is used elsewhere too, or that is shared, tied, hooked, parametrized, of a
+             subclass or called more than once.
+    Exact:   to rounding (the bias and c are summed first).
+    Inverse: none, because their sum is rounded.
+    """
+
+    def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
+        if node.target is not operator.add or len(node.args) != 2 or node.kwargs:
+            return None
+        for call, constant in (node.args, node.args[::-1]):
+            layer = modules.called_module(graph_module, call)
+            value = _value(graph_module, constant)
+            if isinstance(layer, _LAYERS) and value is not None:
+                assert isinstance(call, Node)
+                reason = _why_not(graph_module, call, layer, value)
+                return Skip(reason) if reason else Match((call, node))
+        return None
+
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        call, sum_ = match.nodes
+        layer = modules.called_module(graph_module, call)
+        assert isinstance(layer, _LAYERS)
+        (constant,) = [argument for argument in sum_.args if argument is not call]
+        value = _value(graph_module, constant)
+        assert value is not None
+        fused = copy.copy(layer)
+        fused._parameters = dict(layer._parameters)
+        features = layer.weight.shape[0]
+        bias = layer.weight.new_zeros(features) if layer.bias is None else layer.bias
+        total = bias.detach().double() + value.detach().double().flatten()
+        flags = layer.weight if layer.bias is None else layer.bias
+        fused.bias = nn.Parameter(total.to(layer.weight.dtype), requires_grad=flags.requires_grad)
+        modules.replace_module(graph_module, str(call.target), fused)
+        sum_.replace_all_uses_with(call)
+        graph_module.graph.erase_node(sum_)
+        if isinstance(constant, Node):
+            modules.forget(graph_module, constant)
+        return [(call, None)]
+
+
+def _value(graph_module: GraphModule, argument: Any) -> torch.Tensor | None:
+    """What is added, where that is known beforehand."""
+    if type(argument) in (int, float) and math.isfinite(argument):
+        return torch.tensor(argument, dtype=torch.float64)
+    return memory.constant(graph_module, argument)
+
+
+def _why_not(graph_module: GraphModule, call: Node, layer: Layer, value: torch.Tensor) -> str | None:
+    uses, target = modules.uses(graph_module), str(call.target)
+    if len(call.users) > 1:
+        return f"the result of {target} is used elsewhere too"
+    if len(uses.calls_of(target)) > 1:
+        return f"{target}: it is called more than once"
+    if modules.sole_input(call) is None:
+        return f"{target}: it is not called on a single tensor"
+    (cls,) = (cls for cls in _LAYERS if isinstance(layer, cls))
+    if reason := modules.why_not_plain(layer, cls) or uses.why_shared(target, layer):
+        return f"{target}: {reason}"
+    if value.dim() and (value.dtype, value.device) != (layer.weight.dtype, layer.weight.device):
+        return f"{target} and what is added differ in dtype or device"
+    # The axis of the features is the last of a linear's result, and stands before the space of a convolution's.
+    shape = (layer.weight.shape[0], *(1 for _ in layer.weight.shape[2:]))
+    if value.dim() > len(shape) or any(
+        size not in (1, own) for size, own in zip(value.shape[::-1], shape[::-1], strict=False)
+    ):
+        return f"what is added to {target} is no number for each of its {shape[0]} features"
+    return None

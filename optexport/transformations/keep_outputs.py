@@ -1,0 +1,59 @@
+"""Only the outputs that are wanted stay, and what they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.fx.graph import _PyTreeCodeGen
+
+from optexport.errors import ConfigError
+from optexport.registry import did_you_mean
+from optexport.signature import named_outputs
+from optexport.transformations import modules
+from optexport.transformations.rule import Match, Rule
+
+
+@dataclass(frozen=True)
+class KeepOutputs(Rule):
+    """return {a: ..., b: ..., c: ...}  ->  return {b: ...}, without what only a and c needed
+
+    Exact:   to the bit, for the outputs that stay.
+    Inverse: none, because what they did not need is gone.
+
+    Attributes:
+        outputs: The names of those that stay, in any order; none for all.
+
+    Raises:
+        ConfigError: The graph has no output of such a name.
+    """
+
+    outputs: tuple[str, ...] = ()
+
+    def match(self, graph_module: GraphModule, node: Node) -> Match | None:
+        if node.op != "output" or not self.outputs:
+            return None
+        names = list(_outputs(graph_module, node))
+        for name in self.outputs:
+            if name not in names:
+                raise ConfigError(f'there is no output "{name}"', place="keep-outputs", mend=did_you_mean(name, names))
+        return Match((node,)) if len(set(self.outputs)) < len(names) else None
+
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        (node,) = match.nodes
+        graph = graph_module.graph
+        node.args = ({name: leaf for name, leaf in _outputs(graph_module, node).items() if name in self.outputs},)
+        if isinstance(graph._codegen, _PyTreeCodeGen):
+            graph.set_codegen(_PyTreeCodeGen(graph._codegen.pytree_info._replace(out_spec=None)))
+        # Methods that change their tensor in place look pure to torch.fx.
+        changes = {change for change in modules.uses(graph_module).mutations if not change._erased}
+        graph.eliminate_dead_code(lambda candidate: candidate.is_impure() or candidate in changes)
+        graph_module.delete_all_unused_submodules()
+        return [(node, None)]
+
+
+def _outputs(graph_module: GraphModule, node: Node) -> dict[str, Node]:
+    returned = graph_module.graph._codegen.process_outputs(node.args[0])
+    inputs = [str(placeholder.target) for placeholder in graph_module.graph.find_nodes(op="placeholder")]
+    return named_outputs(returned, inputs, Node)

@@ -1,0 +1,170 @@
+"""FuseBatchNorm: every layer, before and after, and across what stands between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.transformations import FuseBatchNorm
+from tests.transformations.laws import check_applied, check_refused
+from tests.transformations.programs import by_export, by_fx
+
+SPACE = {1: (7,), 2: (6, 5), 3: (4, 5, 3)}
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+
+
+def _x(dims: int, channels: int = 4) -> torch.Tensor:
+    return torch.randn(3, channels, *SPACE[dims])
+
+
+def _layer_then_norm(m: Any, x: torch.Tensor) -> Any:
+    return m.norm(m.layer(x))
+
+
+def _norm_then_layer(m: Any, x: torch.Tensor) -> Any:
+    return m.layer(m.norm(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kinds", [CONVOLUTIONS, TRANSPOSED], ids=["convolution", "transposed"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_after_a_convolution(dims: int, kinds: Any, groups: int, bias: bool) -> None:
+    layer = kinds[dims](4, 6, 3, padding=1, groups=groups, bias=bias)
+    graph_module = by_export(_x(dims), _layer_then_norm, layer=layer, norm=NORMS[dims](6))
+    check_applied(FuseBatchNorm(), graph_module, _x(dims))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_before_a_convolution_that_does_not_pad(dims: int, groups: int) -> None:
+    layer = CONVOLUTIONS[dims](4, 8, 2, groups=groups, stride=2)
+    graph_module = by_export(_x(dims), _norm_then_layer, layer=layer, norm=NORMS[dims](4))
+    check_applied(FuseBatchNorm(), graph_module, _x(dims))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_before_a_convolution_that_pads_with_what_is_there(mode: str) -> None:
+    layer = nn.Conv2d(4, 5, 3, padding=1, padding_mode=mode)
+    graph_module = by_fx(lambda m, x: m.layer(m.norm(x)), layer=layer, norm=nn.BatchNorm2d(4))
+    check_applied(FuseBatchNorm(), graph_module, _x(2))
+
+
+@pytest.mark.parametrize("padding", [1, (0, 1), "same"])
+def test_before_a_convolution_that_pads_with_zeros_it_stays(padding: Any) -> None:
+    layer = nn.Conv2d(4, 5, 3, padding=padding)
+    graph_module = by_export(_x(2), _norm_then_layer, layer=layer, norm=nn.BatchNorm2d(4))
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "pads with zeros, which the shift of norm would not reach")
+
+
+def test_before_a_transposed_convolution_it_stays() -> None:
+    graph_module = by_export(_x(2), _norm_then_layer, layer=nn.ConvTranspose2d(4, 5, 3), norm=nn.BatchNorm2d(4))
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "would not reach")
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_a_norm_that_does_not_shift_goes_into_any_convolution(kind: Any, padding: int) -> None:
+    graph_module = by_export(
+        _x(2), _norm_then_layer, layer=kind(4, 6, 3, padding=padding, groups=2), norm=nn.BatchNorm2d(4)
+    )
+    with torch.no_grad():
+        graph_module.norm.running_mean.zero_()
+        graph_module.norm.bias.zero_()
+    check_applied(FuseBatchNorm(), graph_module, _x(2))
+
+
+@pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
+def test_beside_a_linear(body: Any) -> None:
+    x = torch.randn(3, 4)
+    check_applied(FuseBatchNorm(), by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)), x)
+
+
+@pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
+def test_beside_a_linear_on_sequences_it_stays(body: Any) -> None:
+    x = torch.randn(3, 4, 4)
+    graph_module = by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
+    check_refused(FuseBatchNorm(), graph_module, x, "is 3-dimensional")
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_before_a_linear_across_a_flatten(dims: int) -> None:
+    x = _x(dims)
+    features = x[0].numel()
+    body = lambda m, x: m.layer(torch.flatten(m.norm(x), 1))  # noqa: E731
+    for graph_module in (
+        by_export(x, body, layer=nn.Linear(features, 5), norm=NORMS[dims](4)),
+        by_fx(
+            lambda m, x: m.layer(m.flat(m.norm(x))),
+            layer=nn.Linear(features, 5),
+            norm=NORMS[dims](4),
+            flat=nn.Flatten(),
+        ),
+    ):
+        check_applied(FuseBatchNorm(), graph_module, x)
+
+
+def test_across_another_flatten_it_stays() -> None:
+    x = _x(2)
+    graph_module = by_fx(
+        lambda m, x: m.layer(torch.flatten(m.norm(x), 2)), layer=nn.Linear(30, 5), norm=nn.BatchNorm2d(4)
+    )
+    check_refused(FuseBatchNorm(), graph_module, x)
+
+
+def test_after_a_convolution_across_a_flatten_it_stays() -> None:
+    graph_module = by_fx(
+        lambda m, x: m.norm(torch.flatten(m.layer(x), 1)), layer=nn.Conv2d(4, 2, 1), norm=nn.BatchNorm1d(60)
+    )
+    check_refused(FuseBatchNorm(), graph_module, _x(2))
+
+
+@pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
+def test_across_what_hands_its_input_on(body: Any) -> None:
+    def between(m: Any, x: torch.Tensor) -> Any:
+        one, other = (m.layer, m.norm) if body is _layer_then_norm else (m.norm, m.layer)
+        return other(m.dropout(m.identity(one(x))))
+
+    x = _x(2)
+    children = {"layer": nn.Conv2d(4, 4, 2), "norm": nn.BatchNorm2d(4), "identity": nn.Identity()}
+    check_applied(FuseBatchNorm(), by_fx(between, **children, dropout=nn.Dropout(0.5)), x)
+    check_applied(FuseBatchNorm(), by_export(x, between, **children, dropout=nn.Dropout(0.5)), x)
+
+
+def test_a_result_between_that_is_used_elsewhere_is_left_alone() -> None:
+    graph_module = by_fx(
+        lambda m, x: m.norm(y := m.identity(m.layer(x))) + y,
+        layer=nn.Conv2d(4, 4, 1),
+        norm=nn.BatchNorm2d(4),
+        identity=nn.Identity(),
+    )
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "is used elsewhere too")
+
+
+def test_a_norm_of_another_axis_of_an_image_without_a_batch_stays() -> None:
+    x = torch.randn(4, 6, 5)
+    graph_module = by_export(x, _layer_then_norm, layer=nn.Conv2d(4, 5, 1), norm=nn.BatchNorm1d(6))
+    check_refused(FuseBatchNorm(), graph_module, x, "is 3-dimensional")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    x = _x(2).to(dtype)
+    layer, norm = nn.Conv2d(4, 5, 2).to(dtype), nn.BatchNorm2d(5).to(dtype)
+    check_applied(FuseBatchNorm(), by_export(x, _layer_then_norm, layer=layer, norm=norm), x)
+
+
+def test_a_norm_on_either_side_goes_into_the_same_layer() -> None:
+    graph_module = by_export(
+        _x(2),
+        lambda m, x: m.after(m.layer(m.before(x))),
+        before=nn.BatchNorm2d(4),
+        layer=nn.Conv2d(4, 5, 2),
+        after=nn.BatchNorm2d(5),
+    )
+    check_applied(FuseBatchNorm(), graph_module, _x(2), count=2)

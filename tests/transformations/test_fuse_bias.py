@@ -1,0 +1,111 @@
+"""FuseBias: what is added becomes the bias, where it is one number a feature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.transformations import FuseBias
+from optexport.transformations.rule import run
+from tests.transformations.laws import check_applied, check_refused, sharing
+from tests.transformations.programs import Inherited, by_export, by_fx
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+IMAGE = torch.linspace(-2, 2, 96).reshape(2, 3, 4, 4)
+
+
+def _plus(m: Any, x: torch.Tensor) -> Any:
+    return m.layer(x) + m.more
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5,), (1,), (), (1, 5)])
+def test_a_parameter_added_to_a_linear(bias: bool, shape: tuple[int, ...]) -> None:
+    more = nn.Parameter(torch.randn(shape))
+    graph_module = by_export(X, _plus, layer=nn.Linear(4, 5, bias=bias), more=more)
+    if len(shape) > 1:  # of a vector such a sum would have one axis more
+        check_refused(FuseBias(), graph_module, X, "is no number for each of its 5 features")
+    else:
+        check_applied(FuseBias(), graph_module, X)
+
+
+def test_it_may_stand_before_the_layer() -> None:
+    graph_module = by_export(
+        X, lambda m, x: m.more + m.layer(x), layer=nn.Linear(4, 5), more=nn.Parameter(torch.ones(5))
+    )
+    check_applied(FuseBias(), graph_module, X)
+
+
+@pytest.mark.parametrize("number", [1, 0.5, -3.25])
+def test_a_number_added_to_a_linear(number: float) -> None:
+    check_applied(FuseBias(), by_export(X, lambda m, x: m.layer(x) + number, layer=nn.Linear(4, 5)), X)
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 1), (1, 1, 1), (), (1,)])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_parameter_added_to_a_convolution(shape: tuple[int, ...], groups: int) -> None:
+    conv = nn.Conv2d(3, 3 if groups == 3 else 5, 2, groups=groups)
+    shape = tuple(conv.out_channels if size == 5 else size for size in shape)
+    graph_module = by_export(IMAGE, _plus, layer=conv, more=nn.Parameter(torch.randn(shape)))
+    check_applied(FuseBias(), graph_module, IMAGE)
+
+
+def test_what_stands_in_the_last_axis_of_a_convolution_is_no_bias() -> None:
+    graph_module = by_export(IMAGE, _plus, layer=nn.Conv2d(3, 3, 2), more=nn.Parameter(torch.randn(3)))
+    check_refused(FuseBias(), graph_module, IMAGE, "is no number for each of its 3 features")
+
+
+def test_the_constant_is_gone_from_the_state_dict_unless_it_is_read_elsewhere() -> None:
+    more = nn.Parameter(torch.ones(5))
+    graph_module, _ = run(FuseBias(), sharing(by_export(X, _plus, layer=nn.Linear(4, 5), more=more)))
+    assert list(graph_module.state_dict()) == ["layer.weight", "layer.bias"]
+    twice = by_export(X, lambda m, x: (m.layer(x) + m.more) * m.more, layer=nn.Linear(4, 5), more=more)
+    assert "more" in run(FuseBias(), sharing(twice))[0].state_dict()
+    check_applied(FuseBias(), twice, X)
+
+
+def test_sums_one_after_the_other_all_go() -> None:
+    graph_module = by_export(
+        X, lambda m, x: m.layer(x) + m.more + 1.0, layer=nn.Linear(4, 5), more=nn.Parameter(torch.ones(5))
+    )
+    check_applied(FuseBias(), graph_module, X, count=2)
+
+
+def test_a_result_that_is_used_elsewhere_is_left_alone() -> None:
+    graph_module = by_export(X, lambda m, x: (m.layer(x) + 1.0) * m.layer(x), layer=nn.Linear(4, 5))
+    check_refused(FuseBias(), graph_module, X, "layer: it is called more than once")
+    used = by_export(X, lambda m, x: ((y := m.layer(x)) + 1.0) * y, layer=nn.Linear(4, 5))
+    check_refused(FuseBias(), used, X, "the result of layer is used elsewhere too")
+
+
+def test_a_subclass_and_a_tied_layer_are_left_alone() -> None:
+    check_refused(
+        FuseBias(), by_fx(lambda m, x: m.layer(x) + 1.0, layer=Inherited(4, 4)), X, "layer: it is a Inherited"
+    )
+    tied = nn.Linear(4, 4)
+    graph_module = by_fx(lambda m, x: m.layer(x) + m.layer.weight, layer=tied)
+    check_refused(FuseBias(), graph_module, torch.ones(4, 4), "the graph reads its weight elsewhere")
+
+
+def test_a_buffer_that_the_graph_changes_is_no_constant() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.norm.running_mean.add_(1.0)
+        return m.layer(x) + m.norm.running_mean
+
+    graph_module = by_export(X, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
+    assert not run(FuseBias(), sharing(graph_module))[1].changes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    layer, more = nn.Linear(4, 5).to(dtype), nn.Parameter(torch.randn(5, dtype=dtype))
+    check_applied(FuseBias(), by_export(X.to(dtype), _plus, layer=layer, more=more), X.to(dtype))
+
+
+def test_another_precision_than_the_layers_is_left_alone() -> None:
+    more = nn.Parameter(torch.randn(5, dtype=torch.float64))
+    graph_module = by_export(X, _plus, layer=nn.Linear(4, 5), more=more)
+    check_refused(FuseBias(), graph_module, X, "differ in dtype or device")
