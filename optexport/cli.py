@@ -154,8 +154,8 @@ def init(source: str, output: Path, force: bool) -> None:
 @cli.command()
 @_JSON
 def transformations(as_json: bool) -> None:
-    """List the built-in rules."""
-    from optexport.registry import RULES
+    """List the built-in rules, and those of installed packages."""
+    from optexport.registry import RULES, installed
 
     if as_json:
         rows = {
@@ -167,10 +167,10 @@ def transformations(as_json: bool) -> None:
                 "options": {key: {"default": o.default, "summary": o.summary} for key, o in info.options.items()},
             }
             for name, info in RULES.items()
-        }
+        } | {name: {"plugin": location} for name, location in installed().items()}
         click.echo(json.dumps(rows, indent=2))
         return
-    width = max(map(len, RULES))
+    width = max(map(len, [*RULES, *installed()]))
     for name, info in RULES.items():
         traits = [
             "reversible" if info.reversible else "not reversible",
@@ -179,6 +179,19 @@ def transformations(as_json: bool) -> None:
             *(f"{key} = {json.dumps(option.default)}" for key, option in info.options.items()),
         ]
         click.echo(f"{name:{width}}  {info.summary} ({', '.join(traits)})")
+    for name, location in installed().items():
+        click.echo(f"{name:{width}}  plugin ({location})")
+
+
+@cli.command("new-rule")
+@click.argument("name")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), default=Path())
+def new_rule(name: str, folder: Path) -> None:
+    """Write a rule of your own to start from, its test, and a config that runs it."""
+    from optexport.new_rule import write_rule
+
+    rule, test, config = write_rule(name, folder)
+    click.echo(f"Wrote {rule}, {test} and {config}. Then: pytest {test}; optexport run {config}")
 
 
 @cli.command()

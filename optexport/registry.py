@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
+import importlib.metadata
 import inspect
 import sys
 from collections.abc import Mapping
@@ -118,9 +120,17 @@ RULES: Mapping[str, RuleInfo] = {
 PRESET: tuple[str, ...] = tuple(name for name, info in RULES.items() if info.in_preset)
 
 PLUGIN = "python:"
+ENTRY_POINTS = "optexport.transformations"
 
 # Modules that were imported from beside a config, and the folder of that config.
 _homes: dict[str, Path] = {}
+
+
+@functools.cache
+def installed() -> Mapping[str, str]:
+    """The rules that installed packages bring, by name: ``module:Class``. A built-in rule of that name stands first."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return {entry.name: entry.value for entry in found if canonical_name(entry.name) is None}
 
 
 def canonical_name(name: str) -> str | None:
@@ -128,6 +138,14 @@ def canonical_name(name: str) -> str | None:
     by_letters = {_letters(known): known for known in RULES}
     by_letters |= {_letters(info.location.rpartition(":")[2]): known for known, info in RULES.items()}
     return by_letters.get(_letters(name))
+
+
+def location_of(name: str) -> str | None:
+    """Where a rule is, as ``module:Class``: a built-in one, one of an installed package, or a ``python:`` one."""
+    if name.startswith(PLUGIN):
+        return name.removeprefix(PLUGIN)
+    known = canonical_name(name)
+    return installed().get(name) if known is None else RULES[known].location
 
 
 def _letters(name: str) -> str:
@@ -146,7 +164,10 @@ def check(name: str, options: Mapping[str, Any], place: str) -> None:
         return
     known = canonical_name(name)
     if known is None:
-        raise ConfigError(f'there is no rule "{name}"', place=f"{place}.use", mend=did_you_mean(name, RULES))
+        if location_of(name) is None:
+            names = [*RULES, *installed()]
+            raise ConfigError(f'there is no rule "{name}"', place=f"{place}.use", mend=did_you_mean(name, names))
+        return  # of whose options only its class knows
     for option, value in options.items():
         if option not in (allowed := RULES[known].options):
             raise ConfigError(
@@ -159,7 +180,7 @@ def check(name: str, options: Mapping[str, Any], place: str) -> None:
 
 
 def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Transformation:
-    """Imports a rule, built in or a plugin, and makes it with its options.
+    """Imports a rule, built in, installed or a plugin, and makes it with its options.
 
     Args:
         folder: Where a plugin's module may lie, besides the installed packages: that of the config.
@@ -167,10 +188,8 @@ def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Tra
     Raises:
         ConfigError: It cannot be imported, or does not take these options.
     """
-    if (known := canonical_name(name)) is not None:
-        location = RULES[known].location
-    else:
-        location = name.removeprefix(PLUGIN)
+    location = location_of(name)
+    assert location is not None, "the config was checked"
     cls = import_from(location, folder, place)
     if not callable(cls):
         raise ConfigError(f"{location} is a {type(cls).__name__}, not a class", place=place)

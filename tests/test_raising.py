@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from optexport.raising import raise_graph
+from optexport.testing import outputs
 from optexport.trace import symbolic_trace
 from tests import models
 from tests.models import randomise
-from tests.transformations.laws import outputs
 from tests.transformations.programs import Program, calls
 
 _LAYERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {

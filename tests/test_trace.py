@@ -13,11 +13,11 @@ from torch import fx, nn
 
 from optexport.errors import OptexportError, TraceError
 from optexport.signature import Dim
+from optexport.testing import outputs, owned, written
 from optexport.trace import symbolic_trace, trace
 from optexport.transformations import MergeLinears
 from tests import models
 from tests.models import randomise
-from tests.transformations.laws import outputs, owned, written
 from tests.transformations.programs import Program, calls
 
 X = torch.linspace(-2, 2, 20).reshape(5, 4)

@@ -13,10 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from optexport.transformations import ChangeTrueDivToMulByInverse
-from optexport.transformations.rule import run
-from tests import models
-from tests.transformations.laws import (
+from optexport.testing import (
     assert_close,
     assert_same,
     check_applied,
@@ -25,6 +22,9 @@ from tests.transformations.laws import (
     outputs,
     sharing,
 )
+from optexport.transformations import ChangeTrueDivToMulByInverse
+from optexport.transformations.rule import run
+from tests import models
 from tests.transformations.programs import by_export, by_fx
 
 X = torch.linspace(-200, 200, 2001)

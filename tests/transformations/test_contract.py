@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from optexport.testing import check_laws, outputs, written
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     DeepCopy,
@@ -24,7 +25,6 @@ from optexport.transformations import (
     compose,
 )
 from tests import models
-from tests.transformations.laws import check_laws, outputs, written
 from tests.transformations.programs import by_fx, calls
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)

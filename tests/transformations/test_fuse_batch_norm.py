@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from optexport.testing import check_applied, check_refused
 from optexport.transformations import FuseBatchNorm
-from tests.transformations.laws import check_applied, check_refused
 from tests.transformations.programs import by_export, by_fx
 
 SPACE = {1: (7,), 2: (6, 5), 3: (4, 5, 3)}

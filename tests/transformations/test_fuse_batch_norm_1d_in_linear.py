@@ -10,11 +10,11 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.utils import parametrizations
 
+from optexport.testing import check_applied, check_laws, check_refused
 from optexport.trace import symbolic_trace
 from optexport.transformations import FuseBatchNorm1dInLinear
 from tests import models
 from tests.models import randomise
-from tests.transformations.laws import check_applied, check_laws, check_refused
 from tests.transformations.programs import Inherited, Program, by_export, by_fx, calls, graph_of
 
 X = torch.linspace(-2, 2, 20).reshape(5, 4)

@@ -11,10 +11,10 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.utils import parametrizations, prune
 
+from optexport.testing import check_applied, check_laws, check_refused
 from optexport.transformations import FuseBatchNorm2dInConv2d
 from tests import models
 from tests.models import randomise
-from tests.transformations.laws import check_applied, check_laws, check_refused
 from tests.transformations.programs import Program, by_export, by_fx, calls, graph_of
 
 X = torch.linspace(-2, 2, 2 * 4 * 6 * 5).reshape(2, 4, 6, 5)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from optexport.testing import check_applied, check_refused, sharing
 from optexport.transformations import FuseBias
 from optexport.transformations.rule import run
-from tests.transformations.laws import check_applied, check_refused, sharing
 from tests.transformations.programs import Inherited, by_export, by_fx
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from optexport.errors import TransformationError
+from optexport.testing import check_applied, check_refused, check_undo_alone, outputs, written
 from optexport.transformations import FuseBatchNorm1dInLinear, FuseBiasInLinear, MergeLinears
 from tests import models
 from tests.models import randomise
-from tests.transformations.laws import check_applied, check_refused, check_undo_alone, outputs, written
 from tests.transformations.programs import Inherited, Program, by_export, by_fx, calls, graph_of
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from torch.fx import GraphModule, Interpreter, Node
 
+from optexport.testing import check_laws, check_undo_alone, outputs
 from optexport.transformations import Rule, compose
 from tests.transformations.generated import Case, cases
-from tests.transformations.laws import check_laws, check_undo_alone, outputs
 from tests.transformations.test_laws import RULES
 
 _ORDERS = st.lists(st.sampled_from(RULES), min_size=1, max_size=len(RULES))

@@ -11,10 +11,10 @@ from torch import nn
 from optexport import symbolic_trace
 from optexport.errors import ConfigError
 from optexport.signature import flatten_outputs
+from optexport.testing import assert_same, outputs, owned, sharing
 from optexport.transformations import KeepOutputs
 from tests import models
 from tests.models import randomise
-from tests.transformations.laws import assert_same, outputs, owned, sharing
 from tests.transformations.programs import Program, by_export, by_fx
 
 X = torch.randn(3, 4)

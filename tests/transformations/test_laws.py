@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from optexport.testing import check_laws, sharing
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBatchNorm,
@@ -29,7 +30,6 @@ from optexport.transformations import (
 )
 from optexport.transformations.rule import run
 from tests import models
-from tests.transformations.laws import check_laws, sharing
 from tests.transformations.programs import Inherited, by_export, by_fx
 
 RULES = (

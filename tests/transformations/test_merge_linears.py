@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from optexport.testing import check_applied, check_laws, check_undo_alone, outputs, sharing
 from optexport.transformations import FuseBiasInLinear, MergeLinears
 from optexport.transformations.rule import run
 from tests import models
 from tests.models import randomise
-from tests.transformations.laws import check_applied, check_laws, check_undo_alone, outputs, sharing
 from tests.transformations.programs import Program, by_export, by_fx, calls, graph_of
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
+from optexport.testing import check_applied, check_laws, check_refused, outputs, written
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBatchNorm2dInConv2d,
@@ -24,7 +25,6 @@ from optexport.transformations import (
     compose,
 )
 from optexport.transformations.rule import run
-from tests.transformations.laws import check_applied, check_laws, check_refused, outputs, written
 from tests.transformations.programs import Inherited, by_fx
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)

@@ -12,10 +12,10 @@ from torch.fx import GraphModule
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from optexport import symbolic_trace
+from optexport.testing import assert_close, check_applied, check_laws, check_refused, outputs, sharing
 from optexport.transformations import KeepOutputs, MergeLinears, SinkSelect, compose
 from optexport.transformations.rule import run
 from tests.models import randomise
-from tests.transformations.laws import assert_close, check_applied, check_laws, check_refused, outputs, sharing
 from tests.transformations.programs import by_export, by_fx, calls
 
 X = torch.randn(3, 5, 8)

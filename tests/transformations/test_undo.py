@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
+from optexport.testing import assert_close, assert_same, check_undo_alone, outputs, sharing, written
 from optexport.trace import symbolic_trace
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
@@ -30,7 +31,6 @@ from optexport.transformations import (
     compose,
 )
 from optexport.transformations.rule import run
-from tests.transformations.laws import assert_close, assert_same, check_undo_alone, outputs, sharing, written
 from tests.transformations.programs import by_export, by_fx, calls
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
