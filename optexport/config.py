@@ -25,7 +25,7 @@ from pydantic import (
 
 from optexport import registry
 from optexport.config_mistakes import explained
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, did_you_mean
 from optexport.tasks import AUTO_CLASSES
 
 Format = Literal["torchscript", "onnx", "pt2"]
@@ -83,7 +83,7 @@ class ModelConfig(_Table):
     @classmethod
     def _known_task(cls, task: str | None) -> str | None:
         if task is not None and task not in AUTO_CLASSES:
-            raise ValueError(f'there is no task "{task}". {registry.did_you_mean(task, list(AUTO_CLASSES))}')
+            raise ValueError(f'there is no task "{task}". {did_you_mean(task, list(AUTO_CLASSES))}')
         return task
 
 

@@ -6,8 +6,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from optexport import registry
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, did_you_mean
 
 
 def explained(error: ValidationError, model: type[BaseModel], name: str) -> ConfigError:
@@ -24,7 +23,7 @@ def explained(error: ValidationError, model: type[BaseModel], name: str) -> Conf
         if found["type"] == "extra_forbidden":
             cause, mend = (
                 "there is no such key",
-                registry.did_you_mean(str(location[-1]), _known_keys(model, location[:-1])),
+                did_you_mean(str(location[-1]), _known_keys(model, location[:-1])),
             )
         elif found["type"] == "missing":
             cause = "it is required"

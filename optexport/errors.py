@@ -5,7 +5,9 @@ Each class owns its exit code, so that the command line and the Python API agree
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 
 def first_line(error: BaseException) -> str:
@@ -22,6 +24,15 @@ def root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint at the nearest known word, or at all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if near:
+        return f'Did you mean "{near[0]}"?'
+    return f"Known are: {', '.join(names)}." if names else "None are known."
 
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s\"'<>]*@")

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from optexport import registry
 from optexport.cases import Batch, at_least_two, traceable
 from optexport.config import InputsConfig, TensorConfig
 from optexport.dummy_inputs import dummy_inputs
-from optexport.errors import ConfigError, first_line
+from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.signature import Dim, Dynamic, conventional_axes
 from optexport.sources import Pretrained
 
@@ -76,7 +75,7 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
     for name in config.axes:
         if name not in example:
             raise ConfigError(
-                "there is no such input", place=f"inputs.axes.{name}", mend=registry.did_you_mean(name, list(example))
+                "there is no such input", place=f"inputs.axes.{name}", mend=did_you_mean(name, list(example))
             )
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
     if config.dynamic is None:
@@ -88,7 +87,7 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
             raise ConfigError(
                 "no input has such a dimension",
                 place=f"inputs.dynamic.{name}",
-                mend=f"{registry.did_you_mean(name, sorted(known))} Name the axes of an input with [inputs.axes].",
+                mend=f"{did_you_mean(name, sorted(known))} Name the axes of an input with [inputs.axes].",
             )
     every = {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in dims} for name, names in axes.items()}
     for batch in real:
@@ -152,7 +151,7 @@ def _check_names(example: Batch, model: nn.Module) -> None:
             raise ConfigError(
                 f"{type(model).__name__} takes no such input",
                 place=f"inputs: {name}",
-                mend=registry.did_you_mean(name, known),
+                mend=did_you_mean(name, known),
             )
 
 

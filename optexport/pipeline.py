@@ -13,7 +13,7 @@ from torch import fx
 from optexport import bundle, cases, inputs, parity, records, registry, runtimes, sources, tracking
 from optexport.cases import Batch
 from optexport.config import Config, SourceKind, TransformationConfig, load_config, source_kind
-from optexport.errors import ConfigError, ParityError, TrackingError, redact
+from optexport.errors import ConfigError, ParityError, TrackingError, did_you_mean, redact
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
 from optexport.parity import Bound, PlaceParity
@@ -229,7 +229,7 @@ def _rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedR
         raise ConfigError(
             "this run has no such rule",
             place=f"--without {name}",
-            mend=registry.did_you_mean(name, [n for n, _ in named]),
+            mend=did_you_mean(name, [n for n, _ in named]),
         )
     return tuple(
         NamedRule(

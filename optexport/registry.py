@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from optexport.transformations import Transformation
@@ -248,12 +247,3 @@ def parameters(function: Any) -> str:
         return str(inspect.signature(function))
     except (TypeError, ValueError):
         return "(...)"
-
-
-def did_you_mean(word: str, known: Mapping[str, Any] | list[str] | tuple[str, ...]) -> str:
-    """A hint at the nearest known word, or at all of them."""
-    names = list(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if near:
-        return f'Did you mean "{near[0]}"?'
-    return f"Known are: {', '.join(names)}." if names else "None are known."

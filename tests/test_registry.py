@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optexport import registry
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, did_you_mean
 from optexport.registry import PRESET, RULES, RuleInfo
 from optexport.tasks import AUTO_CLASSES
 from optexport.transformations import MergeLinears, ReversibleTransformation, Rule, Transformation
@@ -107,7 +107,7 @@ def test_any_name_with_any_options_is_accepted_or_explained(name: str, options: 
 
 @given(st.text(max_size=8), st.lists(st.text(max_size=8), max_size=4))
 def test_a_hint_names_a_known_word(word: str, known: list[str]) -> None:
-    hint = registry.did_you_mean(word, known)
+    hint = did_you_mean(word, known)
     assert hint
     if word and word in known:
         assert hint == f'Did you mean "{word}"?'

@@ -8,8 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen
 
-from optexport.errors import ConfigError
-from optexport.registry import did_you_mean
+from optexport.errors import ConfigError, did_you_mean
 from optexport.signature import named_outputs
 from optexport.transformations import modules
 from optexport.transformations.rule import Match, Rule
