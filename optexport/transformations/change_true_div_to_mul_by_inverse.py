@@ -21,14 +21,16 @@ _DIVISIONS: dict[str, tuple[str, Any]] = {
     "Tensor.div": ("call_method", "div"),
     "Tensor.true_divide": ("call_method", "true_divide"),
 }
+_NAMES = {"truediv", "itruediv", "div", "div_", "true_divide", "true_divide_", "divide", "divide_"}
 
 
 @dataclass(frozen=True)
 class ChangeTrueDivToMulByInverse(ReversibleRule):
     """x / c  ->  x * (1 / c), for a constant number c.
 
-    Skips:   c is 0, infinite or NaN; 1 / c overflows or is subnormal; c is not a power of two and the quotient is cut
-             to whole numbers or compared, before it is summed with others, or `exact` is set.
+    Skips:   c is 0, infinite, NaN, a bool, or a parameter or buffer; 1 / c overflows or is subnormal; c is not a power
+             of two and the quotient is cut to whole numbers or compared, before it is summed with others, or `exact`
+             is set; a division in place, with a rounding mode, or into a given tensor.
              A division of a size (``x.shape[0] / 49``) is none of its business: it must stay exact.
     Exact:   to the bit where c is a power of two; else to one more rounding.
     Inverse: exact; c itself is recorded.
@@ -40,12 +42,19 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
     exact: bool = False
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-        if (node.op, node.target) not in _DIVISIONS.values() or len(node.args) != 2 or node.kwargs:
+        if modules.operator_name(node) not in _NAMES or not node.args:
             return None
-        dividend, divisor = node.args
-        if not isinstance(dividend, Node) or _is_size(dividend) or type(divisor) not in (int, float):
+        dividend, divisor, *others = (*node.args, *node.kwargs.values())
+        if not isinstance(dividend, Node) or _is_size(dividend):
             return None
-        assert isinstance(divisor, (int, float))
+        if isinstance(divisor, Node) and divisor.op != "get_attr":
+            return None
+        if (node.op, node.target) not in _DIVISIONS.values():
+            return Skip("it divides in place, or in a way of its own")
+        if others or node.kwargs:
+            return Skip("it takes more than a dividend and a divisor, or one by keyword")
+        if not isinstance(divisor, (int, float)) or isinstance(divisor, bool):
+            return Skip(f"the divisor is {'a tensor' if isinstance(divisor, Node) else divisor}, not a number")
         if divisor == 0 or math.isnan(divisor):
             return Skip(f"the divisor is {divisor}")
         # A subnormal factor has lost the precision that the quotient would have.

@@ -153,20 +153,31 @@ def test_with_exact_all_but_powers_of_two_are_left_alone(divisor: float) -> None
     check_refused(ChangeTrueDivToMulByInverse(exact=True), graph_module, X, f"{divisor} is not a power of two")
 
 
+_REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "bool": (lambda m, x: x / True, "the divisor is True, not a number"),
+    "constant tensor": (lambda m, x: x / torch.tensor(3.0), "the divisor is a tensor"),
+    "parameter": (lambda m, x: x / m.scale, "the divisor is a tensor"),
+    "rounding": (lambda m, x: torch.div(x, 3, rounding_mode="floor"), "it takes more than"),
+    "no rounding": (lambda m, x: torch.div(x, 3, rounding_mode=None), "it takes more than"),
+    "method, rounding": (lambda m, x: x.div(3, rounding_mode="trunc"), "it takes more than"),
+    "keyword": (lambda m, x: torch.div(x, other=3), "it takes more than"),
+    "in place": (lambda m, x: (x + 1).div_(3), "it divides in place"),
+    "out": (lambda m, x: torch.div(x, 3, out=torch.empty(0)), "it takes more than"),
+}
+
+
+@pytest.mark.parametrize("what", _REFUSED)
+def test_a_division_of_another_kind_is_left_alone_and_said(what: str) -> None:
+    body, reason = _REFUSED[what]
+    graph_module = by_fx(body, scale=nn.Parameter(torch.tensor([2.5])))
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X.abs() + 1, reason)
+
+
 _OTHERS: dict[str, Callable[[Any, Any], Any]] = {
-    "bool": lambda m, x: x / True,
     "tensor": lambda m, x: x / x.exp(),
-    "constant tensor": lambda m, x: x / torch.tensor(3.0),
-    "parameter": lambda m, x: x / m.scale,
     "number by tensor": lambda m, x: 3 / x,
-    "rounding": lambda m, x: torch.div(x, 3, rounding_mode="floor"),
-    "no rounding": lambda m, x: torch.div(x, 3, rounding_mode=None),
-    "method, rounding": lambda m, x: x.div(3, rounding_mode="trunc"),
-    "keyword": lambda m, x: torch.div(x, other=3),
-    "in place": lambda m, x: (x + 1).div_(3),
     "floor": lambda m, x: x // 3,
     "remainder": lambda m, x: x % 3,
-    "out": lambda m, x: torch.div(x, 3, out=torch.empty(0)),
 }
 
 
