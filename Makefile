@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 # Further arguments of pytest: make test ARGS="-k merge -x"
 ARGS ?=
+# How many processes run the tests.
+WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -36,7 +38,7 @@ run: $(RUN_STAMP) $(MODELS_STAMP)
 	$(VENV)/bin/optexport run $(CONFIG)
 
 test: $(TEST_STAMP) $(MODELS_STAMP)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses $(WORKERS) $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(PY) -m ruff check .

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a rule: its type, its default, and what it does."""
+    """An option of a rule: its type, its default, what it does, and what it may be, if not anything of its type."""
 
     type: type
     default: Any
     summary: str
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class RuleInfo:
 
 
 _HERE = "optexport.transformations"
+_ACTIVATIONS = ("gelu", "gelu-tanh", "silu", "hardswish", "sigmoid", "hardsigmoid")
 
 # In the order in which the preset applies them: what nobody needs goes first; norms are folded before linears merge.
 RULES: Mapping[str, RuleInfo] = {
@@ -56,6 +58,21 @@ RULES: Mapping[str, RuleInfo] = {
         preserves_computation=True,
         in_preset=False,
         options={"outputs": Option(tuple, (), "the names of those that stay")},
+    ),
+    "remove-no-ops": RuleInfo(
+        f"{_HERE}.remove_no_ops:RemoveNoOps",
+        "what hands its input on as it is goes: dropout, casts, copies and views that change nothing",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+    ),
+    "share-equal": RuleInfo(
+        f"{_HERE}.share_equal:ShareEqual",
+        "what is computed twice is computed once",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+        options={"weights": Option(bool, False, "store equal weights once too, tied under all of their names")},
     ),
     "sink-select": RuleInfo(
         f"{_HERE}.sink_select:SinkSelect",
@@ -92,6 +109,41 @@ RULES: Mapping[str, RuleInfo] = {
         preserves_computation=True,
         in_preset=True,
     ),
+    "merge-parallel-convs": RuleInfo(
+        f"{_HERE}.merge_parallel_convs:MergeParallelConvs",
+        "convolutions of one input whose results are summed become one",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+    ),
+    "merge-linear-chain": RuleInfo(
+        f"{_HERE}.merge_linear_chain:MergeLinearChain",
+        "linears that follow each other become one, and so do low-rank adapters with their linear",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+    ),
+    "fold-scale": RuleInfo(
+        f"{_HERE}.fold_scale:FoldScale",
+        "a constant factor becomes part of the linear or convolution before or after it",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+    ),
+    "fold-norm-affine": RuleInfo(
+        f"{_HERE}.fold_norm_affine:FoldNormAffine",
+        "the gain and shift of a norm become part of the linears that read it",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+    ),
+    "fuse-attention": RuleInfo(
+        f"{_HERE}.fuse_attention:FuseAttention",
+        "attention that is written out becomes one call",
+        reversible=False,
+        preserves_computation=True,
+        in_preset=False,
+    ),
     "merge-linears": RuleInfo(
         f"{_HERE}.merge_linears:MergeLinears",
         "linears that read the same input become one",
@@ -113,6 +165,28 @@ RULES: Mapping[str, RuleInfo] = {
         reversible=True,
         preserves_computation=True,
         in_preset=False,
+    ),
+    "replace-activation": RuleInfo(
+        f"{_HERE}.replace_activation:ReplaceActivation",
+        "an activation becomes one that is nearly the same; needs parity.atol or parity.rtol",
+        reversible=True,
+        preserves_computation=False,
+        in_preset=False,
+        options={
+            "old": Option(str, "gelu", "the activation that goes", _ACTIVATIONS),
+            "new": Option(str, "gelu-tanh", "the activation that comes", _ACTIVATIONS),
+        },
+    ),
+    "cast-precision": RuleInfo(
+        f"{_HERE}.cast_precision:CastPrecision",
+        "layers and products are computed in half precision; needs parity.atol or parity.rtol",
+        reversible=False,
+        preserves_computation=False,
+        in_preset=False,
+        options={
+            "dtype": Option(str, "float16", "the precision", ("float16", "bfloat16")),
+            "keep": Option(tuple, (), "names of modules whose layers stay in float32"),
+        },
     ),
 }
 
@@ -176,6 +250,10 @@ def check(name: str, options: Mapping[str, Any], place: str) -> None:
             kind = "list of names" if allowed[option].type is tuple else allowed[option].type.__name__
             shown = list(value) if type(value) is tuple else value
             raise ConfigError(f"it must be a {kind}, not {shown!r}", place=f"{place}.{option}")
+        if (choices := allowed[option].choices) and value not in choices:
+            raise ConfigError(
+                f'it cannot be "{value}"', place=f"{place}.{option}", mend=did_you_mean(str(value), choices)
+            )
 
 
 def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Transformation:

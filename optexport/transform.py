@@ -125,5 +125,11 @@ def blame(graph_module: fx.GraphModule, rules: Sequence[NamedRule], passes: Call
         if not passes(graph_module):
             nodes = [node for change in applied.report.changes for node in change.nodes or change.replaced]
             shown = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
-            return f"{rule.name} is to blame, which changed {shown}. Run again with --without {rule.name}."
+            blamed = f"{rule.name} is to blame, which changed {shown}"
+            if rule.transformation.preserves_computation:
+                return f"{blamed}. Run again with --without {rule.name}."
+            return (
+                f"{blamed}. It does not preserve the computation: set parity.atol and parity.rtol to what the task "
+                f"allows, or run again with --without {rule.name}."
+            )
     return "Each transformation passes when it is applied alone."

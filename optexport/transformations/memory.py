@@ -6,6 +6,8 @@ Where nothing is known, a result may lie in the memory of any input: what is sai
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,22 +42,38 @@ def changed_in_place(graph_module: GraphModule, x: Node) -> bool:
     return any(_changes_memory_of(graph_module, change, x) for change in uses(graph_module).mutations)
 
 
+def changes_constant(graph_module: GraphModule, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the graph changes one of these parameters and buffers in place."""
+    owners: set[object] = {_storage(tensor) for tensor in tensors}
+    changes = uses(graph_module).mutations
+    return any(not owners.isdisjoint(_memory(graph_module, mutated(graph_module, change))) for change in changes)
+
+
 def _changes_memory_of(graph_module: GraphModule, change: Node, x: Node) -> bool:
-    changed = _owners(graph_module, mutated(graph_module, change))
-    return not changed.isdisjoint(_owners(graph_module, [x]))
+    changed = _memory(graph_module, mutated(graph_module, change))
+    return not changed.isdisjoint(_memory(graph_module, [x]))
+
+
+def reaches_output(graph_module: GraphModule, x: Node) -> bool:
+    """Whether an output may lie in memory that a node's result is, or is handed on by it."""
+    ahead, seen = [x], {x}
+    while ahead:
+        node = ahead.pop()
+        for user in node.users:
+            if user.op == "output":
+                return True
+            if user not in seen and node in handed_on(graph_module, user):
+                seen.add(user)
+                ahead.append(user)
+    return False
 
 
 def constant(graph_module: GraphModule, node: object) -> torch.Tensor | None:
     """The parameter or buffer that a node reads, if nothing in the graph changes it."""
     if not isinstance(node, Node) or node.op != "get_attr":
         return None
-    for change in uses(graph_module).mutations:
-        changed = _owners(graph_module, mutated(graph_module, change))
-        if any((owner.op, owner.target) == (node.op, node.target) for owner in changed):
-            return None
-    module, _, name = str(node.target).rpartition(".")
-    value = getattr(graph_module.get_submodule(module), name)
-    return value if isinstance(value, torch.Tensor) else None
+    value = _attribute(graph_module, node)
+    return value if isinstance(value, torch.Tensor) and not changes_constant(graph_module, [value]) else None
 
 
 def handed_on(graph_module: GraphModule, node: Node) -> list[Node]:
@@ -91,3 +109,19 @@ def _owners(graph_module: GraphModule, nodes: list[Node]) -> set[Node]:
         else:
             found.add(node)
     return found
+
+
+def _memory(graph_module: GraphModule, nodes: list[Node]) -> set[object]:
+    """The same, but of parameters and buffers, which several nodes may read under several names, their memory."""
+    owners = _owners(graph_module, nodes)
+    values = {owner: _attribute(graph_module, owner) for owner in owners if owner.op == "get_attr"}
+    return {_storage(value) if isinstance(value := values.get(owner), torch.Tensor) else owner for owner in owners}
+
+
+def _attribute(graph_module: GraphModule, node: Node) -> Any:
+    module, _, name = str(node.target).rpartition(".")
+    return getattr(graph_module.get_submodule(module), name)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)

@@ -82,7 +82,7 @@ class MergeLinears(ReversibleRule):
                 return Skip(f"{x.name} is changed in place by {change.name} between {first.name} and {last.name}")
             for call, target in zip(calls, targets, strict=True):
                 width = _linear(graph_module, target).out_features
-                if (user := _needs_contiguous(graph_module, call, width)) is not None:
+                if (user := needs_contiguous(graph_module, call, width)) is not None:
                     return Skip(f"{user.name} views the result of {call.name} in a shape that a slice cannot take")
         return Group(tuple(call for _, calls in sites for call in calls), targets, sites)
 
@@ -251,7 +251,7 @@ _STRICT = ("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "r
 _COPIES = ("reshape", "contiguous", "flatten", "clone")
 
 
-def _needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
+def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
     """A user of a linear's result, or of a view of it, that only works while that is contiguous, if there is one.
 
     A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it.
@@ -269,7 +269,7 @@ def _needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) 
             if memory.changed_in_place(graph_module, user):
                 return user  # what was a view of the result would be a copy of the slice
             continue
-        found = _needs_contiguous(graph_module, user, None)
+        found = needs_contiguous(graph_module, user, None)
         if found is not None:
             return found
     return None

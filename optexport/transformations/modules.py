@@ -65,7 +65,7 @@ class Uses:
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.calls: dict[str, list[Node]] = defaultdict(list)
-        self.mutations: list[Node] = []
+        self._mutations: list[Node] = []
         self._reads: set[str] = set()
         self._module_names: dict[nn.Module, list[str]] = defaultdict(list)
         self._parameter_names: dict[torch.Tensor, list[str]] = defaultdict(list)
@@ -75,11 +75,16 @@ class Uses:
             elif node.op == "get_attr":
                 self._reads.add(node.target)
             if mutated(graph_module, node):
-                self.mutations.append(node)
+                self._mutations.append(node)
         for name, module in graph_module.named_modules(remove_duplicate=False):
             self._module_names[module].append(name)
         for name, parameter in graph_module.named_parameters(remove_duplicate=False):
             self._parameter_names[parameter].append(name)
+
+    @property
+    def mutations(self) -> list[Node]:
+        """The nodes that change something in place."""
+        return [node for node in self._mutations if not node._erased]
 
     def calls_of(self, target: str) -> list[Node]:
         """The nodes that call a module still, in the graph's order."""
@@ -205,7 +210,9 @@ def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
     first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
     written = [node.kwargs.get("out")]
     if node.op == "call_module":
-        if getattr(called_module(graph_module, node), "inplace", False) is True:
+        module = called_module(graph_module, node)
+        idle = type(module).__module__ == nn.modules.dropout.__name__ and module is not None and not module.training
+        if getattr(module, "inplace", False) is True and not idle:
             return node.all_input_nodes
     elif isinstance(node.target, torch._ops.OpOverload):
         for index, argument in enumerate(node.target._schema.arguments):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from optexport.errors import TransformationError
 from optexport.transformations import modules
 from optexport.transformations.row_wise import feeds
 from optexport.transformations.rule import Match, ReversibleRule, Skip
@@ -89,7 +90,15 @@ class SinkSelect(ReversibleRule):
             node.args = (*node.args[:2], record["index"])
             return
         axis = record["axis"]
-        for piece in [source for source in node.all_input_nodes if source.name in record["cut"]]:
+        by_name = {other.name: other for other in graph_module.graph.nodes}
+        pieces = [source for source in node.all_input_nodes if source.name in record["cut"]]
+        if len(pieces) < len(record["cut"]) or (isinstance(record["size"], str) and record["size"] not in by_name):
+            raise TransformationError(
+                f"what {node.name} is computed from was changed since",
+                place="SinkSelect",
+                mend="Undo it before other rules take nodes away.",
+            )
+        for piece in pieces:
             whole = piece.args[0]
             assert isinstance(whole, Node)
             node.replace_input_with(piece, whole)
@@ -100,7 +109,6 @@ class SinkSelect(ReversibleRule):
         size = source.meta["val"].shape[its_axis]
         node.meta["val"] = value.new_empty((*value.shape[:axis], size, *value.shape[axis + 1 :]))
         if record["size"] is not None:
-            by_name = {other.name: other for other in graph_module.graph.nodes}
             _set_size(node, axis, by_name.get(record["size"], record["size"]))
 
 

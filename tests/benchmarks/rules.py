@@ -38,6 +38,8 @@ def _serve(path: Path, file_format: str, place: str, outputs: list[str], threads
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4
+        # Threads that spin after a run would take the cores from the other file of the pair.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
         def run(batch: dict[str, torch.Tensor]) -> object:
@@ -115,10 +117,10 @@ def race(pair: Pair, folder: Path, threads: int, rounds: int) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only pairs whose name holds one of these")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
-    print(f"{_machine()}, {arguments.threads} threads, {arguments.rounds} rounds, ONNX Runtime "
+    print(f"{_machine()}, {arguments.threads} thread(s), {arguments.rounds} rounds, ONNX Runtime "
           f"{onnxruntime.__version__}, torch {torch.__version__}\n")  # fmt: skip
     print("| rule, model | file | without / with, by shape (95 % interval) |\n|---|---|---|")
     for pair in PAIRS:

@@ -19,11 +19,12 @@ _BATCH, _LENGTH, _SIDE = 3, 2, 3
 _DIVISORS = (1, 2, 8.0, 3, 49, 0.1, -7.5, 1e-3, 0, 1e-40, True)
 # What can be done to a value; what the rules are about comes more often.
 _ANYWHERE = ["add", "mul", "div", "torch.div", "div by size", "tanh", "relu_", "add_", "sub_ part", "part", "dropout"]
-_ANYWHERE += ["plus"] * 2
+_ANYWHERE += ["plus", "plus", "times", "times", "clone", "view", "whole", "cast", "repeat", "repeat"]
+_ATTENTION = ["attend", "scores", "layer norm", "softmax"]
 _BY_RANK = {
-    2: [*["linear"] * 6, *["norm"] * 4],
-    3: [*["linear"] * 6, "norm", "flat", "flatten", "swap", *["pick"] * 3, "attend", "layer norm", "softmax"],
-    4: [*["conv"] * 4, *["norm"] * 4, "mean", "mean", "flatten"],
+    2: [*["linear"] * 6, *["norm"] * 4, "adapt"],
+    3: [*["linear"] * 6, "norm", "adapt", "flat", "flatten", "swap", *["pick"] * 3, *_ATTENTION],
+    4: [*["conv"] * 4, *["branches"] * 3, *["norm"] * 4, "mean", "mean", "flatten"],
 }
 
 
@@ -70,6 +71,8 @@ class Generated(nn.Module):
         match step.kind:
             case "call":
                 return self.get_submodule(argument)(x)
+            case "adapt":
+                return operands[1] + self.get_submodule(argument)(x) * 0.5
             case "call by keyword":
                 return self.get_submodule(argument)(input=x)
             case "read":
@@ -80,6 +83,8 @@ class Generated(nn.Module):
                 return x * operands[1]
             case "div":
                 return x / argument
+            case "times":
+                return argument * x
             case "torch.div":
                 return torch.div(x, argument)
             case "div by size":
@@ -103,6 +108,14 @@ class Generated(nn.Module):
                 return x[:, argument]
             case "attend":
                 return F.scaled_dot_product_attention(x, operands[1], operands[2])
+            case "scores":
+                scores = torch.matmul(operands[0], operands[1].transpose(1, 2)) / 2
+                hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+                if argument == "add":
+                    scores = scores + torch.zeros(scores.shape[1:], dtype=x.dtype).masked_fill(hidden, -torch.inf)
+                elif argument == "fill":
+                    scores = scores.masked_fill(hidden, -torch.inf)
+                return torch.matmul(scores.softmax(-1), operands[2])
             case "softmax":
                 return x.softmax(-1)
             case "plus":
@@ -111,6 +124,14 @@ class Generated(nn.Module):
                 return x[..., :argument]
             case "mean":
                 return x.mean((2, 3))
+            case "clone":
+                return x.clone()
+            case "view":
+                return x.view(x.shape)
+            case "whole":
+                return x[:, 0:]
+            case "cast":
+                return x.to(x.dtype)
             case "dropout":
                 return F.dropout(x, 0.5, training=False)
         raise AssertionError(step.kind)
@@ -150,6 +171,16 @@ class _Drawn:
             self._vary(layer, [p for p in old if self.layers[p].weight.shape == layer.weight.shape])
             self.call(operand, layer, (*shape[:-1], width))
 
+    def adapted(self, operand: int, shape: tuple[int, ...]) -> None:
+        """A linear with a low-rank adapter, as far as nothing varies."""
+        rank = self.draw(st.integers(1, 2))
+        self.call(operand, nn.Linear(shape[-1], 4, bias=self.draw(st.booleans())), (*shape[:-1], 4))
+        base = len(self.shapes) - 1
+        self.call(operand, nn.Linear(shape[-1], rank, bias=self.draw(st.booleans())), (*shape[:-1], rank))
+        path = f"l{len(self.layers)}"
+        self.layers[path] = nn.Linear(rank, 4, bias=self.draw(st.booleans()))
+        self.add("adapt", (base + 1, base), path, (*shape[:-1], 4))
+
     def _vary(self, layer: nn.Linear, alike: list[str]) -> None:
         match self.draw(st.integers(0, 15)):
             case 0:
@@ -164,6 +195,25 @@ class _Drawn:
                 layer.forward = lambda input, own=layer: F.linear(input, own.weight) + 1  # type: ignore[method-assign, misc]  # noqa: A006
             case 5 if alike:
                 layer.weight = self.layers[alike[0]].weight  # type: ignore[assignment]
+
+    def branches(self, operand: int, shape: tuple[int, ...]) -> None:
+        """Convolutions and norms of one value, and that itself, summed one by one."""
+        total = operand
+        for index in range(self.draw(st.integers(1, 3))):
+            kind = self.draw(st.sampled_from((1, 3, 3, 5, (1, 3), "norm")))
+            if kind == "norm":
+                self.norm(operand, shape)
+            else:
+                padding = tuple(size // 2 for size in kind) if isinstance(kind, tuple) else kind // 2
+                groups = self.draw(st.sampled_from((1, 1, shape[1])))
+                bias = self.draw(st.booleans())
+                self.call(
+                    operand, nn.Conv2d(shape[1], shape[1], kind, padding=padding, groups=groups, bias=bias), shape
+                )
+            term = len(self.shapes) - 1
+            if index or self.draw(st.booleans()):
+                self.add("add", (total, term), None, shape)
+            total = len(self.shapes) - 1
 
     def norm(self, operand: int, shape: tuple[int, ...]) -> None:
         cls = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
@@ -180,18 +230,23 @@ class _Drawn:
                 self.linear(operand, shape)
                 if self.draw(st.booleans()):  # two at once have nothing between them
                     self.linear(operand, shape)
+            case "adapt":
+                self.adapted(operand, shape)
             case "norm":
                 self.norm(operand, shape)
             case "conv":
                 width, bias = self.draw(st.integers(1, 3)), self.draw(st.booleans())
                 cls = self.draw(st.sampled_from((nn.Conv2d, nn.Conv2d, nn.ConvTranspose2d)))
                 self.call(operand, cls(shape[1], width, 3, padding=1, bias=bias), (shape[0], width, *shape[2:]))
+            case "branches":
+                self.branches(operand, shape)
             case "layer norm":
                 self.call(operand, nn.LayerNorm(shape[-1]), shape)
-            case "attend":
+            case "attend" | "scores":
                 alike = [i for i, other in enumerate(self.shapes) if other == shape]
                 keys, values = self.draw(st.sampled_from(alike)), self.draw(st.sampled_from(alike))
-                self.add(kind, (operand, keys, values), None, shape)
+                masking = self.draw(st.sampled_from(("no", "add", "fill"))) if kind == "scores" else None
+                self.add(kind, (operand, keys, values), masking, shape)
             case "plus":
                 one_a_feature = (shape[1], 1, 1) if len(shape) == 4 else shape[-1:]
                 size = one_a_feature if self.draw(st.integers(0, 4)) else shape[1:]
@@ -205,6 +260,8 @@ class _Drawn:
                 self.add(kind, (operand,), self.draw(st.sampled_from(_DIVISORS)), shape)
             case "div by size":
                 self.add(kind, (operand,), 49, shape)
+            case "times":
+                self.add(kind, (operand,), self.draw(st.sampled_from((0.5, 3, -0.7))), shape)
             case "add_" | "sub_ part":
                 self.add(kind, (operand,), self.draw(st.sampled_from((0.5, -1.0))), shape)
             case "part":
@@ -220,6 +277,11 @@ class _Drawn:
                 self.add(kind, (operand,), self.draw(st.sampled_from((0, 0, -1))), (shape[0], shape[2]))
             case "mean":
                 self.add(kind, (operand,), None, shape[:2])
+            case "repeat":
+                if self.steps:
+                    chosen = self.draw(st.integers(0, len(self.steps) - 1))
+                    self.steps.append(self.steps[chosen])
+                    self.shapes.append(self.shapes[chosen + 1])
             case _:
                 self.add(kind, (operand,), None, shape)
 

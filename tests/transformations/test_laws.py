@@ -16,13 +16,20 @@ from torch.fx import GraphModule, Node
 from optexport.testing import check_laws, sharing
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
+    FoldNormAffine,
+    FoldScale,
+    FuseAttention,
     FuseBatchNorm,
     FuseBatchNorm1dInLinear,
     FuseBatchNorm2dInConv2d,
     FuseBias,
     FuseBiasInLinear,
     Match,
+    MergeLinearChain,
     MergeLinears,
+    MergeParallelConvs,
+    RemoveNoOps,
+    ShareEqual,
     SinkSelect,
     Transformation,
     compose,
@@ -34,12 +41,19 @@ from tests.transformations.programs import Inherited, by_export, by_fx
 
 RULES = (
     ChangeTrueDivToMulByInverse(),
+    FoldNormAffine(),
+    FoldScale(),
+    FuseAttention(),
     FuseBatchNorm(),
     FuseBatchNorm1dInLinear(),
     FuseBatchNorm2dInConv2d(),
     FuseBias(),
     FuseBiasInLinear(),
+    MergeLinearChain(),
     MergeLinears(),
+    MergeParallelConvs(),
+    RemoveNoOps(),
+    ShareEqual(weights=True),
     SinkSelect(),
 )
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
@@ -53,20 +67,30 @@ def _name(value: Any) -> str:
 def _with_work_for_all() -> GraphModule:
     def body(m: Any, x: torch.Tensor) -> Any:
         row = m.rows(x)[:, 0].sum((1, 2))
+        x = m.three(x) + m.one(x) + x
+        seen = (x @ x.transpose(2, 3) / 2).softmax(-1) @ x
         x = m.norm2d(m.conv(x)).mean((2, 3)) / 3
-        x = m.norm1d(m.first(x))
-        return m.q(x) * m.k(x) / 8, m.alone(x / 7) + m.more, row
+        x = m.norm1d(m.first(x.float()))
+        twice = (x.tanh() + x.tanh()).sum()
+        others = m.scaled(x) * 0.3, m.read(m.norm(x)), m.alone(m.up(x / 7)) + m.more
+        return m.q(x) * m.k(x) / 8 * twice, *others, row, seen
 
     return by_export(
         IMAGE,
         body,
+        three=nn.Conv2d(3, 3, 3, padding=1),
+        one=nn.Conv2d(3, 3, 1, bias=False),
         conv=nn.Conv2d(3, 5, 2),
         norm2d=nn.BatchNorm2d(5),
         first=nn.Linear(5, 4),
         norm1d=nn.BatchNorm1d(4),
         q=nn.Linear(4, 3),
         k=nn.Linear(4, 3, bias=False),
-        alone=nn.Linear(4, 2),
+        up=nn.Linear(4, 6),
+        alone=nn.Linear(6, 2),
+        scaled=nn.Linear(4, 2),
+        norm=nn.LayerNorm(4),
+        read=nn.Linear(4, 2),
         more=nn.Parameter(torch.ones(2)),
         rows=nn.Linear(4, 3),
     )
@@ -78,10 +102,22 @@ def test_every_rule_keeps_the_laws_on_every_model(rule: Transformation, name: st
     check_laws(rule, models.traced(name), models.inputs(name))
 
 
-@pytest.mark.parametrize("name", models.NAMES)
-def test_pairs_of_rules_keep_the_laws_in_either_order_on_every_model(name: str) -> None:
+def _pairs(name: str) -> list[tuple[Transformation, ...]]:
     at_work = [rule for rule in RULES if run(rule, sharing(models.traced(name)))[1].changes]
-    for pair in itertools.permutations(at_work, 2):
+    return list(itertools.permutations(at_work, 2))
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_some_pairs_of_rules_keep_the_laws_on_every_model(name: str) -> None:
+    pairs = _pairs(name)
+    for pair in random.Random(name).sample(pairs, min(12, len(pairs))):
+        check_laws(compose(*pair), models.traced(name), models.inputs(name))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", models.NAMES)
+def test_all_pairs_of_rules_keep_the_laws_on_every_model(name: str) -> None:
+    for pair in _pairs(name):
         check_laws(compose(*pair), models.traced(name), models.inputs(name))
 
 
@@ -97,11 +133,17 @@ def test_all_rules_have_work_in_the_graph_for_every_order() -> None:
         assert report.changes, rule
 
 
-def test_all_rules_keep_the_laws_in_every_order() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_all_rules_keep_the_laws_in_random_orders(seed: int) -> None:
+    graph_module, generator = _with_work_for_all(), random.Random(seed)
+    for _ in range(8):
+        check_laws(compose(*generator.sample(RULES, len(RULES))), graph_module, IMAGE)
+
+
+@pytest.mark.nightly
+def test_two_rules_keep_the_laws_in_every_order() -> None:
     graph_module = _with_work_for_all()
-    orders = [order for length in (1, 2) for order in itertools.permutations(RULES, length)]
-    orders += [tuple(random.Random(seed).sample(RULES, len(RULES))) for seed in range(60)]
-    for order in orders:
+    for order in itertools.permutations(RULES, 2):
         check_laws(compose(*order), graph_module, IMAGE)
 
 

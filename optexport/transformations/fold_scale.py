@@ -1,0 +1,221 @@
+"""A constant factor becomes part of the linear or the convolution before or after it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from optexport.transformations import memory, modules
+from optexport.transformations.rule import Match, Rule, Skip
+
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+# What puts all numbers elsewhere, or leaves them.
+_MOVES = ("reshape", "flatten", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "mT", "view")
+
+
+@dataclass(frozen=True)
+class Fold(Match):
+    """A factor beside layers.
+
+    Attributes:
+        x: What is multiplied.
+        factor: By what.
+        layers: The calls of the layers.
+        after: Whether the factor comes after the layer, and so is one of its bias too.
+    """
+
+    x: Node
+    factor: float
+    layers: tuple[Node, ...]
+    after: bool
+
+
+@dataclass(frozen=True)
+class FoldScale(Rule):
+    """Layer(x) * c  ->  Layer'(x)        Layer(x * c)  ->  Layer'(x)
+
+    For linears, convolutions and transposed convolutions, and a constant factor or divisor c: a number, parameter or
+    buffer of one element. Views of the whole, and a dropout outside of training, may stand between. Of a factor before
+    layers all its users have to be such layers.
+
+    Skips:   a result that is used elsewhere too; a layer that is shared, tied, hooked, parametrized, of a subclass or
+             called more than once; a c that is 0 or not finite, or with which a weight would overflow or become
+             subnormal; an input of unknown or another dtype, or that is changed in place before the layer reads it.
+    Exact:   to the bit where c is a positive power of two; else to rounding (the weights are scaled in float64 and
+             rounded once).
+    Inverse: none, because the weights are rounded.
+    """
+
+    def match(self, graph_module: GraphModule, node: Node) -> Fold | Skip | None:
+        if isinstance(modules.called_module(graph_module, node), _LAYERS):
+            return self._before(graph_module, node)
+        if (found := _factor(graph_module, node)) is None:
+            return None
+        x, factor, held = found
+        chain = _up(graph_module, x)
+        if not isinstance(modules.called_module(graph_module, chain[-1]), _LAYERS):
+            return None
+        reason = _why_not_after(graph_module, node, chain, held)
+        reason = reason or _why_not_scaled(graph_module, chain[-1], factor, after=True)
+        return Skip(reason) if reason else Fold((chain[-1], node), x, factor, (chain[-1],), after=True)
+
+    def _before(self, graph_module: GraphModule, last: Node) -> Fold | Skip | None:
+        """The factor before a layer, found at the last that reads it: what stands before that factor comes next."""
+        read = modules.sole_input(last)
+        node = None if read is None else _up(graph_module, read)[-1]
+        found = None if node is None else _factor(graph_module, node)
+        if node is None or found is None:
+            return None
+        x, factor, held = found
+        layers, reason = _down(graph_module, node)
+        if max(layers) is not last:
+            return None
+        reason = reason or _why_not_before(graph_module, node, x, held, layers)
+        for call in layers:
+            reason = reason or _why_not_scaled(graph_module, call, factor, after=False)
+        return Skip(reason) if reason else Fold((node, *layers), x, factor, tuple(layers), after=False)
+
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        assert isinstance(match, Fold)
+        (node,) = (node for node in match.nodes if node not in match.layers)
+        for call in match.layers:
+            layer: Any = modules.called_module(graph_module, call)
+            folded = copy.copy(layer)
+            folded._parameters = _scaled(layer, match.factor, after=match.after)
+            modules.replace_module(graph_module, str(call.target), folded)
+        constants = [source for source in node.all_input_nodes if source is not match.x]
+        node.replace_all_uses_with(match.x)
+        graph_module.graph.erase_node(node)
+        for constant in constants:
+            modules.forget(graph_module, constant)
+        return [(call, None) for call in match.layers]
+
+
+def _factor(graph_module: GraphModule, node: Node) -> tuple[Node, float, torch.Tensor | None] | None:
+    """What a node multiplies, by which constant number, and the tensor that holds that, if one does."""
+    if node.target not in (operator.mul, operator.truediv) or len(node.args) != 2 or node.kwargs:
+        return None
+    for x, other in (node.args, node.args[::-1])[: 1 if node.target is operator.truediv else 2]:
+        held = memory.constant(graph_module, other)
+        if held is not None and (held.numel() != 1 or held.is_complex()):
+            continue
+        number = other if type(other) in (int, float) else None if held is None else held.item()
+        if isinstance(x, Node) and number is not None:
+            if node.target is operator.truediv:
+                number = 1 / number if number else math.inf  # type: ignore[operator]
+            return x, float(number), held  # type: ignore[arg-type]
+    return None
+
+
+def _up(graph_module: GraphModule, node: Node) -> list[Node]:
+    """A node, and what it is a view of the whole of, and so on."""
+    chain = [node]
+    while _moves(graph_module, chain[-1]) and isinstance(source := chain[-1].args[0], Node):
+        chain.append(source)
+    return chain
+
+
+def _down(graph_module: GraphModule, node: Node) -> tuple[list[Node], str | None]:
+    """The layers that read a node, through views or not, and why they cannot have it multiplied for them."""
+    layers: list[Node] = []
+    reason: str | None = None
+    for user in node.users:
+        if isinstance(modules.called_module(graph_module, user), _LAYERS):
+            layers.append(user)
+            continue
+        read, why = _down(graph_module, user) if _moves(graph_module, user) and user.args[0] is node else ([], None)
+        layers += read
+        if not read:
+            reason = reason or f"{node.name} is used elsewhere too"
+        elif modules.operator_name(user) == "view":
+            reason = reason or f"{node.name} is viewed in a shape that only contiguous memory can take"
+        reason = reason or why
+    return layers, reason
+
+
+def _moves(graph_module: GraphModule, node: Node) -> bool:
+    """Whether a node only puts the numbers of its first argument elsewhere."""
+    if not node.args or modules.mutated(graph_module, node):
+        return False
+    if node.op == "call_module":
+        module = modules.called_module(graph_module, node)
+        if module is None or modules.has_hooks(module):
+            return False
+        return type(module) in (nn.Identity, nn.Flatten) or (isinstance(module, nn.Dropout) and not module.training)
+    if node.target is torch.ops.aten.dropout.default:
+        return node.args[2] is False
+    reads_bits = any(isinstance(argument, torch.dtype) for argument in node.args) or "dtype" in node.kwargs
+    return modules.operator_name(node) in _MOVES and not reads_bits
+
+
+def _why_not_after(graph_module: GraphModule, node: Node, chain: list[Node], held: torch.Tensor | None) -> str | None:
+    layer: Any = modules.called_module(graph_module, chain[-1])
+    for between in chain:
+        if len(between.users) > 1:
+            return f"the result of {between.target} is used elsewhere too"
+    if held is not None and held.dim():
+        rank = modules.dims(chain[0])
+        if rank is None or held.dim() > rank or held.dtype != layer.weight.dtype:
+            return f"{node.name} has another shape or dtype than {chain[0].name}, or it is not known"
+    return None
+
+
+def _why_not_before(
+    graph_module: GraphModule, node: Node, x: Node, held: torch.Tensor | None, layers: list[Node]
+) -> str | None:
+    before, after = x.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return f"the dtype of {x.name} is not known: trace with example inputs"
+    if before.dtype != after.dtype or (held is not None and held.dim() > before.dim()):
+        return f"{node.name} has another shape or dtype than {x.name}"
+    if change := memory.changed_between(graph_module, x, node, max(layers)):
+        return f"{x.name} is changed in place by {change.name} before {max(layers).name} reads it"
+    return None
+
+
+def _why_not_scaled(graph_module: GraphModule, call: Node, factor: float, *, after: bool) -> str | None:
+    uses, target = modules.uses(graph_module), str(call.target)
+    layer: Any = modules.called_module(graph_module, call)
+    (cls,) = (cls for cls in _LAYERS if isinstance(layer, cls))
+    reason = modules.why_not_plain(layer, cls) or uses.why_shared(target, layer)
+    if reason is None and len(uses.calls_of(target)) > 1:
+        reason = "it is called more than once"
+    if reason is None and modules.sole_input(call) is None:
+        reason = "it is not called on a single tensor"
+    if reason:
+        return f"{target}: {reason}"
+    if not factor or not math.isfinite(factor):
+        return f"the factor beside {target} is {factor}"
+    own = {**layer._parameters}
+    for name, scaled in _scaled(layer, factor, after=after).items():
+        if scaled is None or scaled is own[name]:
+            continue
+        if not scaled.is_floating_point():
+            return f"{target}: its {name} holds no real numbers"
+        limits = torch.finfo(scaled.dtype)
+        size, before = scaled.detach().abs(), own[name].detach().abs()
+        if bool(((before <= limits.max) & (size > limits.max) | (before > 0) & (size < limits.tiny)).any()):
+            return f"{target}: with {factor} its {name} would overflow or become subnormal"
+    return None
+
+
+def _scaled(layer: Any, factor: float, *, after: bool) -> dict[str, nn.Parameter | None]:
+    """A layer's parameters, scaled as far as the factor reaches them."""
+    found = dict(layer._parameters)
+    for name in ("weight", "bias") if after else ("weight",):
+        if (own := found[name]) is not None:
+            value = (own.detach().double() * factor).to(own.dtype)
+            found[name] = nn.Parameter(value, requires_grad=own.requires_grad)
+    return found

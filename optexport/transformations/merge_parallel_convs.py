@@ -1,0 +1,281 @@
+"""Convolutions of one input whose results are summed become one convolution."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from optexport.transformations import batch_norm, memory, modules
+from optexport.transformations.rule import Match, Rule, Skip
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_RANKS = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
+
+
+@dataclass(frozen=True)
+class Sum(Match):
+    """Results of one input that are summed.
+
+    Attributes:
+        x: The input.
+        terms: What is summed: calls of convolutions and norms on x, and x itself.
+        largest: The call of the convolution whose kernel has room for all others.
+        sums: The additions, last first.
+    """
+
+    x: Node
+    terms: tuple[Node, ...]
+    largest: Node
+    sums: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class MergeParallelConvs(Rule):
+    """Conv_a(x) + Conv_b(x) + BatchNorm(x) + x  ->  Conv(x)
+
+    In any order and number, with at least one convolution: the blocks of RepVGG, once the norm after each convolution
+    is part of it. Smaller kernels stand in the middle of the largest one; x itself is a kernel of a single 1 in each
+    channel, and a norm outside of training one of its scale. A sum with other terms is left alone, but for a part in
+    brackets of its own that has none.
+
+    Skips:   a term that is used elsewhere too or is in the sum twice; kernels of which none has room for all others,
+             since that were more work; kernels whose middles do not meet, as their padding would have it; convolutions
+             that differ in stride, dilation, groups, channels, dtype, device, requires_grad or mode, that do not pad
+             with zeros, or that are shared, tied, hooked, parametrized, of a subclass or called more than once; a norm
+             in train mode or without running statistics; x itself or its norm where the convolution has a stride or
+             as many outputs as inputs it has not; an x that is changed in place between the terms.
+    Exact:   to rounding (the kernels are summed in float64 and rounded once).
+    Inverse: none, because the sum of the kernels is rounded.
+    """
+
+    def match(self, graph_module: GraphModule, node: Node) -> Sum | Skip | None:
+        found = _find(graph_module, node)
+        if found is None:
+            return None
+        for around in _sums_around(node):
+            other = _find(graph_module, around)
+            if isinstance(other, Sum) or (isinstance(other, Skip) and isinstance(found, Skip)):
+                return None  # it is said there
+        return found
+
+    def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
+        assert isinstance(match, Sum)
+        largest = _conv(graph_module, match.largest)
+        weight = torch.zeros_like(largest.weight, dtype=torch.float64)
+        bias = weight.new_zeros(largest.out_channels)
+        biased = False
+        for term in match.terms:
+            layer = None if term is match.x else modules.called_module(graph_module, term)
+            shift: torch.Tensor | None = None
+            if isinstance(layer, _ConvNd):
+                kernel, shift = layer.weight.detach().double(), layer.bias
+            elif isinstance(layer, _BatchNorm):
+                scale, shift = batch_norm.scale_and_shift(layer)
+                kernel = _diagonal(largest, scale)
+            else:
+                kernel = _diagonal(largest, torch.ones_like(bias))
+            starts = [(size - own) // 2 for size, own in zip(weight.shape[2:], kernel.shape[2:], strict=True)]
+            middle = (slice(start, start + own) for start, own in zip(starts, kernel.shape[2:], strict=True))
+            weight[(slice(None), slice(None), *middle)] += kernel
+            if shift is not None:
+                bias, biased = bias + shift.detach().double(), True
+        merged = copy.copy(largest)
+        tensors = {"weight": weight, "bias": bias if biased else None}
+        merged._parameters = {
+            name: None
+            if value is None
+            else nn.Parameter(value.to(largest.weight.dtype), requires_grad=largest.weight.requires_grad)
+            for name, value in tensors.items()
+        }
+        modules.replace_module(graph_module, str(match.largest.target), merged)
+        match.sums[0].replace_all_uses_with(match.largest)
+        for sum_ in match.sums:
+            graph_module.graph.erase_node(sum_)
+        for term in match.terms:
+            if term not in (match.x, match.largest):
+                graph_module.graph.erase_node(term)
+                modules.remove_module(graph_module, str(term.target))
+        return [(match.largest, None)]
+
+
+def _is_sum(node: Node) -> bool:
+    return node.target is operator.add and len(node.args) == 2 and not node.kwargs
+
+
+def _sums_around(node: Node) -> Iterator[Node]:
+    """The additions that a sum is an operand of, and of nothing else, from the inside out."""
+    while len(node.users) == 1 and _is_sum(user := next(iter(node.users))) and user.args[0] is not user.args[1]:
+        yield user
+        node = user
+
+
+def _flatten(node: Node) -> tuple[list[Any], list[Node]]:
+    """What a sum is the sum of, and the additions that make it, last first."""
+    terms: list[Any] = []
+    sums = [node]
+    for argument in node.args:
+        if isinstance(argument, Node) and _is_sum(argument) and node in _sums_around(argument):
+            its_terms, its_sums = _flatten(argument)
+            terms += its_terms
+            sums += its_sums
+        else:
+            terms.append(argument)
+    return terms, sums
+
+
+def _find(graph_module: GraphModule, node: Node) -> Sum | Skip | None:
+    if not _is_sum(node):
+        return None
+    terms, sums = _flatten(node)
+    convs = [term for term in terms if isinstance(modules.called_module(graph_module, term), _CONVOLUTIONS)]
+    for x in dict.fromkeys(modules.sole_input(conv) for conv in convs):
+        if x is None or not all(_branches_off(graph_module, term, x) for term in terms):
+            continue
+        calls = [term for term in terms if term is not x]
+        if reason := _why_not_alone(graph_module, calls) or _why_different(graph_module, calls):
+            return Skip(reason)
+        if change := memory.changed_between(graph_module, x, min(calls), node):
+            return Skip(f"{x.name} is changed in place by {change.name} between {min(calls).name} and {node.name}")
+        largest = _largest(graph_module, [call for call in calls if call in convs])
+        if isinstance(largest, Skip):
+            return largest
+        if reason := _why_not_in(graph_module, terms, x, largest):
+            return Skip(reason)
+        return Sum((*calls, *reversed(sums)), x, tuple(terms), largest, tuple(sums))
+    return None
+
+
+def _branches_off(graph_module: GraphModule, term: Any, x: Node) -> bool:
+    layer = modules.called_module(graph_module, term)
+    return term is x or (isinstance(layer, (*_CONVOLUTIONS, *_NORMS)) and modules.sole_input(term) is x)
+
+
+def _why_not_alone(graph_module: GraphModule, calls: list[Node]) -> str | None:
+    """Why one of the layers cannot be looked at by itself; None if all can."""
+    uses = modules.uses(graph_module)
+    for call in calls:
+        target, layer = str(call.target), modules.called_module(graph_module, call)
+        assert layer is not None
+        (cls,) = (cls for cls in (*_CONVOLUTIONS, *_NORMS) if isinstance(layer, cls))
+        if reason := modules.why_not_plain(layer, cls) or uses.why_shared(target, layer):
+            return f"{target}: {reason}"
+        if len(uses.calls_of(target)) > 1:
+            return f"{target}: it is called more than once"
+        if len(call.users) > 1:
+            return f"the result of {target} is used elsewhere too"
+        if calls.count(call) > 1:
+            return f"the result of {target} is added to itself"
+        if isinstance(layer, _BatchNorm):
+            if layer.training:
+                return f"{target}: it is in train mode, where it normalises by the statistics of the batch"
+            if layer.running_mean is None or layer.running_var is None:
+                return f"{target}: it keeps no running statistics"
+    return None
+
+
+def _why_different(graph_module: GraphModule, calls: list[Node]) -> str | None:
+    layers = [modules.called_module(graph_module, call) for call in calls]
+    convs = [layer for layer in layers if isinstance(layer, _ConvNd)]
+    names = ", ".join(str(call.target) for call in calls)
+    tensors = [tensor for layer in layers if layer is not None for tensor in layer.state_dict(keep_vars=True).values()]
+    # Of a norm, what counts its batches is a whole number.
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    if not all(conv.weight.is_floating_point() for conv in convs):
+        return f"{names}: their weights are no floating-point numbers"
+    if len({(number.dtype, number.device) for number in numbers}) > 1:
+        return f"{names}: they differ in dtype or device"
+    if len({parameter.requires_grad for parameter in parameters}) > 1:
+        return f"{names}: they differ in requires_grad"
+    if len({conv.training for conv in convs}) > 1:
+        return f"{names}: they differ in mode"
+    if len({(type(conv), conv.in_channels, conv.out_channels, conv.groups, conv.stride) for conv in convs}) > 1:
+        return f"{names}: they differ in channels, groups or stride"
+    if not all(conv.weight.is_contiguous() for conv in convs):
+        return f"{names}: a weight of theirs is not contiguous"
+    if any(conv.padding_mode != "zeros" for conv in convs):
+        return f"{names}: not all of them pad with zeros"
+    return None
+
+
+def _largest(graph_module: GraphModule, calls: list[Node]) -> Node | Skip:
+    """The call of the convolution whose kernel is the largest along every axis."""
+    kernels = [tuple(_conv(graph_module, call).kernel_size) for call in calls]
+    hull = tuple(max(sizes) for sizes in zip(*kernels, strict=True))
+    if hull in kernels:
+        return calls[kernels.index(hull)]
+    before, after = sum(math.prod(kernel) for kernel in kernels), math.prod(hull)
+    size = "x".join(map(str, hull))
+    names = ", ".join(str(call.target) for call in calls)
+    return Skip(f"{names}: a kernel of {size} would take {after} products where theirs take {before}")
+
+
+def _why_not_in(graph_module: GraphModule, terms: list[Node], x: Node, largest: Node) -> str | None:
+    """Why a term has no place in the largest kernel; None if all have."""
+    conv = _conv(graph_module, largest)
+    rank = 2 + len(conv.kernel_size)
+    for term in terms:
+        layer = None if term is x else modules.called_module(graph_module, term)
+        if isinstance(layer, _ConvNd):
+            if not _in_the_middle(layer.kernel_size, _padding(layer), layer.dilation, conv):
+                return f"the middle of {term.target} is not that of {largest.target}, or its dilation another"
+            continue
+        name = x.name if term is x else term.target
+        if conv.in_channels != conv.out_channels or set(conv.stride) != {1}:
+            return f"{name} is no convolution, and {largest.target} has a stride, or other outputs than inputs"
+        if not _in_the_middle((1,) * (rank - 2), (0,) * (rank - 2), conv.dilation, conv):
+            return f"{largest.target} does not keep each position where it is, as {name} does"
+        if isinstance(layer, _BatchNorm) and (_RANKS.get(type(layer)) or modules.dims(x)) != rank:
+            return f"the input of {name} is not known to have {rank} dimensions"
+    return None
+
+
+def _in_the_middle(
+    kernel: tuple[int, ...], padding: tuple[int, ...] | None, dilation: tuple[int, ...], conv: _ConvNd
+) -> bool:
+    """Whether a kernel reads the same as one in the middle of a larger one, with zeros around it."""
+    its_padding = _padding(conv)
+    if padding is None or its_padding is None:
+        return False
+    axes = zip(kernel, padding, dilation, conv.kernel_size, its_padding, conv.dilation, strict=True)
+    return all(
+        (larger - size) % 2 == 0
+        and its_pad - pad == (larger - size) // 2 * its_gap
+        and (size == 1 or gap == its_gap)  # of a single number there is no dilation
+        for size, pad, gap, larger, its_pad, its_gap in axes
+    )
+
+
+def _padding(conv: _ConvNd) -> tuple[int, ...] | None:
+    """The zeros at either end of each axis; None where the two differ."""
+    ends = conv._reversed_padding_repeated_twice[::-1]
+    if conv.padding == "valid":
+        return (0,) * len(conv.kernel_size)
+    if isinstance(conv.padding, str):
+        return tuple(ends[::2]) if ends[::2] == ends[1::2] else None
+    return tuple(conv.padding)
+
+
+def _conv(graph_module: GraphModule, call: Node) -> _ConvNd:
+    conv = modules.called_module(graph_module, call)
+    assert isinstance(conv, _ConvNd)
+    return conv
+
+
+def _diagonal(conv: _ConvNd, scale: torch.Tensor) -> torch.Tensor:
+    """The kernel of size 1 that multiplies each channel by a number, in the groups of a convolution."""
+    kernel = scale.new_zeros(conv.out_channels, conv.in_channels // conv.groups)
+    channels = torch.arange(conv.out_channels, device=scale.device)
+    kernel[channels, channels % kernel.shape[1]] = scale
+    return kernel.reshape(*kernel.shape, *(1 for _ in conv.kernel_size))

@@ -1,0 +1,384 @@
+"""CastPrecision: products in half precision, and all else, the inputs and the outputs as they were."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2Model
+
+from optexport import ConfigError, ExportError, ParityError, export, registry, symbolic_trace
+from optexport.signature import Dim
+from optexport.testing import check_refused, outputs, owned, sharing, written
+from optexport.transformations import CastPrecision, FuseBatchNorm, MergeLinears
+from optexport.transformations.rule import Report, run
+from tests import models
+from tests.models import randomise
+from tests.transformations.programs import Inherited, by_export, by_fx
+
+X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
+IMAGE = torch.linspace(-2, 2, 96).reshape(2, 3, 4, 4)
+IDS = torch.tensor([[0, 3, 1], [2, 2, 4]])
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class _Dtypes(Interpreter):
+    """Asserts that the trace knows the dtype of every result."""
+
+    def run_node(self, n: Node) -> Any:
+        result, value = super().run_node(n), n.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            assert (result.dtype, result.dim()) == (value.dtype, value.dim()), n
+        return result
+
+
+def _cast(graph_module: GraphModule, inputs: Any, rule: CastPrecision | None = None) -> tuple[GraphModule, Report]:
+    """Applies the rule, and asserts on all that holds however far the numbers may go."""
+    rule = rule or CastPrecision()
+    before, random_state, want = owned(graph_module), torch.get_rng_state(), outputs(graph_module, inputs)
+    cast, report = run(rule, sharing(graph_module))
+    assert owned(graph_module) == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+    flags = {name: value.requires_grad for name, value in sharing(graph_module).state_dict(keep_vars=True).items()}
+    assert {name: value.requires_grad for name, value in cast.state_dict(keep_vars=True).items()} == flags
+    given = inputs if isinstance(inputs, dict) else {"x": inputs}
+    with torch.no_grad():
+        _Dtypes(cast).run(*(given[n.target].clone() for n in cast.graph.find_nodes(op="placeholder")))
+    for one, other in zip(outputs(cast, inputs), want, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        if other.is_floating_point():
+            limit = 0.05 if rule.dtype == "bfloat16" else 0.01
+            assert float((one - other).abs().max()) <= limit * max(1.0, float(other.abs().max()))
+    once = written(cast)
+    again, second = run(rule, cast)
+    assert (written(again), second.changes) == (once, ())
+    return cast, report
+
+
+def _casts(graph_module: GraphModule) -> list[torch.dtype]:
+    return [n.args[1] for n in graph_module.graph.nodes if n.meta.get("cast_precision")]  # type: ignore[misc]
+
+
+LAYERS: dict[str, tuple[nn.Module, torch.Tensor]] = {
+    "linear": (nn.Linear(4, 3), X),
+    "linear without bias": (nn.Linear(4, 3, bias=False), X),
+    "embedding": (nn.Embedding(5, 3), IDS),
+    "conv 1d": (nn.Conv1d(3, 2, 3), X),
+    "conv 2d": (nn.Conv2d(3, 3, 3, padding=1, groups=3), IMAGE),
+    "conv 3d": (nn.Conv3d(3, 2, 2), IMAGE[..., None].expand(2, 3, 4, 4, 4).contiguous()),
+    "transposed 1d": (nn.ConvTranspose1d(3, 2, 3), X),
+    "transposed 2d": (nn.ConvTranspose2d(3, 2, 3, stride=2), IMAGE),
+    "transposed 3d": (nn.ConvTranspose3d(3, 2, 2), IMAGE[..., None].expand(2, 3, 4, 4, 4).contiguous()),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_computed_in_half_precision(name: str, dtype: str) -> None:
+    layer, x = LAYERS[name]
+    graph_module = by_export(x, lambda m, x: m.layer(x), layer=layer)
+    cast, report = _cast(graph_module, x, CastPrecision(dtype=dtype))
+    assert len(report.changes) == 1
+    assert {value.dtype for value in cast.state_dict().values()} == {HALVES[dtype]}
+    half = cast.get_submodule("layer")
+    own = half(x.to(HALVES[dtype]) if x.is_floating_point() else x).float()
+    assert torch.equal(outputs(cast, x)[0], own)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.b(F.gelu(m.a(x))),
+        lambda m, x: m.b(F.dropout(m.a(x), 0.5, training=False).view(6, 4).tanh()),
+        lambda m, x: m.b(F.silu(m.a(x)) * m.c(x)),
+        lambda m, x: m.b(torch.cat([m.a(x), m.c(x)], 1).transpose(0, 1)),
+        lambda m, x: m.b((y := m.a(x)) + y.relu()),
+    ],
+)
+def test_no_cast_stands_between_what_goes_on_in_half_precision(body: Any) -> None:
+    layers = {name: nn.Linear(4, 4) for name in "abc"}
+    cast, _ = _cast(by_export(X, body, **layers), X)
+    assert _casts(cast) == [torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda m, y: m.norm(y),
+        lambda m, y: y.softmax(-1),
+        lambda m, y: y - y.mean(-1, keepdim=True),
+        lambda m, y: y + 1e6 - 1e6,
+        lambda m, y: y * 1e-12 * 1e12,
+        lambda m, y: y / (y.pow(2).sum(-1, keepdim=True).sqrt() + 1e-12),
+        lambda m, y: y.masked_fill(y > 1, torch.finfo(torch.float32).min).softmax(-1),
+        lambda m, y: y.exp(),
+    ],
+)
+def test_what_half_precision_is_too_coarse_for_stays(between: Any) -> None:
+    children = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    graph_module = by_export(X, lambda m, x: m.b(between(m, m.a(x))), **children)
+    cast, report = run(CastPrecision(), sharing(graph_module))
+    assert [change.target for change in report.changes] == ["a", "b"]
+    assert all(result.isfinite().all() for result in outputs(cast, X))
+
+
+def test_attention_with_and_without_a_mask_that_is_added() -> None:
+    def body(mask: torch.Tensor | None) -> Any:
+        return lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x), attn_mask=mask)
+
+    layers = {name: nn.Linear(4, 4) for name in "qkv"}
+    for mask in (None, torch.ones(3, 3, dtype=torch.bool).tril()):
+        cast, report = _cast(by_export(X, body(mask), **layers), X)
+        assert len(report.changes) == 4
+        assert _casts(cast) == [torch.float16, torch.float32]
+    added = torch.zeros(3, 3).masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
+    _, report = _cast(by_export(X, body(added), **layers), X)
+    assert len(report.changes) == 3
+    assert "its mask is added" in report.near_misses[0].reason
+
+
+def test_attention_that_is_written_out_keeps_its_softmax() -> None:
+    layers = {name: nn.Linear(4, 4) for name in "qkv"}
+    graph_module = by_export(X, lambda m, x: (m.q(x) @ m.k(x).transpose(1, 2) / 2).softmax(-1) @ m.v(x), **layers)
+    cast, _ = _cast(graph_module, X)
+    (softmax,) = [node for node in cast.graph.nodes if "softmax" in str(node.target)]
+    assert softmax.meta["val"].dtype is softmax.args[0].meta["val"].dtype is torch.float32
+    matmuls = [node for node in cast.graph.nodes if "matmul" in str(node.target)]
+    assert [node.meta["val"].dtype for node in matmuls] == [torch.float16] * 2
+
+
+def _changes_a_part(m: Any, x: torch.Tensor) -> Any:
+    y = m.a(x)
+    y[0].sub_(1.0)
+    return y, m.b(y)
+
+
+def _changes_a_view(m: Any, x: torch.Tensor) -> Any:
+    y = m.a(x)
+    z = y.view(6, 4)
+    y.add_(1.0)
+    return m.b(z), z.tanh()
+
+
+def _changes_the_input(m: Any, x: torch.Tensor) -> Any:
+    x = x * 1
+    y = m.a(x)
+    x.add_(1.0)
+    return y, m.b(x)
+
+
+def _changes_a_part_of_the_input(m: Any, x: torch.Tensor) -> Any:
+    x = x * 1
+    y = m.a(x)
+    x[0].add_(1.0)
+    return y, m.b(x)
+
+
+def _in_place_activation(m: Any, x: torch.Tensor) -> Any:
+    y = m.a(x)
+    z = F.relu(y, inplace=True)
+    return m.b(z), y
+
+
+def _changes_it_after_it_was_read(m: Any, x: torch.Tensor) -> Any:
+    y = m.a(x)
+    z = m.b(y)
+    y.mul_(2.0)
+    return m.b(y), z
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(_changes_a_part, _changes_a_view, _changes_the_input, _changes_a_part_of_the_input),
+        *(_in_place_activation, _changes_it_after_it_was_read),
+    ],
+)
+def test_what_is_changed_in_place_is_read_as_it_then_is(body: Any) -> None:
+    _cast(by_export(X, body, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), X)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.a(m.a(x)),
+        lambda m, x: m.a(x) - m.a(x * 2),
+        lambda m, x: m.a(input=x),
+        lambda m, x: (m.a(x), x),
+        lambda m, x: m.a(x) * x.shape[0],
+    ],
+)
+def test_calls_of_all_kinds(body: Any) -> None:
+    cast, _ = _cast(by_export(X, body, a=nn.Linear(4, 4)), X)
+    assert cast.get_submodule("a").weight.dtype is torch.float16
+
+
+def test_frozen_weights_stay_frozen() -> None:
+    _cast(by_export(X, lambda m, x: m.a(x), a=nn.Linear(4, 4).requires_grad_(False)), X)
+
+
+def _tied() -> dict[str, nn.Module]:
+    tied = {"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4)}
+    tied["b"].weight = tied["a"].weight
+    return tied
+
+
+def test_layers_that_are_left_alone() -> None:
+    def refused(body: Any, *reasons: str, dtype: torch.dtype = torch.float32, **children: nn.Module) -> None:
+        x = X.to(dtype)
+        graph_module = GraphModule(nn.ModuleDict(children), by_fx(body, **children).graph)
+        for node in graph_module.graph.nodes:
+            node.meta["val"] = torch.empty(0, device="meta", dtype=dtype)
+        check_refused(CastPrecision(), graph_module, x, *reasons)
+
+    refused(lambda m, x: m.a(x), "a: it is a Inherited", a=Inherited(4, 4))
+    refused(lambda m, x: m.a(x) + m.b(x), "tied to b.weight", "tied to a.weight", **_tied())
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        refused(lambda m, x: m.a(x), dtype=dtype, a=nn.Linear(4, 4).to(dtype))
+
+
+def test_a_layer_whose_weights_overflow_is_left_alone() -> None:
+    graph_module = by_export(X, lambda m, x: m.a(x), a=nn.Linear(4, 4))
+    with torch.no_grad():
+        graph_module.get_submodule("a").weight[0, 0] = 1e5
+    check_refused(CastPrecision(), graph_module, X, "a: it holds numbers that float16 does not")
+    assert run(CastPrecision(dtype="bfloat16"), sharing(graph_module))[1].changes
+
+
+def test_an_embedding_that_renormalises_is_left_alone() -> None:
+    graph_module = by_fx(lambda m, x: m.a(x), a=nn.Embedding(5, 4, max_norm=1.0))
+    for node in graph_module.graph.nodes:
+        node.meta["val"] = torch.empty(2, 3, 4, device="meta")
+    check_refused(CastPrecision(), graph_module, None, "a: it renormalises its weight")
+
+
+def test_a_hook_and_a_parametrization_are_left_alone() -> None:
+    graph_module = by_fx(lambda m, x: m.a(x), a=nn.Linear(4, 4))
+    for node in graph_module.graph.nodes:
+        node.meta["val"] = torch.empty(2, 3, 4, device="meta")
+    graph_module.get_submodule("a").register_forward_hook(lambda module, args, result: result * 2)
+    check_refused(CastPrecision(), graph_module, None, "a: it has hooks")
+
+
+def test_a_parameter_of_a_product_is_cast_once_and_for_all() -> None:
+    graph_module = by_export(X, lambda m, x: x @ m.w, w=nn.Parameter(torch.randn(4, 4)))
+    cast, _ = _cast(graph_module, X)
+    assert cast.state_dict()["w"].dtype is torch.float16
+    assert _casts(cast) == [torch.float16, torch.float32]
+    for body in (lambda m, x: x @ m.w + m.w.sum(), lambda m, x: (x @ m.w) @ m.w):
+        shared = by_export(X, body, w=nn.Parameter(torch.randn(4, 4)))
+        cast, _ = _cast(shared, X)
+        assert cast.state_dict()["w"].dtype is torch.float32
+
+
+def test_the_products_of_gpt2_which_are_no_linears() -> None:
+    config = GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=40)
+    graph_module = symbolic_trace(randomise(GPT2Model(config)), input_names=["input_ids"])
+    inputs = {"input_ids": torch.randint(0, 60, (3, 7))}
+    cast, report = _cast(graph_module, inputs)
+    assert len([change for change in report.changes if "addmm" in change.target]) == 4
+    kept = [name for name, value in cast.state_dict().items() if value.dtype is torch.float32]
+    assert all(".ln_" in f".{name}" for name in kept)
+    _, report = _cast(graph_module, inputs, CastPrecision(keep=("h.0.mlp",)))
+    assert len([change for change in report.changes if "addmm" in change.target]) == 2
+
+
+def test_dtypes_that_are_not_known_are_left_alone() -> None:
+    check_refused(CastPrecision(), by_fx(lambda m, x: m.a(x), a=nn.Linear(4, 4)), X, "a: dtypes are not known")
+
+
+def test_what_is_to_be_kept_stays() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    graph_module = by_export(X, lambda m, x: m.last(m.block(x)), block=block, last=nn.Linear(4, 4))
+    for keep, left in ((("block",), ["last"]), (("block.1", "last"), ["block.0"])):
+        _, report = _cast(graph_module, X, CastPrecision(keep=keep))
+        assert [change.target for change in report.changes] == left
+    with pytest.raises(ConfigError, match='there is no module "blok"\n.*Did you mean "block"'):
+        CastPrecision(keep=("blok",))(sharing(graph_module))
+
+
+def test_the_registry_knows_the_precisions_without_torch() -> None:
+    known = importlib.import_module("optexport.transformations.cast_precision")._DTYPES
+    assert registry.RULES["cast-precision"].options["dtype"].choices == tuple(known)
+    with pytest.raises(ConfigError, match='here.dtype: it cannot be "fp16"\n.*Known are: float16, bfloat16'):
+        registry.check("cast-precision", {"dtype": "fp16"}, "here")
+    with pytest.raises(ConfigError):
+        CastPrecision(dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", models.NAMES)
+def test_models(name: str, dtype: str) -> None:
+    cast, _ = _cast(models.traced(name), models.inputs(name), CastPrecision(dtype=dtype))
+    kept = {
+        type(module).__name__
+        for _, module in cast.named_modules()
+        if any(parameter.dtype is torch.float32 for parameter in module.parameters(recurse=False))
+    }
+    assert not kept & {"Conv2d", "Linear"} or name == "t5"  # whose head is tied to its embeddings
+
+
+class _Convolutional(nn.Module):
+    """What a MobileNet is made of, and small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(inputs: int, outputs: int, size: int = 1, stride: int = 1, groups: int = 1) -> nn.Module:
+            conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, groups=groups, bias=False)
+            return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU6())
+
+        self.stem, self.expand, self.depth = block(3, 8, 3, 2), block(8, 16), block(16, 16, 3, groups=16)
+        self.project = nn.Sequential(nn.Conv2d(16, 8, 1, bias=False), nn.BatchNorm2d(8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = x + self.project(self.depth(self.expand(x)))
+        logits: torch.Tensor = self.head(x.mean((2, 3)))
+        return logits.softmax(-1)
+
+
+def _example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, Any]]:
+    if name == "bert":
+        sizes: Any = {0: Dim("batch", 1, 8), 1: Dim("sequence", 2, 40)}
+        return models.model("bert"), models.inputs("bert"), {"input_ids": sizes, "attention_mask": sizes}
+    return randomise(_Convolutional()), {"x": torch.randn(2, 3, 32, 32)}, {"x": {0: Dim("batch", 1, 8)}}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["bert", "convolutional"])
+def test_exports_pass_within_a_tolerance_that_is_declared_and_not_without(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    model, inputs, dynamic = _example(name)
+    rules = [FuseBatchNorm(), MergeLinears(), CastPrecision(dtype=dtype)]
+    formats = ["torchscript", "pt2", *(["onnx"] if dtype == "float16" else [])]
+    atol = 0.02 if dtype == "float16" else 0.2
+    result = export(
+        model, inputs, tmp_path / "made", transformations=rules, formats=formats, dynamic=dynamic, atol=atol
+    )
+    assert result.passed
+    assert {output.multiple > 10 for place in result.parity[1:] for output in place.outputs} == {True}
+    with pytest.raises(ParityError, match="cast-precision is to blame"):
+        export(model, inputs, tmp_path / "no", transformations=rules, formats=["pt2"], dynamic=dynamic)
+
+
+def test_onnx_runtime_refuses_bfloat16_on_the_cpu(tmp_path: Path) -> None:
+    model, inputs, dynamic = _example("convolutional")
+    with pytest.raises(ExportError, match="NOT_IMPLEMENTED"):
+        export(
+            model,
+            inputs,
+            tmp_path / "no",
+            transformations=CastPrecision(dtype="bfloat16"),
+            formats=["onnx"],
+            dynamic=dynamic,
+            atol=0.2,
+        )

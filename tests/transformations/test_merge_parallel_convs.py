@@ -1,0 +1,387 @@
+"""MergeParallelConvs: kernels that read the same input are summed, where their middles meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from transformers import RTDetrConfig, RTDetrModel, RTDetrResNetConfig
+from transformers.models.rt_detr.modeling_rt_detr import RTDetrRepVggBlock
+
+from optexport import symbolic_trace
+from optexport.testing import assert_close, check_applied, check_refused, outputs, sharing
+from optexport.transformations import FuseBatchNorm, FuseBias, MergeParallelConvs, compose
+from optexport.transformations.rule import run
+from tests.models import randomise
+from tests.transformations.programs import by_export, by_fx, calls
+
+SPACE = {1: (9,), 2: (8, 7), 3: (5, 6, 4)}
+CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORMS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+RULE = MergeParallelConvs()
+
+
+def _x(dims: int = 2, channels: int = 4) -> torch.Tensor:
+    return torch.randn(3, channels, *SPACE[dims], generator=torch.Generator().manual_seed(0))
+
+
+def _two(m: Any, x: torch.Tensor) -> Any:
+    return m.a(x) + m.b(x)
+
+
+def _pair(**options: Any) -> dict[str, Any]:
+    """A convolution of three by three and one of one, which differ in nothing else but what is given for each."""
+    both = [{key: value[i] if isinstance(value, list) else value for key, value in options.items()} for i in (0, 1)]
+    defaults: list[dict[str, Any]] = [{"kernel_size": 3, "padding": 1}, {"kernel_size": 1}]
+    a, b = ({"in_channels": 4, "out_channels": 4, **own, **given} for own, given in zip(defaults, both, strict=True))
+    return {"a": nn.Conv2d(**a), "b": nn.Conv2d(**b)}
+
+
+@pytest.mark.parametrize("bias", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_large_kernel_and_a_small_one(dims: int, groups: int, bias: tuple[bool, bool]) -> None:
+    small = CONVOLUTIONS[dims](4, 4, 1, groups=groups, bias=bias[0])
+    large = CONVOLUTIONS[dims](4, 4, 3, padding=1, groups=groups, bias=bias[1])
+    graph_module = by_export(_x(dims), _two, a=small, b=large)
+    check_applied(RULE, graph_module, _x(dims))
+    merged, _ = run(RULE, sharing(graph_module))
+    assert list(merged.state_dict()) == ["b.weight", "b.bias"][: 1 + any(bias)]
+    assert "add" not in str(merged.graph)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_the_block_of_repvgg(dims: int, groups: int) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        return m.large_norm(m.large(x)) + m.small_norm(m.small(x)) + m.norm(x)
+
+    children = {
+        "large": CONVOLUTIONS[dims](4, 4, 3, padding=1, groups=groups, bias=False),
+        "small": CONVOLUTIONS[dims](4, 4, 1, groups=groups, bias=False),
+        **{name: NORMS[dims](4) for name in ("large_norm", "small_norm", "norm")},
+    }
+    graph_module = by_export(_x(dims), body, **children)
+    both = compose(FuseBatchNorm(), RULE)
+    merged = both(sharing(graph_module))
+    assert_close(outputs(merged, _x(dims)), outputs(graph_module, _x(dims)), "merged")
+    assert len(merged.graph.find_nodes(op="call_module")) == 1
+
+
+SUMS: dict[str, Any] = {
+    "conv + x": lambda m, x: m.a(x) + x,
+    "x + conv": lambda m, x: x + m.a(x),
+    "x twice": lambda m, x: x + m.a(x) + x,
+    "x plus x": lambda m, x: m.a(x) + (m.b(x) + x) + x,
+    "nested at the left": lambda m, x: m.a(x) + m.b(x) + m.norm(x),
+    "nested at the right": lambda m, x: m.a(x) + (m.norm(x) + m.b(x)),
+    "in pairs": lambda m, x: (m.a(x) + m.b(x)) + (x + m.norm(x)),
+    "norm + x + conv": lambda m, x: m.norm(x) + x + m.a(x),
+    "norm + conv": lambda m, x: m.norm(x) + m.a(x),
+    "used twice afterwards": lambda m, x: ((y := m.a(x) + x) * 2, y.tanh()),
+    "by keyword": lambda m, x: m.a(input=x) + m.b(input=x),
+    "a part in brackets": lambda m, x: (m.a(x) + x) + x.tanh(),
+    "added to itself": lambda m, x: (y := m.a(x) + x) + y,
+    "of what a convolution gives": lambda m, x: m.a(y := m.b(x)) + y,
+    "changed in place afterwards": lambda m, x: (m.a(y := x * 1) + y, y.add_(1.0)),
+    "whose sum is changed in place": lambda m, x: (m.a(x) + x).relu_(),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("make", [by_fx, lambda body, **c: by_export(_x(), body, **c)], ids=["fx", "export"])
+def test_sums_of_all_kinds(make: Any, name: str) -> None:
+    children = {**_pair(), "norm": nn.BatchNorm2d(4)}
+    check_applied(RULE, make(SUMS[name], **children), _x())
+
+
+def test_one_block_after_the_other() -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        y = m.a(x) + x
+        return m.b(y) + y
+
+    check_applied(RULE, by_export(_x(), body, **_pair()), _x(), count=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dilation": 2, "padding": [2, 0]},
+        {"dilation": [2, 1], "padding": [2, 0]},
+        {"stride": 2},
+        {"stride": (2, 1)},
+        {"padding": ["same", 0]},
+        {"padding": ["same", "valid"]},
+        {"padding": "same"},
+        {"padding": "same", "kernel_size": [5, 3], "dilation": 2},
+        {"kernel_size": [5, 3], "padding": [2, 1]},
+        {"kernel_size": [3, 3], "padding": 1},
+        {"kernel_size": [(3, 5), (3, 1)], "padding": [(1, 2), (1, 0)]},
+        {"kernel_size": [(3, 1), (1, 1)], "padding": [(1, 0), 0]},
+        {"kernel_size": [5, 3], "padding": [1, 0]},
+        {"kernel_size": [4, 2], "padding": [1, 0]},
+        {"kernel_size": [4, 4], "padding": [1, 1]},
+        {"kernel_size": [1, 1], "padding": 0},
+        {"kernel_size": [1, 1], "padding": 0, "stride": 2},
+        {"kernel_size": [1, 1], "padding": 0, "dilation": [2, 1]},
+        {"kernel_size": [7, 1], "padding": [3, 0]},
+        {"out_channels": 6},
+        {"out_channels": 8, "groups": 2},
+        {"padding_mode": ["zeros", "zeros"]},
+    ],
+    ids=str,
+)
+def test_kernels_whose_middles_meet(options: dict[str, Any]) -> None:
+    graph_module = by_export(_x(), _two, **_pair(**options))
+    check_applied(RULE, graph_module, _x())
+    merged, _ = run(RULE, sharing(graph_module))
+    larger = torch.randn(2, 4, 11, 13)
+    assert_close(
+        outputs(merged, larger), outputs(symbolic_trace(graph_module, example_inputs={"x": larger}), larger), ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kernel_size": [3, 2], "padding": [1, (0, 1)], "stride": 2}, "the middle of b is not that of a"),
+        ({"kernel_size": [3, 3], "padding": [1, 2], "dilation": [1, 2]}, "the middle of b is not that of a, or its di"),
+        ({"padding": [0, 0], "stride": 9}, "the middle of b is not that of a"),
+        ({"kernel_size": [(1, 7), (7, 1)], "padding": [(0, 3), (3, 0)]}, "7x7 would take 49 products where theirs tak"),
+        ({"groups": [1, 4]}, "they differ in channels, groups or stride"),
+        ({"padding_mode": ["reflect", "zeros"]}, "not all of them pad with zeros"),
+        ({"padding_mode": "circular"}, "not all of them pad with zeros"),
+        ({"kernel_size": [4, 2], "padding": "same"}, "the middle of a is not that of a"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_kernels_whose_middles_do_not_meet(options: dict[str, Any], reason: str) -> None:
+    check_refused(RULE, by_fx(_two, **_pair(**options)), _x(), reason)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize(
+    ("conv", "reason"),
+    [
+        (nn.Conv2d(4, 4, 3), "a does not keep each position where it is, as x does"),
+        (nn.Conv2d(1, 4, 3, padding=1), "has a stride, or other outputs than inputs"),
+        (nn.Conv2d(4, 1, 3, padding=1), "has a stride, or other outputs than inputs"),
+        (nn.Conv2d(4, 4, 3, padding=1, stride=9), "has a stride, or other outputs than inputs"),
+        (nn.Conv2d(4, 4, 4, padding="same"), "the middle of a is not that of a"),
+    ],
+    ids=str,
+)
+def test_an_input_that_is_no_kernel(conv: nn.Conv2d, reason: str) -> None:
+    size = 3 if conv.padding == (0, 0) else 5
+    x = torch.randn(2, conv.in_channels, size, size)
+    check_refused(RULE, by_fx(lambda m, x: m.a(x) + x, a=conv), x, reason)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "used elsewhere": (lambda m, x: (y := m.a(x)) + m.b(x) * 1 + y, ""),
+    "a term used elsewhere": (lambda m, x: ((y := m.a(x)) + m.b(x), y), "the result of a is used elsewhere too"),
+    "called twice": (lambda m, x: (m.a(x) + m.b(x)) * m.a(x * 2), "a: it is called more than once"),
+    "twice in one sum": (lambda m, x: m.a(x) + m.a(x), "a: it is called more than once"),
+    "added to itself": (lambda m, x: (y := m.a(x)) + y, "the result of a is added to itself"),
+    "reads the weight": (lambda m, x: m.a(x) + m.b(x) + m.b.weight.sum() * 0, "the graph reads its weight elsewhere"),
+    "another input": (lambda m, x: m.a(x) + m.b(x * 2), ""),
+    "another term": (lambda m, x: m.a(x) + x.tanh() + m.b(x), ""),
+    "norm + x": (lambda m, x: m.norm(x) + x, ""),
+    "of another size": (lambda m, x: m.a(x) + m.b(x[:, :, :1, :1]), ""),
+    "a constant": (lambda m, x: m.a(x) + 1.0, ""),
+    "a difference": (lambda m, x: m.a(x) - m.b(x), ""),
+    "by tuple": (lambda m, x: m.a(*(x,)) + torch.add(m.b(x), x), ""),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_left_alone(name: str) -> None:
+    body, reason = REFUSED[name]
+    graph_module = by_fx(body, **_pair(), norm=nn.BatchNorm2d(4))
+    check_refused(RULE, graph_module, _x(), *([reason] if reason else []))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.add_(1.0), lambda x: x[0].mul_(2.0)], ids=["whole", "a view"])
+def test_an_input_that_is_changed_in_place_between_the_terms(change: Any) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        y = m.a(x)
+        change(x)
+        return y + m.b(x)
+
+    check_refused(RULE, by_fx(body, **_pair()), _x(), "is changed in place by")
+
+    def itself(m: Any, x: torch.Tensor) -> Any:
+        y = m.a(x)
+        change(x)
+        return y + x
+
+    graph_module = by_fx(itself, **_pair())
+    check_refused(RULE, graph_module, _x(), "is changed in place by")
+
+
+class _Own(nn.Conv2d):
+    pass
+
+
+def _hooked(conv: nn.Conv2d) -> None:
+    conv.register_forward_hook(lambda module, args, result: result * 2)
+
+
+def _replaced(conv: nn.Conv2d) -> None:
+    conv.forward = lambda input: input * 2  # type: ignore[method-assign, assignment]  # noqa: A006
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_hooked, "b: it has hooks"),
+        (_replaced, "b: its forward was replaced"),
+        (lambda conv: nn.utils.parametrizations.weight_norm(conv), "b: it is a ParametrizedConv2d"),
+        (lambda conv: nn.utils.weight_norm(conv), "b: it has hooks"),
+        (lambda conv: conv.requires_grad_(False), "they differ in requires_grad"),
+        (lambda conv: conv.bias.requires_grad_(False), "they differ in requires_grad"),
+        (lambda conv: conv.train(), "they differ in mode"),
+        (lambda conv: conv.to(memory_format=torch.channels_last), "a weight of theirs is not contiguous"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_convolution_that_is_more_than_its_class_says(spoil: Any, reason: str) -> None:
+    children = _pair(kernel_size=[3, 3], padding=1)
+    graph_module = by_fx(_two, **children)
+    spoil(graph_module.get_submodule("b"))
+    check_refused(RULE, graph_module, None, reason)
+
+
+def test_a_subclass_a_shared_and_a_tied_convolution_are_left_alone() -> None:
+    check_refused(RULE, by_fx(_two, **{**_pair(), "b": _Own(4, 4, 1)}), _x(), "b: it is a _Own")
+    shared = nn.Conv2d(4, 4, 1)
+    known_twice = by_fx(lambda m, x: m.a(x) + m.b(x) * m.c(x), a=_pair()["a"], b=shared, c=shared)
+    assert not run(RULE, sharing(known_twice))[1].changes
+    tied = _pair(kernel_size=[3, 3], padding=1)
+    tied["b"].weight = tied["a"].weight
+    check_refused(RULE, by_fx(_two, **tied), _x(), "a: its weight is tied to b.weight")
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (nn.BatchNorm2d(4, track_running_stats=False), "norm: it keeps no running statistics"),
+        (nn.BatchNorm2d(4).double(), "they differ in dtype or device"),
+        (nn.BatchNorm2d(4).requires_grad_(False), "they differ in requires_grad"),
+    ],
+)
+def test_a_norm_that_cannot_be_a_kernel(norm: nn.BatchNorm2d, reason: str) -> None:
+    check_refused(RULE, by_fx(lambda m, x: m.a(x) + m.norm(x), **_pair(), norm=norm), None, reason)
+
+
+def test_a_norm_in_train_mode_is_left_alone() -> None:
+    graph_module = by_fx(lambda m, x: m.a(x) + m.norm(x), **_pair(), norm=nn.BatchNorm2d(4))
+    graph_module.get_submodule("norm").train()
+    check_refused(RULE, graph_module, None, "norm: it is in train mode")
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_norm_with_and_without_weights(affine: bool) -> None:
+    graph_module = by_export(
+        _x(), lambda m, x: m.a(x) + m.norm(x), **_pair(bias=False), norm=nn.BatchNorm2d(4, affine=affine)
+    )
+    check_applied(RULE, graph_module, _x())
+
+
+def test_a_norm_of_unknown_rank_is_left_alone() -> None:
+    children = {"a": nn.Conv1d(4, 4, 3, padding=1), "norm": nn.BatchNorm1d(4)}
+    # Of two dimensions the norm takes the last for its channels, and the convolution the first.
+    square = torch.randn(4, 4)
+    graph_module = by_fx(lambda m, x: m.a(x) + m.norm(x), **children)
+    check_refused(RULE, graph_module, None, "the input of norm is not known to have 3 dimensions")
+    exported = by_export(square, lambda m, x: m.a(x) + m.norm(x), **children)
+    check_refused(RULE, exported, square, "the input of norm is not known to have 3 dimensions")
+
+
+def test_one_image_that_is_not_in_a_batch() -> None:
+    graph_module = by_fx(lambda m, x: m.a(x) + m.b(x) + x, **_pair())
+    check_applied(RULE, graph_module, _x()[0])
+
+
+def test_convolutions_of_other_widths_whose_sum_broadcasts_are_left_alone() -> None:
+    graph_module = by_fx(_two, **_pair(out_channels=[4, 1]))
+    check_refused(RULE, graph_module, _x(), "they differ in channels, groups or stride")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    children = {name: child.to(dtype) for name, child in {**_pair(), "norm": nn.BatchNorm2d(4)}.items()}
+    graph_module = by_export(_x().to(dtype), lambda m, x: m.a(x) + m.b(x) + x + m.norm(x), **children)
+    check_applied(RULE, graph_module, _x().to(dtype))
+
+
+def test_what_came_out_is_written_like_this() -> None:
+    graph_module = by_fx(lambda m, x: m.a(x) + m.b(x) + x, **_pair())
+    merged, report = run(RULE, sharing(graph_module))
+    assert str(merged.graph).strip().split("\n") == [
+        "graph():",
+        "    %x : [num_users=1] = placeholder[target=x]",
+        "    %a : [num_users=1] = call_module[target=a](args = (%x,), kwargs = {})",
+        "    return a",
+    ]
+    assert report.changes[0].replaced == ("a", "b", "add", "add_1")
+
+
+def test_the_sum_of_two_kernels_and_the_input() -> None:
+    children = {"a": nn.Conv1d(1, 1, 3, padding=1), "b": nn.Conv1d(1, 1, 1)}
+    graph_module = by_fx(lambda m, x: m.a(x) + m.b(x) + x, **children)
+    with torch.no_grad():
+        children["a"].weight.copy_(torch.tensor([[[1.0, 2.0, 3.0]]]))
+        children["b"].weight.fill_(10.0)
+        children["a"].bias.fill_(0.5)  # type: ignore[union-attr]
+        children["b"].bias.fill_(0.25)  # type: ignore[union-attr]
+    merged, _ = run(RULE, sharing(graph_module))
+    assert {name: value.flatten().tolist() for name, value in merged.state_dict().items()} == {
+        "a.weight": [1.0, 13.0, 3.0],
+        "a.bias": [0.75],
+    }
+
+
+def _rt_detr_block() -> GraphModule:
+    config = RTDetrConfig(encoder_hidden_dim=8, hidden_expansion=1.0, activation_function="silu")
+    model = randomise(RTDetrRepVggBlock(config))
+    return symbolic_trace(model, example_inputs=[torch.randn(2, 8, 6, 6)])
+
+
+def test_the_repvgg_block_of_rt_detr_becomes_one_convolution() -> None:
+    graph_module = _rt_detr_block()
+    x = torch.randn(3, 8, 6, 6)
+    merged = compose(FuseBatchNorm(), FuseBias(), RULE)(sharing(graph_module))
+    assert len(calls(merged, nn.Conv2d)) == 1
+    assert_close(outputs(merged, x), outputs(graph_module, x), "merged")
+
+
+def test_all_repvgg_blocks_of_rt_detr() -> None:
+    backbone = RTDetrResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8] * 4,
+        depths=[1] * 4,
+        layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )
+    config = RTDetrConfig(
+        backbone_config=backbone,
+        encoder_in_channels=[8] * 3,
+        decoder_in_channels=[16] * 3,
+        **dict.fromkeys(("encoder_hidden_dim", "d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "decoder_n_points"), 2),
+        decoder_layers=1,
+        num_queries=5,
+        num_denoising=0,
+        anchor_image_size=None,
+    )
+    x = {"pixel_values": torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))}
+    graph_module = symbolic_trace(randomise(RTDetrModel(config)), example_inputs=x)
+    folded, _ = run(FuseBatchNorm(), sharing(graph_module))
+    merged, report = run(RULE, folded)
+    assert len(report.changes) == 12
+    assert_close(outputs(merged, x), outputs(graph_module, x), "merged")

@@ -1,0 +1,251 @@
+"""RemoveNoOps: what changes nothing goes, and what changes anything stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from optexport import symbolic_trace
+from optexport.testing import assert_same, check_applied, check_laws, check_refused, outputs, sharing
+from optexport.transformations import MergeLinears, RemoveNoOps, compose
+from optexport.transformations.rule import run
+from tests import models
+from tests.models import randomise
+from tests.transformations.programs import Program, by_export, by_fx
+
+X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
+aten = torch.ops.aten
+
+
+def _fixed(body: Any, **children: nn.Module | nn.Parameter) -> GraphModule:
+    """A trace that knows all sizes."""
+    program = randomise(Program(body, **children))
+    return symbolic_trace(program, example_inputs={"x": X}, dynamic={})
+
+
+def _left(graph_module: GraphModule) -> list[str]:
+    """What a graph calls, once the rule is through with it."""
+    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    calls = [node for node in changed.graph.nodes if node.op.startswith("call")]
+    return [getattr(node.target, "__name__", node.target) for node in calls]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: F.dropout(x.tanh(), 0.5, training=False),
+        lambda m, x: F.dropout2d(x.tanh(), 0.5, training=False),
+        lambda m, x: F.alpha_dropout(x.tanh(), 0.5, training=False),
+        lambda m, x: x.tanh().float(),
+        lambda m, x: x.tanh().to("cpu", torch.float32),
+        lambda m, x: x.tanh().expand(2, 3, 4),
+        lambda m, x: x.tanh().expand(-1, -1, 4),
+        lambda m, x: x.tanh().view(2, -1, 4),
+        lambda m, x: x.tanh().reshape(x.shape),
+        lambda m, x: x.tanh()[:, :, 0:],
+        lambda m, x: x.tanh()[:, :3],
+        lambda m, x: x.tanh().permute(0, 1, 2),
+        lambda m, x: x.tanh().transpose(1, -2),
+        lambda m, x: x.tanh().transpose(1, 2).transpose(2, 1),
+        lambda m, x: x.tanh().transpose(0, 2).permute(2, 1, 0),
+        lambda m, x: x.tanh().permute(1, 2, 0).permute(2, 0, 1),
+        lambda m, x: x.tanh().view(6, 4).view(2, 3, 4),
+        lambda m, x: x.tanh().unsqueeze(1).squeeze(1),
+        lambda m, x: F.dropout(F.dropout(x.tanh().view(2, 3, 4), 0.1, training=False).float()[:], training=False),
+    ],
+)
+def test_what_changes_nothing_goes(body: Any) -> None:
+    graph_module = _fixed(body)
+    check_laws(RemoveNoOps(), graph_module, X, exact=True)
+    assert _left(graph_module) == ["tanh.default"]
+
+
+def test_so_it_does_at_sizes_that_are_not_known() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        y = (x * 2).view(batch, -1, width)[:, :length].expand(batch, length, width)
+        return y.view(batch * length, width).view(batch, length, width).reshape(batch, length, -1)
+
+    graph_module = symbolic_trace(Program(body), example_inputs={"x": X}, dynamic={"x": {0: "batch", 1: "length"}})
+    check_laws(RemoveNoOps(), graph_module, X, exact=True)
+    assert not {"view.default", "reshape.default", "slice.Tensor", "expand.default"} & set(_left(graph_module))
+    other = torch.ones(5, 7, 4)
+    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    assert_same(outputs(changed, other), outputs(graph_module, other), "another size")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: x.tanh().double(),
+        lambda m, x: x.tanh()[:, :2],
+        lambda m, x: x.tanh()[:, ::2],
+        lambda m, x: x.tanh().view(2, 12),
+        lambda m, x: x.tanh().view(4, 3, 2),
+        lambda m, x: x.tanh().transpose(1, 2),
+        lambda m, x: x.tanh().permute(1, 2, 0).permute(1, 2, 0),
+        lambda m, x: x.tanh().transpose(1, 2).reshape(2, 3, 4),
+        lambda m, x: x.tanh().transpose(1, 2).contiguous().transpose(1, 2),
+        lambda m, x: x.tanh()[:1].expand(2, 3, 4),
+        lambda m, x: x.tanh().clone(),  # tanh may keep strides that are not those of contiguous memory
+        lambda m, x: F.dropout(x.tanh(), 0.0, training=False) + F.dropout1d(x[0], 0.5, training=True) * 0,
+    ],
+)
+def test_what_changes_something_stays(body: Any) -> None:
+    graph_module = _fixed(body)
+    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    names = [node.name for node in graph_module.graph.nodes if node.target is not aten.dropout.default]
+    assert [node.name for node in changed.graph.nodes] == names
+    check_laws(RemoveNoOps(), graph_module, X, exact=True)
+
+
+def test_a_transposition_that_is_used_by_itself_stays() -> None:
+    graph_module = by_export(X, lambda m, x: (y := x.tanh().transpose(1, 2)).transpose(1, 2) @ y)
+    check_applied(RemoveNoOps(), graph_module, X, exact=True)
+    assert _left(graph_module) == ["tanh.default", "transpose.int", "matmul.default"]
+
+
+def test_dropout_and_identity_modules() -> None:
+    children = {"drop": nn.Dropout(0.5), "same": nn.Identity(), "layer": nn.Linear(4, 4)}
+    graph_module = by_fx(lambda m, x: m.same(m.layer(m.drop(input=x))), **children)
+    check_applied(RemoveNoOps(), graph_module, X, count=2, exact=True)
+    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    assert [name for name, _ in changed.named_children()] == ["layer"]
+
+
+def test_a_module_that_is_called_twice_goes_twice_and_one_of_two_names_stays_there() -> None:
+    drop = nn.Dropout(0.5, inplace=True)
+    graph_module = by_fx(lambda m, x: m.one(m.layer(m.one(x))), one=drop, two=drop, layer=nn.Linear(4, 4))
+    check_applied(RemoveNoOps(), graph_module, X, count=2, exact=True)
+
+
+def test_dropout_in_train_mode_stays() -> None:
+    graph_module = by_fx(lambda m, x: m.drop(x) * 1, drop=nn.Dropout(0.5))
+    graph_module.get_submodule("drop").train()
+    check_refused(RemoveNoOps(), graph_module, X, "drop: it is in train mode")
+    raised = by_export(X, lambda m, x: F.dropout(x, 0.5, training=True) * 1)
+    check_refused(RemoveNoOps(), raised, X, "it is in train mode")
+
+
+def test_more_than_a_dropout_stays() -> None:
+    class Louder(nn.Dropout):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            return input * 2
+
+    graph_module = by_fx(lambda m, x: m.drop(x) * 1, drop=nn.Dropout())
+    graph_module.add_module("drop", Louder().eval())
+    check_refused(RemoveNoOps(), graph_module, X, "drop: it is a Louder, a subclass")
+    hooked = by_fx(lambda m, x: m.drop(x) * 1, drop=nn.Identity())
+    hooked.get_submodule("drop").register_forward_hook(lambda module, args, result: result * 2)
+    check_refused(RemoveNoOps(), hooked, X, "drop: it has hooks")
+
+
+def test_contiguous_and_clone_of_what_a_layer_gives() -> None:
+    graph_module = _fixed(lambda m, x: m.layer(x).view(6, 4).clone() * 2, layer=nn.Linear(4, 4))
+    check_applied(RemoveNoOps(), graph_module, X, exact=True)
+    assert _left(graph_module) == ["layer", "view.default", "mul"]
+    # Where it is known while it traces, torch.export writes no contiguous.
+    graph_module = by_fx(
+        lambda m, x: aten.contiguous.default(aten.contiguous.default(m.layer(x))), layer=nn.Linear(4, 4)
+    )
+    check_applied(RemoveNoOps(), graph_module, X, count=2, exact=True)
+
+
+def test_contiguous_of_a_slice_of_merged_linears_stays() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.q(x).contiguous().view(-1) * m.k(x).contiguous().view(-1)
+
+    graph_module = by_export(X, body, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
+    check_laws(compose(MergeLinears(), RemoveNoOps()), graph_module, X)
+    check_laws(compose(RemoveNoOps(), MergeLinears()), graph_module, X)
+
+
+def test_a_copy_that_keeps_memory_apart_stays() -> None:
+    def changed(m: Any, x: torch.Tensor) -> Any:
+        y = m.layer(x)
+        z = y.clone()
+        y.add_(1.0)
+        return y * 2, z * 2
+
+    graph_module = by_export(X, changed, layer=nn.Linear(4, 4))
+    check_refused(RemoveNoOps(), graph_module, X, "clone or linear is changed in place")
+    returned = by_export(X, lambda m, x: ((y := m.layer(x)), y.clone()[0]), layer=nn.Linear(4, 4))
+    check_refused(RemoveNoOps(), returned, X, "clone is an output, or one lies in its memory")
+
+
+def test_a_view_in_memory_that_is_changed_in_place_stays() -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        y = x * 2
+        z = y.view(2, 3, 4)
+        z.add_(1.0)
+        return y + z
+
+    check_refused(RemoveNoOps(), by_export(X, body), X, "view is changed in place")
+
+
+def test_an_output_does_not_become_an_input_a_parameter_or_another_output() -> None:
+    same = by_export(X, lambda m, x: (x.view(2, 3, 4), x * 2))
+    check_refused(RemoveNoOps(), same, X, "view is an output, and x would be it in its place")
+    parameter = by_export(X, lambda m, x: (m.p.expand(4), x * 2), p=nn.Parameter(torch.ones(4)))
+    check_refused(RemoveNoOps(), parameter, X, "expand is an output, and p would be it")
+    twice = by_export(X, lambda m, x: ((y := x.tanh()), y.view(2, 3, 4)))
+    check_refused(RemoveNoOps(), twice, X, "view is an output, and tanh would be it")
+
+
+def test_an_output_may_become_what_is_computed() -> None:
+    graph_module = by_export(X, lambda m, x: F.dropout(x.tanh().view(2, 3, 4), training=False))
+    check_applied(RemoveNoOps(), graph_module, X, count=2, exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    graph_module = by_export(X.to(dtype), lambda m, x: (x * 2).to(dtype).float() * 2)
+    check_applied(RemoveNoOps(), graph_module, X.to(dtype), exact=True)
+
+
+def test_an_empty_tensor() -> None:
+    empty = torch.ones(0, 3)
+    check_applied(RemoveNoOps(), by_export(empty, lambda m, x: (x * 2)[:, 0:]), empty, exact=True)
+
+
+def test_without_shapes_only_what_needs_none_goes() -> None:
+    graph_module = by_fx(lambda m, x: m.drop(aten.view.default(x, [2, 3, 4])) * 1, drop=nn.Dropout())
+    check_applied(RemoveNoOps(), graph_module, X, exact=True)
+    assert _left(graph_module) == ["view.default", "mul"]
+
+
+def test_a_graph_before_and_after() -> None:
+    graph_module = _fixed(lambda m, x: F.dropout(m.layer(x), training=False).float() + x, layer=nn.Linear(4, 4))
+    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    assert str(changed.graph).strip() == (
+        "graph():\n"
+        "    %x : [num_users=2] = placeholder[target=x]\n"
+        "    %linear : [num_users=1] = call_module[target=layer](args = (%x,), kwargs = {})\n"
+        "    %add : [num_users=1] = call_function[target=operator.add](args = (%linear, %x), kwargs = {})\n"
+        "    return (add,)"
+    )
+
+
+@pytest.mark.parametrize(("name", "places"), [("bert", 14), ("llama", 31), ("t5", 55), ("vit", 9), ("resnet", 0)])
+def test_models(name: str, places: int) -> None:
+    _, report = run(RemoveNoOps(), sharing(models.traced(name)))
+    assert len(report.changes) == places
+
+
+def test_the_casts_of_a_norm_stay_in_half_precision() -> None:
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = randomise(LlamaForCausalLM(config)).to(torch.bfloat16)
+    graph_module = symbolic_trace(model)
+    ids = torch.randint(0, 60, (2, 5), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    check_laws(RemoveNoOps(), graph_module, inputs, exact=True)
+    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    assert len(changed.graph.find_nodes(op="call_function", target=aten.to.dtype)) >= 6

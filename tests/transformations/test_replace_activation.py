@@ -1,0 +1,120 @@
+"""ReplaceActivation: one activation for another that is nearly the same, and back again."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from optexport import ConfigError, registry
+from optexport.testing import assert_same, check_laws, check_refused, outputs, sharing
+from optexport.transformations import ReplaceActivation
+from optexport.transformations.rule import run
+from tests import models
+from tests.transformations.programs import by_export, by_fx
+
+X = torch.linspace(-6, 6, 48).reshape(3, 16)
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "sigmoid": torch.sigmoid,
+    "hardsigmoid": F.hardsigmoid,
+}
+IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": lambda x: F.silu(x, inplace=True),
+    "hardswish": lambda x: F.hardswish(x, inplace=True),
+    "sigmoid": torch.sigmoid_,
+    "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
+    "gelu": torch.ops.aten.gelu_.default,
+    "gelu-tanh": lambda x: torch.ops.aten.gelu_.default(x, approximate="tanh"),
+}
+PAIRS = [("gelu", "gelu-tanh"), ("silu", "hardswish"), ("sigmoid", "hardsigmoid")]
+PAIRS += [(new, old) for old, new in PAIRS]
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+@pytest.mark.parametrize("functions", [FUNCTIONS, IN_PLACE], ids=["as it is", "in place"])
+def test_what_comes_out_is_the_new_activation(functions: Any, old: str, new: str) -> None:
+    def body(function: Any) -> Any:
+        def program(m: Any, x: torch.Tensor) -> Any:
+            y = x * 2
+            return function(y) + 1, y
+
+        return program
+
+    rule = ReplaceActivation(old=old, new=new)
+    graph_module = by_export(X, body(functions[old]))
+    want = by_export(X, body(functions[new]))
+    changed, report = run(rule, sharing(graph_module))
+    assert len(report.changes) == 1
+    assert_same(outputs(changed, X), outputs(want, X), new)
+    calls, wanted = ([(str(node.target), node.kwargs) for node in g.graph.nodes] for g in (changed, want))
+    assert calls == wanted
+    check_laws(rule, graph_module, X)
+    check_refused(rule, want, X)
+
+
+def test_the_default_is_written_out_or_left_out() -> None:
+    graph_module = by_export(X, lambda m, x: F.gelu(x, approximate="none") + F.gelu(x))
+    for node in graph_module.graph.nodes:
+        if node.name == "gelu":
+            node.kwargs = {"approximate": "none"}
+    graph_module.recompile()
+    assert len(run(ReplaceActivation(), sharing(graph_module))[1].changes) == 2
+    check_laws(ReplaceActivation(), graph_module, X)
+
+
+def test_whole_numbers_and_what_is_not_known_are_left_alone() -> None:
+    whole = torch.arange(6).reshape(2, 3)
+    rule = ReplaceActivation(old="sigmoid", new="hardsigmoid")  # which takes no whole numbers
+    check_refused(rule, by_export(whole, lambda m, x: torch.sigmoid(x)), whole, "x is not known to hold floating-point")
+    unknown = by_fx(lambda m, x: torch.ops.aten.sigmoid.default(x))
+    check_refused(rule, unknown, X, "x is not known to hold floating-point")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_other_precisions(old: str, new: str, dtype: torch.dtype) -> None:
+    graph_module = by_export(X.to(dtype), lambda m, x: FUNCTIONS[old](x))
+    rule = ReplaceActivation(old=old, new=new)
+    changed, _ = run(rule, sharing(graph_module))
+    assert_same(outputs(changed, X.to(dtype)), [FUNCTIONS[new](X.to(dtype))], new)
+    check_laws(rule, graph_module, X.to(dtype))
+
+
+def test_there_and_back_are_undone_one_after_the_other() -> None:
+    graph_module = by_export(X, lambda m, x: F.gelu(x))
+    there, back = ReplaceActivation(), ReplaceActivation(old="gelu-tanh", new="gelu")
+    changed = back(there(sharing(graph_module)))
+    assert_same(outputs(changed, X), outputs(graph_module, X), "back")
+    restored = there(back(changed, reverse=True), reverse=True)
+    assert restored.code == graph_module.code
+
+
+@pytest.mark.parametrize(("old", "new"), [("gelu", "silu"), ("gelu", "gelu"), ("relu", "gelu"), ("gelu", "gelu_tanh")])
+def test_names_that_mean_nothing_are_refused(old: str, new: str) -> None:
+    with pytest.raises(ConfigError):
+        ReplaceActivation(old=old, new=new)
+
+
+def test_the_registry_knows_the_activations_without_torch() -> None:
+    known = importlib.import_module("optexport.transformations.replace_activation")._ACTIVATIONS
+    options = registry.RULES["replace-activation"].options
+    assert options["old"].choices == options["new"].choices == tuple(known)
+    with pytest.raises(ConfigError, match='here.new: it cannot be "gelu-tan"\n.*Did you mean "gelu-tanh"'):
+        registry.check("replace-activation", {"new": "gelu-tan"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "count"), [("bert", *PAIRS[0], 2), ("llama", *PAIRS[1], 2), ("vit", *PAIRS[0], 2)]
+)
+def test_the_activations_of_models(name: str, old: str, new: str, count: int) -> None:
+    rule = ReplaceActivation(old=old, new=new)
+    assert len(run(rule, sharing(models.traced(name)))[1].changes) == count
+    check_laws(rule, models.traced(name), models.inputs(name))
