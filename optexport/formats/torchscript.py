@@ -112,7 +112,7 @@ def _trace(
             # Once more without dynamic sizes, since what is computed with them cannot be traced.
             fixed = torch.export.export(graph_module, (), copy.deepcopy(inputs)).module(check_guards=False)
             module = torch.jit.trace(fixed, example_kwarg_inputs=copy.deepcopy(inputs), check_trace=False)
-    except Exception as error:
+    except Exception as error:  # the compiler raises whatever it meets on its way
         raise ExportError(
             f"the graph can be neither scripted ({reason}) nor traced ({first_line(error)})",
             place="export.formats: torchscript",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -26,34 +25,30 @@ def scale_and_shift(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, shift
 
 
-def why_not_foldable(graph_module: GraphModule, norm_call: Node, layer_call: Node) -> str | None:
-    """Why a norm cannot be folded into any layer, or a layer take one; None if they can."""
-    uses = modules.uses(graph_module)
-    for call in (norm_call, layer_call):
-        target = str(call.target)
-        module = graph_module.get_submodule(target)
-        reason = modules.why_not_plain(module, _torch_class(module)) or uses.why_shared(target, module)
-        if reason is None and len(uses.calls_of(target)) > 1:
-            reason = "it is called more than once"
-        if reason is None and modules.sole_input(call) is None:
-            reason = "it is not called on a single tensor"
-        if reason:
-            return f"{target}: {reason}"
-    norm = graph_module.get_submodule(str(norm_call.target))
-    layer = graph_module.get_submodule(str(layer_call.target))
+def why_not_affine(norm: _BatchNorm) -> str | None:
+    """Why a norm is more than a constant scale and shift; None if it is not."""
     if norm.training:
-        return f"{norm_call.target}: it is in train mode, where it normalises by the statistics of the batch"
+        return "it is in train mode, where it normalises by the statistics of the batch"
     if norm.running_mean is None or norm.running_var is None:
-        return f"{norm_call.target}: it keeps no running statistics"
-    tensors = [*norm.parameters(), norm.running_mean, norm.running_var, *layer.parameters()]
-    if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-        return f"{norm_call.target} and {layer_call.target} differ in dtype or device"
+        return "it keeps no running statistics"
     return None
 
 
-def _torch_class(module: nn.Module) -> type[nn.Module]:
-    """The class of torch's own that a module is of, or derived from."""
-    return next(cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.modules."))
+def why_not_foldable(graph_module: GraphModule, norm_call: Node, layer_call: Node) -> str | None:
+    """Why a norm cannot be folded into any layer, or a layer take one; None if they can."""
+    for call in (norm_call, layer_call):
+        if reason := modules.why_not_replaceable(graph_module, call):
+            return reason
+    norm = graph_module.get_submodule(str(norm_call.target))
+    layer = graph_module.get_submodule(str(layer_call.target))
+    assert isinstance(norm, _BatchNorm)
+    if reason := why_not_affine(norm):
+        return f"{norm_call.target}: {reason}"
+    numbers = [norm.running_mean, norm.running_var]
+    tensors = [*norm.parameters(), *(n for n in numbers if n is not None), *layer.parameters()]
+    if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+        return f"{norm_call.target} and {layer_call.target} differ in dtype or device"
+    return None
 
 
 def bypass(graph_module: GraphModule, norm_call: Node) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from optexport.transformations import memory, modules
+from optexport.transformations.remove_no_ops import Pass, hands_on
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class FoldNormAffine(Rule):
         # It is found at the last linear that reads it, so that what stands before it can come next.
         norm = modules.sole_input(node) if isinstance(modules.called_module(graph_module, node), nn.Linear) else None
         while norm is not None and isinstance(source := norm.args[0] if norm.args else None, Node):
-            if not _keeps_features(source, norm):
+            if not _keeps_features(graph_module, source, norm):
                 break
             norm = source
         found = None if norm is None else _affine(graph_module, norm)
@@ -62,7 +62,7 @@ class FoldNormAffine(Rule):
             return None
         if others:
             return Skip(f"{norm.name} is used by {others[0].name} too")
-        reason = _why_not_norm(graph_module, norm) if source is norm else _why_not_product(norm, source)
+        reason = modules.why_not_replaceable(graph_module, norm) if source is norm else _why_not_product(norm, source)
         if source is not norm and (change := memory.changed_between(graph_module, source, norm, node)):
             reason = reason or f"{source.name} is changed in place by {change.name} before {node.name} reads it"
         for call in linears:
@@ -75,9 +75,7 @@ class FoldNormAffine(Rule):
         assert found is not None
         source, gain, shift = found
         for call in match.linears:
-            linear: Any = modules.called_module(graph_module, call)
-            folded = copy.copy(linear)
-            folded._parameters = _folded(linear, gain, shift)
+            folded = _folded(modules.called_module(graph_module, call), gain, shift)
             modules.replace_module(graph_module, str(call.target), folded)
         norm = modules.called_module(graph_module, match.norm)
         if isinstance(norm, nn.LayerNorm):
@@ -118,7 +116,7 @@ def _readers(graph_module: GraphModule, node: Node) -> tuple[list[Node], list[No
     for user in node.users:
         if isinstance(modules.called_module(graph_module, user), nn.Linear):
             linears.append(user)
-        elif _keeps_features(node, user):
+        elif _keeps_features(graph_module, node, user):
             more, rest = _readers(graph_module, user)
             linears, others = linears + more, others + (rest if more or rest else [user])
         else:
@@ -126,26 +124,15 @@ def _readers(graph_module: GraphModule, node: Node) -> tuple[list[Node], list[No
     return linears, others
 
 
-def _keeps_features(node: Node, user: Node) -> bool:
+def _keeps_features(graph_module: GraphModule, node: Node, user: Node) -> bool:
     """Whether a node gives positions of another with their features as they are."""
-    if user.target is aten.dropout.default:
-        return user.args[2] is False
+    if isinstance(found := hands_on(graph_module, user), Pass):
+        return found.source is node
     rank = modules.dims(node)
     if user.target not in (aten.slice.Tensor, aten.select.int) or rank is None or user.kwargs:
         return False
     axis: Any = user.args[1] if len(user.args) > 1 else 0
     return bool(axis % rank != rank - 1)
-
-
-def _why_not_norm(graph_module: GraphModule, node: Node) -> str | None:
-    norm, uses, target = modules.called_module(graph_module, node), modules.uses(graph_module), str(node.target)
-    assert norm is not None
-    reason = modules.why_not_plain(norm, nn.LayerNorm) or uses.why_shared(target, norm)
-    if reason is None and len(uses.calls_of(target)) > 1:
-        reason = "it is called more than once"
-    if reason is None and modules.sole_input(node) is None:
-        reason = "it is not called on a single tensor"
-    return f"{target}: {reason}" if reason else None
 
 
 def _why_not_product(node: Node, source: Node) -> str | None:
@@ -161,34 +148,26 @@ def _why_not_product(node: Node, source: Node) -> str | None:
 def _why_not_linear(
     graph_module: GraphModule, call: Node, gain: torch.Tensor, shift: torch.Tensor | None
 ) -> str | None:
-    uses, target = modules.uses(graph_module), str(call.target)
+    if reason := modules.why_not_replaceable(graph_module, call):
+        return reason
     linear: Any = modules.called_module(graph_module, call)
-    reason = modules.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear)
-    if reason is None and len(uses.calls_of(target)) > 1:
-        reason = "it is called more than once"
-    if reason is None and modules.sole_input(call) is None:
-        reason = "it is not called on a single tensor"
-    if reason is None and gain.shape != (linear.in_features,):
-        reason = f"it has {linear.in_features} features, and not {len(gain)}"
+    if gain.shape != (linear.in_features,):
+        return f"{call.target}: it has {linear.in_features} features, and not {len(gain)}"
     tensors = [gain, *linear.parameters()] + ([] if shift is None else [shift])
-    if reason is None and len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-        reason = "it differs from the norm in dtype or device"
-    if reason is None and not linear.weight.is_floating_point():
-        reason = "its weight holds no real numbers"
-    if reason is None:
-        folded = [tensor for tensor in _folded(linear, gain, shift).values() if tensor is not None]
-        if not all(bool(tensor.isfinite().all()) for tensor in folded):
-            reason = "its weights would overflow"
-    return f"{target}: {reason}" if reason else None
+    if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+        return f"{call.target}: it differs from the norm in dtype or device"
+    if not linear.weight.is_floating_point():
+        return f"{call.target}: its weight holds no real numbers"
+    if not all(bool(tensor.isfinite().all()) for tensor in _folded(linear, gain, shift).parameters()):
+        return f"{call.target}: its weights would overflow"
+    return None
 
 
-def _folded(linear: nn.Linear, gain: torch.Tensor, shift: torch.Tensor | None) -> dict[str, nn.Parameter | None]:
-    """The parameters with which a linear takes what the norm gives without gain and shift."""
-    weight, dtype = linear.weight.detach().double(), linear.weight.dtype
-    scaled = (weight * gain.detach().double()).to(dtype)
-    bias = linear.bias
+def _folded(linear: Any, gain: torch.Tensor, shift: torch.Tensor | None) -> nn.Linear:
+    """The linear that takes what the norm gives without gain and shift."""
+    weight, bias = linear.weight.detach().double(), linear.bias
     if shift is not None:
-        flags = linear.weight if bias is None else bias
-        own = torch.zeros((), dtype=weight.dtype, device=weight.device) if bias is None else bias.detach().double()
-        bias = nn.Parameter((own + weight @ shift.detach().double()).to(dtype), requires_grad=flags.requires_grad)
-    return {"weight": nn.Parameter(scaled, requires_grad=linear.weight.requires_grad), "bias": bias}
+        moved = weight @ shift.detach().double()
+        bias = moved if bias is None else bias.detach().double() + moved
+    folded: nn.Linear = modules.with_weights(linear, weight * gain.detach().double(), bias)
+    return folded

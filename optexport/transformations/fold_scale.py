@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.transformations import memory, modules
+from optexport.transformations.remove_no_ops import Pass, hands_on
 from optexport.transformations.rule import Match, Rule, Skip
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -91,10 +91,8 @@ class FoldScale(Rule):
         assert isinstance(match, Fold)
         (node,) = (node for node in match.nodes if node not in match.layers)
         for call in match.layers:
-            layer: Any = modules.called_module(graph_module, call)
-            folded = copy.copy(layer)
-            folded._parameters = _scaled(layer, match.factor, after=match.after)
-            modules.replace_module(graph_module, str(call.target), folded)
+            scaled = _scaled(modules.called_module(graph_module, call), match.factor, after=match.after)
+            modules.replace_module(graph_module, str(call.target), scaled)
         constants = [source for source in node.all_input_nodes if source is not match.x]
         node.replace_all_uses_with(match.x)
         graph_module.graph.erase_node(node)
@@ -149,13 +147,11 @@ def _moves(graph_module: GraphModule, node: Node) -> bool:
     """Whether a node only puts the numbers of its first argument elsewhere."""
     if not node.args or modules.mutated(graph_module, node):
         return False
-    if node.op == "call_module":
-        module = modules.called_module(graph_module, node)
-        if module is None or modules.has_hooks(module):
-            return False
-        return type(module) in (nn.Identity, nn.Flatten) or (isinstance(module, nn.Dropout) and not module.training)
-    if node.target is torch.ops.aten.dropout.default:
-        return node.args[2] is False
+    if isinstance(hands_on(graph_module, node), Pass):
+        return True
+    module = modules.called_module(graph_module, node)
+    if module is not None:
+        return isinstance(module, nn.Flatten) and modules.why_not_plain(module, nn.Flatten) is None
     reads_bits = any(isinstance(argument, torch.dtype) for argument in node.args) or "dtype" in node.kwargs
     return modules.operator_name(node) in _MOVES and not reads_bits
 
@@ -186,36 +182,28 @@ def _why_not_before(
 
 
 def _why_not_scaled(graph_module: GraphModule, call: Node, factor: float, *, after: bool) -> str | None:
-    uses, target = modules.uses(graph_module), str(call.target)
-    layer: Any = modules.called_module(graph_module, call)
-    (cls,) = (cls for cls in _LAYERS if isinstance(layer, cls))
-    reason = modules.why_not_plain(layer, cls) or uses.why_shared(target, layer)
-    if reason is None and len(uses.calls_of(target)) > 1:
-        reason = "it is called more than once"
-    if reason is None and modules.sole_input(call) is None:
-        reason = "it is not called on a single tensor"
-    if reason:
-        return f"{target}: {reason}"
+    if reason := modules.why_not_replaceable(graph_module, call):
+        return reason
+    target, layer = str(call.target), modules.called_module(graph_module, call)
+    assert layer is not None
     if not factor or not math.isfinite(factor):
         return f"the factor beside {target} is {factor}"
-    own = {**layer._parameters}
-    for name, scaled in _scaled(layer, factor, after=after).items():
-        if scaled is None or scaled is own[name]:
-            continue
-        if not scaled.is_floating_point():
-            return f"{target}: its {name} holds no real numbers"
-        limits = torch.finfo(scaled.dtype)
-        size, before = scaled.detach().abs(), own[name].detach().abs()
-        if bool(((before <= limits.max) & (size > limits.max) | (before > 0) & (size < limits.tiny)).any()):
+    if not all(own.is_floating_point() for own in layer.parameters()):
+        return f"{target}: its weight or bias holds no real numbers"
+    changed = dict(_scaled(layer, factor, after=after).named_parameters())
+    for name, own in layer.named_parameters():
+        limits = torch.finfo(own.dtype)
+        before, size = own.detach().abs(), changed[name].detach().abs()
+        subnormal = (before > 0) & (size < limits.tiny) & (size != before)
+        if bool(((before <= limits.max) & (size > limits.max) | subnormal).any()):
             return f"{target}: with {factor} its {name} would overflow or become subnormal"
     return None
 
 
-def _scaled(layer: Any, factor: float, *, after: bool) -> dict[str, nn.Parameter | None]:
-    """A layer's parameters, scaled as far as the factor reaches them."""
-    found = dict(layer._parameters)
-    for name in ("weight", "bias") if after else ("weight",):
-        if (own := found[name]) is not None:
-            value = (own.detach().double() * factor).to(own.dtype)
-            found[name] = nn.Parameter(value, requires_grad=own.requires_grad)
-    return found
+def _scaled(layer: Any, factor: float, *, after: bool) -> nn.Module:
+    """A layer with its parameters multiplied, as far as the factor reaches them."""
+    weight, bias = layer.weight.detach().double() * factor, layer.bias
+    if after and bias is not None:
+        bias = bias.detach().double() * factor
+    scaled: nn.Module = modules.with_weights(layer, weight, bias)
+    return scaled

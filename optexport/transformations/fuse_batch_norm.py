@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from optexport.transformations import batch_norm, memory, modules
+from optexport.transformations.remove_no_ops import Pass, hands_on
 from optexport.transformations.rule import Match, Rule, Skip
 
 _NORMS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -92,13 +92,7 @@ class FuseBatchNorm(Rule):
         else:
             own = own * scale + shift
             weight = weight * _over_outputs(layer, scale)
-        flags = layer.weight if layer.bias is None else layer.bias
-        fused = copy.copy(layer)
-        fused._parameters = {
-            "weight": nn.Parameter(weight.to(layer.weight.dtype), requires_grad=layer.weight.requires_grad),
-            "bias": nn.Parameter(own.to(layer.weight.dtype), requires_grad=flags.requires_grad),
-        }
-        modules.replace_module(graph_module, str(match.layer.target), fused)
+        modules.replace_module(graph_module, str(match.layer.target), modules.with_weights(layer, weight, own))
         batch_norm.bypass(graph_module, match.norm)
         return [(match.layer, None)]
 
@@ -107,26 +101,22 @@ def _first(graph_module: GraphModule, node: Node) -> tuple[Node | None, list[Nod
     """What a module's input comes from, and what hands it on unchanged, or flattened, on the way."""
     between: list[Node] = []
     x = modules.sole_input(node)
-    while x is not None and x.args and isinstance(x.args[0], Node) and _hands_on(graph_module, x):
-        between.append(x)
-        x = x.args[0]
+    while x is not None:
+        if _flattens(graph_module, x) and isinstance(source := x.args[0], Node):
+            between, x = [*between, x], source
+        elif isinstance(found := hands_on(graph_module, x), Pass):
+            between, x = [*between, *reversed(found.nodes)], found.source
+        else:
+            break
     return x, between
-
-
-def _hands_on(graph_module: GraphModule, node: Node) -> bool:
-    module = modules.called_module(graph_module, node)
-    if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
-        return not module.training
-    if node.target is torch.ops.aten.dropout.default:
-        return node.args[2] is False
-    return isinstance(module, nn.Identity) or _flattens(graph_module, node)
 
 
 def _flattens(graph_module: GraphModule, node: Node) -> bool:
     """Whether a node joins all axes but the first."""
     module = modules.called_module(graph_module, node)
     if isinstance(module, nn.Flatten):
-        return (module.start_dim, module.end_dim) == (1, -1)
+        plain = modules.why_not_plain(module, nn.Flatten) is None
+        return plain and (module.start_dim, module.end_dim) == (1, -1) and bool(node.args)
     return modules.operator_name(node) == "flatten" and node.args[1:] in ((1,), (1, -1)) and not node.kwargs
 
 

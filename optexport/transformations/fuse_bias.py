@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from dataclasses import dataclass
@@ -49,14 +48,9 @@ class FuseBias(Rule):
         (constant,) = [argument for argument in sum_.args if argument is not call]
         value = _value(graph_module, constant)
         assert value is not None
-        fused = copy.copy(layer)
-        fused._parameters = dict(layer._parameters)
-        features = layer.weight.shape[0]
-        bias = layer.weight.new_zeros(features) if layer.bias is None else layer.bias
+        bias = layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
         total = bias.detach().double() + value.detach().double().flatten()
-        flags = layer.weight if layer.bias is None else layer.bias
-        fused.bias = nn.Parameter(total.to(layer.weight.dtype), requires_grad=flags.requires_grad)
-        modules.replace_module(graph_module, str(call.target), fused)
+        modules.replace_module(graph_module, str(call.target), modules.with_weights(layer, layer.weight, total))
         sum_.replace_all_uses_with(call)
         graph_module.graph.erase_node(sum_)
         if isinstance(constant, Node):
@@ -72,16 +66,11 @@ def _value(graph_module: GraphModule, argument: Any) -> torch.Tensor | None:
 
 
 def _why_not(graph_module: GraphModule, call: Node, layer: Layer, value: torch.Tensor) -> str | None:
-    uses, target = modules.uses(graph_module), str(call.target)
+    target = str(call.target)
     if len(call.users) > 1:
         return f"the result of {target} is used elsewhere too"
-    if len(uses.calls_of(target)) > 1:
-        return f"{target}: it is called more than once"
-    if modules.sole_input(call) is None:
-        return f"{target}: it is not called on a single tensor"
-    (cls,) = (cls for cls in _LAYERS if isinstance(layer, cls))
-    if reason := modules.why_not_plain(layer, cls) or uses.why_shared(target, layer):
-        return f"{target}: {reason}"
+    if reason := modules.why_not_replaceable(graph_module, call):
+        return reason
     if value.dim() and (value.dtype, value.device) != (layer.weight.dtype, layer.weight.device):
         return f"{target} and what is added differ in dtype or device"
     # The axis of the features is the last of a linear's result, and stands before the space of a convolution's.

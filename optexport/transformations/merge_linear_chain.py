@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from dataclasses import dataclass
@@ -65,14 +64,8 @@ class MergeLinearChain(Rule):
             modules.call_on(stays, x, keyword=bool(stays.kwargs))
         else:
             node.replace_all_uses_with(stays)
-        old = _linear(graph_module, stays)
-        merged = copy.copy(old)
+        merged = modules.with_weights(_linear(graph_module, stays), weight, bias)
         merged.in_features = weight.shape[1]
-        flags = old.weight.requires_grad if old.bias is None else old.bias.requires_grad
-        merged._parameters = {
-            "weight": nn.Parameter(weight.to(old.weight.dtype), requires_grad=old.weight.requires_grad),
-            "bias": None if bias is None else nn.Parameter(bias.to(old.weight.dtype), requires_grad=flags),
-        }
         modules.replace_module(graph_module, str(stays.target), merged)
         gone = [call for call in match.path if call is not stays]
         for unused in sorted(match.nodes, reverse=True):
@@ -141,16 +134,13 @@ def _joined(graph_module: GraphModule, sum_: Node, base: Node, other: Node) -> C
 
 
 def _why_not(graph_module: GraphModule, chain: Chain) -> str | None:
-    uses, calls = modules.uses(graph_module), sorted({chain.stays, *chain.path})
+    calls = sorted({chain.stays, *chain.path})
     linears = [_linear(graph_module, call) for call in calls]
     for call, linear in zip(calls, linears, strict=True):
-        target = str(call.target)
-        if reason := modules.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear):
-            return f"{target}: {reason}"
-        if len(uses.calls_of(target)) > 1:
-            return f"{target} is called more than once"
+        if reason := modules.why_not_replaceable(graph_module, call):
+            return reason
         if not linear.weight.is_contiguous() or not linear.weight.is_floating_point():
-            return f"the weight of {target} is not contiguous or not floating point"
+            return f"the weight of {call.target} is not contiguous or not floating point"
     tensors = [parameter for linear in linears for parameter in linear.parameters()]
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1 or len({linear.training for linear in linears}) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Iterator
@@ -90,14 +89,7 @@ class MergeParallelConvs(Rule):
             weight[(slice(None), slice(None), *middle)] += kernel
             if shift is not None:
                 bias, biased = bias + shift.detach().double(), True
-        merged = copy.copy(largest)
-        tensors = {"weight": weight, "bias": bias if biased else None}
-        merged._parameters = {
-            name: None
-            if value is None
-            else nn.Parameter(value.to(largest.weight.dtype), requires_grad=largest.weight.requires_grad)
-            for name, value in tensors.items()
-        }
+        merged = modules.with_weights(largest, weight, bias if biased else None)
         modules.replace_module(graph_module, str(match.largest.target), merged)
         match.sums[0].replace_all_uses_with(match.largest)
         for sum_ in match.sums:
@@ -163,24 +155,16 @@ def _branches_off(graph_module: GraphModule, term: Any, x: Node) -> bool:
 
 def _why_not_alone(graph_module: GraphModule, calls: list[Node]) -> str | None:
     """Why one of the layers cannot be looked at by itself; None if all can."""
-    uses = modules.uses(graph_module)
     for call in calls:
-        target, layer = str(call.target), modules.called_module(graph_module, call)
-        assert layer is not None
-        (cls,) = (cls for cls in (*_CONVOLUTIONS, *_NORMS) if isinstance(layer, cls))
-        if reason := modules.why_not_plain(layer, cls) or uses.why_shared(target, layer):
-            return f"{target}: {reason}"
-        if len(uses.calls_of(target)) > 1:
-            return f"{target}: it is called more than once"
+        if reason := modules.why_not_replaceable(graph_module, call):
+            return reason
         if len(call.users) > 1:
-            return f"the result of {target} is used elsewhere too"
+            return f"the result of {call.target} is used elsewhere too"
         if calls.count(call) > 1:
-            return f"the result of {target} is added to itself"
-        if isinstance(layer, _BatchNorm):
-            if layer.training:
-                return f"{target}: it is in train mode, where it normalises by the statistics of the batch"
-            if layer.running_mean is None or layer.running_var is None:
-                return f"{target}: it keeps no running statistics"
+            return f"the result of {call.target} is added to itself"
+        layer = modules.called_module(graph_module, call)
+        if isinstance(layer, _BatchNorm) and (reason := batch_norm.why_not_affine(layer)):
+            return f"{call.target}: {reason}"
     return None
 
 

@@ -145,6 +145,34 @@ def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
     return None
 
 
+def why_not_replaceable(graph_module: GraphModule, call: Node) -> str | None:
+    """Why the module of a call cannot be replaced by one that does something else, and what it does be told from its
+    parameters alone; None if it can."""
+    target = str(call.target)
+    module, found = graph_module.get_submodule(target), uses(graph_module)
+    torch_class = next(cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.modules."))
+    reason = why_not_plain(module, torch_class) or found.why_shared(target, module)
+    if reason is None and len(found.calls_of(target)) > 1:
+        reason = "it is called more than once"
+    if reason is None and sole_input(call) is None:
+        reason = "it is not called on a single tensor"
+    return f"{target}: {reason}" if reason else None
+
+
+def with_weights(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """A copy of a layer with another weight and bias, rounded to its dtype; each asks for gradients as before.
+
+    A bias that the layer had not asks for them as the weight does.
+    """
+    new = copy.copy(layer)
+    new._parameters = dict(layer._parameters)
+    for name, value, own in (("weight", weight, layer.weight), ("bias", bias, layer.bias)):
+        flags = layer.weight if own is None else own
+        rounded = None if value is None else value.detach().to(layer.weight.dtype)
+        new._parameters[name] = None if rounded is None else nn.Parameter(rounded, requires_grad=flags.requires_grad)
+    return new
+
+
 def parent_of(graph_module: GraphModule, target: str) -> tuple[nn.Module, str]:
     """The module that holds a target, safe to change, and the target's name in it.
 
