@@ -252,7 +252,7 @@ def test_more_than_a_linear_stays() -> None:
 
 def test_shared_and_tied_linears_stay() -> None:
     rule, one, two = MergeLinearChain(), nn.Linear(4, 4), nn.Linear(4, 4)
-    check_refused(rule, by_fx(lambda m, x: m.one(m.one(x)), one=one), X, "one is called more than once")
+    check_refused(rule, by_fx(lambda m, x: m.one(m.one(x)), one=one), X, "one: it is called more than once")
     names = by_fx(lambda m, x: m.two(m.one(x)) * m.three(x), one=one, two=two, three=nn.Linear(4, 4))
     names.add_module("three", names.get_submodule("one"))
     check_refused(rule, names, X, "one: the same module is known as one and three")
