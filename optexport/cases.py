@@ -24,10 +24,15 @@ _LEAST_UNTRACED = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One batch to check on."""
+    """One batch to check on.
+
+    Attributes:
+        extreme: Whether its values are unlike data, so that its rounding says nothing of that of other cases.
+    """
 
     name: str
     batch: Batch
+    extreme: bool = False
 
 
 def cases(

@@ -73,47 +73,68 @@ class TransformationRecord(_Record):
     near_misses: list[NearMissRecord]
 
 
+class CaseRecord(_Record):
+    """How one output compares at one case, with why it fails if it does. No limit is null where only NaN, shape and
+    dtype are checked, no distance where none could be measured."""
+
+    case: str
+    distance: float | None
+    limit: float | None
+    failure: str | None
+
+
 class OutputRecord(_Record):
     """How near one output is, at one place; distances are from float64 unless atol or rtol was set.
 
-    ``multiple`` is the distance as a multiple of the floor, null where the floor is zero; ``tolerance`` the absolute
-    tolerance against the original itself that would just have passed.
+    ``multiple`` is the distance as a multiple of the floor, null where the floor is zero; ``step`` the distance from
+    the place that it was made from; ``tolerance`` the absolute tolerance against the original itself that would just
+    have passed. Null stands for a distance that could not be measured.
     """
 
     output: str
-    max_abs: float
-    max_rel: float
+    max_abs: float | None
+    max_rel: float | None
     cosine: float
     multiple: float | None
+    step: float | None
     argmax_agreement: float
-    tolerance: float
+    tolerance: float | None
     worst_case: str
+    cases: list[CaseRecord]
 
 
 class PlaceRecord(_Record):
     """Parity at one place: the original, the transformed graph, or a file in its runtime."""
 
     place: str
+    made_from: str
     outputs: list[OutputRecord]
 
 
 class BoundRecord(_Record):
-    """The noise floor of an output, and how far from the reference it may be."""
+    """The noise floor of an output, and how far from the reference it may be.
+
+    ``extremes`` holds the limits of extreme cases, null where only NaN, shape and dtype are checked.
+    """
 
     floor: float
     limit: float
     atol: float | None
     rtol: float | None
+    extremes: dict[str, float | None]
 
 
 class ParityRecord(_Record):
-    """The proof. ``fallback`` says why float64 could not be had, where it could not.
+    """The proof: the one document that every report is made from.
+
+    ``ways`` says how else the original was run for its floor; ``fallback`` why float64 could not be had, where not.
 
     ``unguided`` names outputs and cases that are compared with the original itself, float64 being no guide there.
     """
 
     cases: list[str]
     bounds: dict[str, BoundRecord]
+    ways: list[str]
     fallback: str | None
     unguided: list[str]
     places: list[PlaceRecord]

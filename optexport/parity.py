@@ -1,58 +1,45 @@
-"""The proof: does a candidate compute what the original computes, as far as the original's own precision tells?
-
-No fixed tolerance fits all models, so it is measured. The original is run in float64 and in its own precision, and
-the distance between the two is the noise floor of this model on these inputs. A candidate passes when its own
-distance from float64 stays within a multiple of the floor.
-"""
+"""The proof: does a candidate compute what the original computes, as far as the original's own precision tells?"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from optexport import distances
-from optexport.errors import ParityError, first_line
+from optexport.errors import first_line
+from optexport.floor import Bound
 from optexport.reference import Outputs, Reference
 from optexport.runtimes import Run
 
-# Where float64 could not be had, so many units stand in for the floor.
-FALLBACK_ULPS = 64
-# A limit above this share of the largest value would let anything pass.
-LARGEST_LIMIT = 0.1
+# The places of the pipeline.
+ORIGINAL = "original"
+GRAPH = "transformed graph"
+ONNX = "onnx"
+ONNX_OPTIMISED = "onnx, optimised"
 
 
 @dataclass(frozen=True)
-class Bound:
-    """How far an output may be from what it is compared with.
+class CaseParity:
+    """How one output compares at one case.
 
     Attributes:
-        floor: The original's own distance from float64, the largest over all elements and cases.
-        limit: The distance from float64 up to which a candidate passes; with atol or rtol, the largest they allow.
-        atol: With rtol, a fixed limit instead: ``|candidate - original| <= atol + rtol * |original|``.
+        distance: The largest distance of an element from the reference.
+        limit: The largest distance that is allowed to any.
+        failure: Why it fails; None where it passes.
     """
 
-    floor: float
+    case: str
+    distance: float
     limit: float
-    atol: float | None = None
-    rtol: float | None = None
-
-    @property
-    def fixed(self) -> bool:
-        return self.atol is not None or self.rtol is not None
-
-    def allowed(self, magnitude: torch.Tensor) -> torch.Tensor:
-        """The allowed distance of each element, given the reference's magnitudes."""
-        if self.fixed:
-            return (self.atol or 0.0) + (self.rtol or 0.0) * magnitude
-        return torch.full_like(magnitude, self.limit)
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
 class OutputParity:
-    """How one output of a candidate compares, over all cases. Distances are the largest over all elements.
+    """How one output of a candidate compares. Distances are the largest over all elements and ordinary cases.
 
     Attributes:
         max_abs: Distance from the reference (float64, or the original where a fixed tolerance is asked for).
@@ -61,10 +48,11 @@ class OutputParity:
         floor: The original's own distance from float64.
         limit: The distance up to which it passes.
         multiple: ``max_abs`` as a multiple of the floor.
+        step: Distance from the place that it was made from: what this step of the pipeline changed.
         argmax_agreement: Share of positions whose largest element along the last axis is the same.
         tolerance: The absolute tolerance against the original itself that would just have passed.
         worst_case: The case of ``max_abs``.
-        failure: Why it fails; None where it passes.
+        cases: How it compares at each case, extreme ones too.
     """
 
     output: str
@@ -74,10 +62,16 @@ class OutputParity:
     floor: float
     limit: float
     multiple: float
+    step: float
     argmax_agreement: float
     tolerance: float
     worst_case: str
-    failure: str | None
+    cases: tuple[CaseParity, ...]
+
+    @property
+    def failure(self) -> str | None:
+        """Why it fails, at the first case where it does; None where it passes."""
+        return next((f"at {case.case}: {case.failure}" for case in self.cases if case.failure is not None), None)
 
     @property
     def passed(self) -> bool:
@@ -86,112 +80,117 @@ class OutputParity:
 
 @dataclass(frozen=True)
 class PlaceParity:
-    """How a candidate compares at one place of the pipeline."""
+    """How a candidate compares at one place of the pipeline.
+
+    Attributes:
+        made_from: The place before it on its way: of the transformed graph the original, of what the runtime
+            optimises the file as it stands, of any other the transformed graph.
+    """
 
     place: str
     outputs: tuple[OutputParity, ...]
+    made_from: str
 
     @property
     def passed(self) -> bool:
         return all(output.passed for output in self.outputs)
 
 
-def bounds(
-    reference: Reference, multiple: float, atol: float | None = None, rtol: float | None = None
-) -> dict[str, Bound]:
-    """Measures the noise floor of every output, and sets the limit at a multiple of it.
+class Proof:
+    """Compares what comes out at each place of the pipeline with the original, and with the place before.
 
-    Outputs that are not floating point must be equal. Where float64 could not be had, the floor is unknown, and
-    `FALLBACK_ULPS` units in the last place of the largest value stand in for it.
+    Attributes:
+        places: How each place compares, in the order in which they were checked; the original comes first.
     """
-    return {name: _bound(name, reference, multiple, atol, rtol) for name in reference.outputs[0]}
+
+    def __init__(self, reference: Reference, bounds: Mapping[str, Bound]) -> None:
+        self.reference = reference
+        self.bounds = bounds
+        self.places: list[PlaceParity] = []
+        self._results: dict[str, dict[str, Outputs | str]] = {}
+        self._add(ORIGINAL, list(reference.outputs), reference)
+
+    @property
+    def passed(self) -> bool:
+        return all(place.passed for place in self.places)
+
+    def check(self, place: str, run: Run, *, traced_shape_only: bool = False) -> PlaceParity:
+        """Compares a candidate on all cases, or on those shaped as the traced one.
+
+        A candidate that raises fails with what it raised: a size that was baked in shows in this way.
+        """
+        reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
+        results: list[Outputs | str] = []
+        with torch.no_grad():
+            for case in reference.cases:
+                try:
+                    results.append(run(case.batch))
+                except Exception as error:  # each runtime raises kinds of its own
+                    results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
+        return self._add(place, results, reference)
+
+    def _add(self, place: str, results: list[Outputs | str], reference: Reference) -> PlaceParity:
+        made_from = ONNX if place == ONNX_OPTIMISED else ORIGINAL if place == GRAPH else GRAPH
+        made_from = made_from if made_from in self._results else ORIGINAL  # a bundle holds no graph
+        self._results[place] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
+        before = [self._results[made_from].get(case.name, "") for case in reference.cases]
+        outputs = (_compare(name, results, before, reference, bound) for name, bound in self.bounds.items())
+        self.places.append(PlaceParity(place, tuple(outputs), made_from))
+        return self.places[-1]
 
 
-def _bound(name: str, reference: Reference, multiple: float, atol: float | None, rtol: float | None) -> Bound:
-    pairs = [(outputs[name], exact[name]) for outputs, exact in zip(reference.outputs, reference.exact, strict=True)]
-    dtype = pairs[0][0].dtype
-    if not dtype.is_floating_point:
-        return Bound(0.0, 0.0)
-    ordinary = [(o, e, ~distances.marks(o, e)) for o, e in pairs]
-    floor = max(distances.largest(distances.distance(o, distances.known(e, o))[kept]) for o, e, kept in ordinary)
-    scale = max(distances.largest(distances.finite(o).abs()[kept]) for o, _, kept in ordinary)
-    ulps = distances.LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
-    limit = multiple * max(floor, ulps * torch.finfo(dtype).eps * scale)
-    if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
-        raise ParityError(
-            f"nothing can be proven: {multiple:g} times the noise floor is {limit:.2g}, the largest value {scale:.2g}",
-            place=f"output {name}",
-            mend="Set parity.atol and parity.rtol to what the task allows, or export in a higher precision.",
-        )
-    if atol is not None or rtol is not None:
-        limit = (atol or 0.0) + (rtol or 0.0) * scale
-    return Bound(floor, limit, atol, rtol)
-
-
-def check(place: str, run: Run, reference: Reference, bounds: Mapping[str, Bound]) -> PlaceParity:
-    """Compares a candidate with the original on all cases.
-
-    A candidate that raises fails with what it raised: a size that was baked in shows in this way.
-    """
-    results: list[Outputs | str] = []
-    with torch.no_grad():
-        for case in reference.cases:
-            try:
-                results.append(run(case.batch))
-            except Exception as error:  # each runtime raises kinds of its own
-                results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
-    return _compare_all(place, results, reference, bounds)
-
-
-def check_original(reference: Reference, bounds: Mapping[str, Bound]) -> PlaceParity:
-    """The original against itself in float64: the floor that the other places are measured by."""
-    return _compare_all("original", list(reference.outputs), reference, bounds)
-
-
-def _compare_all(
-    place: str, results: Sequence[Outputs | str], reference: Reference, bounds: Mapping[str, Bound]
-) -> PlaceParity:
-    return PlaceParity(place, tuple(_compare(name, results, reference, bound) for name, bound in bounds.items()))
-
-
-def _compare(name: str, results: Sequence[Outputs | str], reference: Reference, bound: Bound) -> OutputParity:
-    failure: str | None = None
-    finite = False
-    max_abs = max_rel = tolerance = 0.0
-    cosine, agreements, worst = 1.0, [], reference.cases[0].name
-    for case, result, originals, exacts in zip(
-        reference.cases, results, reference.outputs, reference.exact, strict=True
-    ):
-        original = originals[name]
+def _compare(
+    name: str,
+    results: Sequence[Outputs | str],
+    results_before: Sequence[Outputs | str],
+    reference: Reference,
+    bound: Bound,
+) -> OutputParity:
+    max_abs = max_rel = tolerance = step = 0.0
+    cosine, agreements, worst = 1.0, list[float](), reference.cases[0].name
+    compared: list[CaseParity] = []
+    for index, (case, result) in enumerate(zip(reference.cases, results, strict=True)):
+        original, exact = reference.outputs[index][name], reference.exact[index][name]
         problem = result if isinstance(result, str) else distances.why_incomparable(result.get(name), original)
         if problem is not None:
-            nothing = (math.inf, math.inf, 0.0, bound.floor, bound.limit, math.inf, 0.0, math.inf)
-            return OutputParity(name, *nothing, case.name, f"at {case.name}: {problem}")
+            compared.append(CaseParity(case.name, math.inf, bound.limit, problem))
+            max_abs = max_rel = tolerance = step = math.inf
+            cosine, worst = 0.0, case.name
+            agreements.append(0.0)
+            continue
         assert not isinstance(result, str)
         candidate = result[name]
-        expected = original if bound.fixed else distances.known(exacts[name], original)
-        distance = distances.distance(candidate, expected)
+        expected = original if bound.fixed else distances.known(exact, original)
+        distance, magnitude = distances.distance(candidate, expected), distances.finite(expected).abs()
         farthest = distances.largest(distance)
-        magnitude = distances.finite(expected).abs()
-        allowed = bound.allowed(magnitude)
+        allowed = bound.allowed(case.name, magnitude)
         if not bound.fixed and original.is_floating_point():
             own = 16 * distances.LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
-            allowed = torch.where(distances.marks(original, exacts[name]), own, allowed)
-        finite = finite or original.numel() == 0 or bool(torch.isfinite(original).any())
-        if failure is None and (distance > allowed).any():
-            failure = f"at {case.name}: {farthest:.3g} from the reference, {distances.largest(allowed):.3g} allowed"
+            allowed = torch.where(distances.marks(original, exact), own, allowed)
+        limit = distances.largest(allowed)
+        wrong = bool((distance > allowed).any())
+        failure = f"{farthest:.3g} from the reference, {limit:.3g} allowed" if wrong else None
+        compared.append(CaseParity(case.name, farthest, limit, failure))
+        if case.name in bound.extremes:
+            continue
         if farthest >= max_abs:
             max_abs, worst = farthest, case.name
+        least = max(1e-6 * distances.largest(magnitude), 1e-300)
+        max_rel = max(max_rel, distances.largest(distance / magnitude.clamp(min=least)))
         tolerance = max(tolerance, distances.largest(distances.distance(candidate, original)))
-        max_rel = max(
-            max_rel, distances.largest(distance / magnitude.clamp(min=max(1e-6 * distances.largest(magnitude), 1e-300)))
-        )
+        if (
+            not isinstance(before := results_before[index], str)
+            and name in before
+            and before[name].shape == candidate.shape
+        ):
+            step = max(step, distances.largest(distances.distance(candidate, before[name])))
         cosine = min(cosine, distances.cosine(candidate, expected))
         agreements.append(distances.argmax_agreement(candidate, original))
-    if failure is None and not finite:
-        failure = "the original gives nothing but NaN or infinity, so nothing is proven"
+    originals = [outputs[name] for outputs in reference.outputs]
+    if not any(original.numel() == 0 or bool(torch.isfinite(original).any()) for original in originals):
+        problem = "the original gives nothing but NaN or infinity, so nothing is proven"
+        compared[0] = replace(compared[0], failure=compared[0].failure or problem)
     multiple = 0.0 if max_abs == 0 else math.inf if bound.floor == 0 else max_abs / bound.floor
     agreement = sum(agreements) / len(agreements)
-    return OutputParity(
-        name, max_abs, max_rel, cosine, bound.floor, bound.limit, multiple, agreement, tolerance, worst, failure
-    )
+    numbers = (max_abs, max_rel, cosine, bound.floor, bound.limit, multiple, step, agreement, tolerance)
+    return OutputParity(name, *numbers, worst, tuple(compared))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import fx
 
-from optexport import bundle, cases, inputs, parity, records, registry, runtimes, sources, tracking
+from optexport import bundle, cases, floor, inputs, records, registry, runtimes, sources, tracking
 from optexport.cases import Batch
 from optexport.config import Config, SourceKind, TransformationConfig, load_config, source_kind
 from optexport.errors import ConfigError, ParityError, TrackingError, did_you_mean, redact
+from optexport.floor import Bound
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
-from optexport.parity import Bound, PlaceParity
+from optexport.parity import GRAPH, PlaceParity, Proof
 from optexport.reference import Reference, run_original
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
@@ -163,38 +164,38 @@ def produce(job: Job, stages: Stages) -> Result:
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
             checked = cases.cases(job.example, job.real, signature, traced.doubtful)
-            reference = run_original(call, job.loaded.model, checked, declared=job.sizes_declared)
-            bounds = _bounds(job.config, reference)
-            places = [parity.check_original(reference, bounds)]
+            reference = run_original(
+                call, job.loaded.model, checked, declared=job.sizes_declared, batched=signature.batched
+            )
+            proof = Proof(reference, _bounds(job.config, reference))
         with stages.stage("transform"):
             graph_module, applied = transform(traced.graph_module, job.rules, job.dump)
             records.write_graph(draft / "graph_after.txt", graph_module)
         with stages.stage("check graph"):
-            places.append(parity.check("transformed graph", _runner(graph_module, call), reference, bounds))
-            if not places[-1].passed:
-                raise _failure(places, _blame(job, reference, bounds))
+            if not proof.check(GRAPH, _runner(graph_module, call)).passed:
+                raise _failure(proof, _blame(job, proof))
         artifacts = []
         for artifact in _export(graph_module, signature, job, applied, draft, stages):
             artifacts.append(artifact)
             with stages.stage(f"check {artifact.format}"):
-                against = reference if artifact.fixed_shape is None else reference.at_traced_shape()
+                fixed = artifact.fixed_shape is not None
                 for place, candidate in runtimes.open_file(
                     draft / artifact.path, artifact.format, signature.output_names
                 ):
-                    places.append(parity.check(place, candidate, against, bounds))
-        if not all(place.passed for place in places):
-            raise _failure(places, "The transformed graph passes: the exporter or the runtime changed the numbers.")
+                    proof.check(place, candidate, traced_shape_only=fixed)
+        if not proof.passed:
+            raise _failure(proof, "The transformed graph passes: the exporter or the runtime changed the numbers.")
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
-            proof = records.parity_record(reference, bounds, places)
+            found = records.parity_record(proof)
             manifest = records.manifest(
-                job.config, job.loaded, traced, applied, nodes_before, proof, stored, artifacts
+                job.config, job.loaded, traced, applied, nodes_before, found, stored, artifacts
             ).model_copy(update={"files": bundle.file_records(draft)})
             bundle.write_manifest(draft, manifest)
         bundle.write_measurements(draft, records.measurements(stages.seconds))
-    return Result(job.output, tuple(places), manifest)
+    return Result(job.output, tuple(proof.places), manifest)
 
 
 def _export(
@@ -273,7 +274,7 @@ def _load(config: Config, folder: Path, downloads: Path) -> Loaded:
 
 
 def _bounds(config: Config, reference: Reference) -> dict[str, Bound]:
-    return parity.bounds(reference, config.parity.multiple, config.parity.atol, config.parity.rtol)
+    return floor.bounds(reference, config.parity.multiple, config.parity.atol, config.parity.rtol)
 
 
 _Call = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
@@ -300,19 +301,19 @@ def _runner(graph_module: fx.GraphModule, call: _Call) -> runtimes.Run:
     return lambda batch: call(graph_module, dict(batch))
 
 
-def _blame(job: Job, reference: Reference, bounds: Mapping[str, Bound]) -> str:
+def _blame(job: Job, proof: Proof) -> str:
     traced, call = _trace(job)
 
     def passes(graph_module: fx.GraphModule) -> bool:
-        return parity.check("", _runner(graph_module, call), reference, bounds).passed
+        return Proof(proof.reference, proof.bounds).check(GRAPH, _runner(graph_module, call)).passed
 
     return blame(traced.graph_module, job.rules, passes)
 
 
-def _failure(places: Sequence[PlaceParity], explanation: str) -> ParityError:
+def _failure(proof: Proof, explanation: str) -> ParityError:
     lines = [
         f"{place.place}: {output.output}, {output.failure}"
-        for place in places
+        for place in proof.places
         for output in place.outputs
         if output.failure is not None
     ]

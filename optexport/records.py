@@ -18,9 +18,11 @@ from torch import fx
 from optexport import __version__
 from optexport.config import Config
 from optexport.errors import redact
+from optexport.floor import Bound
 from optexport.manifest import (
     ArtifactRecord,
     BoundRecord,
+    CaseRecord,
     ChangeRecord,
     DimRecord,
     Manifest,
@@ -32,8 +34,7 @@ from optexport.manifest import (
     TensorRecord,
     TransformationRecord,
 )
-from optexport.parity import Bound, PlaceParity
-from optexport.reference import Reference
+from optexport.parity import OutputParity, Proof
 from optexport.signature import TensorSpec
 from optexport.sources import Loaded
 from optexport.trace import Traced
@@ -124,37 +125,48 @@ def manifest(
     )
 
 
-def parity_record(reference: Reference, bounds: Mapping[str, Bound], places: Sequence[PlaceParity]) -> ParityRecord:
+def parity_record(proof: Proof) -> ParityRecord:
     """The proof as the manifest holds it; distances to three digits."""
     return ParityRecord(
-        cases=[case.name for case in reference.cases],
-        bounds={name: BoundRecord(**vars(bound)) for name, bound in bounds.items()},
-        fallback=reference.fallback,
-        unguided=list(reference.unguided),
+        cases=[case.name for case in proof.reference.cases],
+        bounds={name: _bound(bound) for name, bound in proof.bounds.items()},
+        ways=list(proof.reference.ways),
+        fallback=proof.reference.fallback,
+        unguided=list(proof.reference.unguided),
         places=[
             PlaceRecord(
-                place=place.place,
-                outputs=[
-                    OutputRecord(
-                        output=output.output,
-                        max_abs=_rounded(output.max_abs),
-                        max_rel=_rounded(output.max_rel),
-                        cosine=round(output.cosine, 9),
-                        multiple=_rounded(output.multiple) if math.isfinite(output.multiple) else None,
-                        argmax_agreement=output.argmax_agreement,
-                        tolerance=_rounded(output.tolerance),
-                        worst_case=output.worst_case,
-                    )
-                    for output in place.outputs
-                ],
+                place=place.place, made_from=place.made_from, outputs=[_output(output) for output in place.outputs]
             )
-            for place in places
+            for place in proof.places
         ],
     )
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
+def _bound(bound: Bound) -> BoundRecord:
+    extremes = {case: limit if math.isfinite(limit) else None for case, limit in bound.extremes.items()}
+    return BoundRecord(floor=bound.floor, limit=bound.limit, atol=bound.atol, rtol=bound.rtol, extremes=extremes)
+
+
+def _output(output: OutputParity) -> OutputRecord:
+    return OutputRecord(
+        output=output.output,
+        max_abs=_rounded(output.max_abs),
+        max_rel=_rounded(output.max_rel),
+        cosine=round(output.cosine, 9),
+        multiple=_rounded(output.multiple),
+        step=_rounded(output.step),
+        argmax_agreement=output.argmax_agreement,
+        tolerance=_rounded(output.tolerance),
+        worst_case=output.worst_case,
+        cases=[
+            CaseRecord(case=c.case, distance=_rounded(c.distance), limit=_rounded(c.limit), failure=c.failure)
+            for c in output.cases
+        ],
+    )
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.3g}") if math.isfinite(value) else None
 
 
 def _transformation(applied: Applied) -> TransformationRecord:

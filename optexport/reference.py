@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -31,6 +33,8 @@ class Reference:
         exact: In float64, per case; where the model does not run in float64, the same as `outputs`.
         fallback: Why float64 could not be had; None where it could.
         unguided: Outputs and cases of which float64 says nothing, so that `exact` holds the original's own values.
+        ways: How else the original was run, in its own precision, to see how it rounds.
+        other_noise: Its distance from float64 there, per case and output the largest over the ways and all elements.
     """
 
     cases: tuple[Case, ...]
@@ -38,6 +42,17 @@ class Reference:
     exact: tuple[Outputs, ...]
     fallback: str | None = None
     unguided: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
+    other_noise: tuple[Mapping[str, float], ...] = ()
+
+    @cached_property
+    def noise(self) -> tuple[dict[str, float], ...]:
+        """The original's distance from float64, per case and output; zero of outputs that are not floating point."""
+        others = self.other_noise or tuple({} for _ in self.cases)
+        return tuple(
+            {name: max(_noise(tensor, exact[name]), other.get(name, 0.0)) for name, tensor in outputs.items()}
+            for outputs, exact, other in zip(self.outputs, self.exact, others, strict=True)
+        )
 
     def at_traced_shape(self) -> Reference:
         """Only the cases shaped as the first, the traced one: all that a file of fixed shape can be asked for."""
@@ -46,24 +61,34 @@ class Reference:
             return {name: tensor.shape for name, tensor in case.batch.items()}
 
         kept = [i for i, case in enumerate(self.cases) if shapes(case) == shapes(self.cases[0])]
-        return Reference(
-            tuple(self.cases[i] for i in kept),
-            tuple(self.outputs[i] for i in kept),
-            tuple(self.exact[i] for i in kept),
-            self.fallback,
-            self.unguided,
+        return replace(
+            self,
+            cases=tuple(self.cases[i] for i in kept),
+            outputs=tuple(self.outputs[i] for i in kept),
+            exact=tuple(self.exact[i] for i in kept),
+            other_noise=tuple(self.other_noise[i] for i in kept) if self.other_noise else (),
         )
 
 
 def run_original(
-    run: Callable[[nn.Module, Batch], Outputs], model: nn.Module, cases: Sequence[Case], *, declared: bool = True
+    run: Callable[[nn.Module, Batch], Outputs],
+    model: nn.Module,
+    cases: Sequence[Case],
+    *,
+    declared: bool = True,
+    batched: Collection[str] = (),
 ) -> Reference:
     """Runs the original on all cases, in its own precision and in float64.
+
+    How it rounds depends on the number of threads, and on how many rows are computed at once, so it is also run with
+    one thread only, and on each half of the rows of the first case; the latter where float64 shows that no row has a
+    say in another's result.
 
     Args:
         run: Runs a model on a batch and names its outputs.
         model: The original; a copy of it is made for float64.
         declared: Whether the user declared the sizes. If not, those that the original itself refuses are left out.
+        batched: The inputs whose first axis is the batch, if it is that of all outputs too.
 
     Raises:
         TraceError: The original itself fails on a case that the user declared.
@@ -91,15 +116,83 @@ def run_original(
             checked.append(case)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *outputs[0].values()]):
             return Reference(tuple(checked), tuple(outputs), tuple(outputs))
+        double: nn.Module | None = None
+        reason, exact = _why_no_room(model), tuple(outputs)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its own output trees
-                double = copy.deepcopy(model).double()
-            exact = tuple(run(double, _double(case.batch)) for case in checked)
+            if reason is None:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
+                    double = copy.deepcopy(model).double()
+                exact = tuple(run(double, _double(case.batch)) for case in checked)
         except Exception as error:  # likewise; it may also hold a dtype of its own
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            return Reference(tuple(checked), tuple(outputs), tuple(outputs), reason)
-    return _guided(Reference(tuple(checked), tuple(outputs), exact))
+            reason, double = f"{type(error).__name__}: {first_line(error)}", None
+        reference = Reference(tuple(checked), tuple(outputs), exact, reason)
+        reference = reference if reason else _guided(reference)
+        return _run_in_other_ways(run, model, double, reference, batched)
+
+
+def _run_in_other_ways(
+    run: Callable[[nn.Module, Batch], Outputs],
+    model: nn.Module,
+    double: nn.Module | None,
+    reference: Reference,
+    batched: Collection[str],
+) -> Reference:
+    ways: list[str] = []
+    noise: list[dict[str, float]] = [{} for _ in reference.cases]
+
+    def measure(index: int, outputs: Outputs) -> None:
+        for name, tensor in outputs.items():
+            noise[index][name] = max(noise[index].get(name, 0.0), _noise(tensor, reference.exact[index][name]))
+
+    if (threads := torch.get_num_threads()) > 1:
+        ways.append("with one thread")
+        try:
+            torch.set_num_threads(1)
+            for index, case in enumerate(reference.cases):
+                measure(index, run(model, case.batch))
+        finally:
+            torch.set_num_threads(threads)
+    first = reference.cases[0].batch
+    if double is not None and batched and all(first[name].shape[0] > 1 for name in batched):
+        whole = run(double, _double(first))
+        halves = _in_halves(run, double, _double(first), batched)
+        if all(_is_close(halves[name], tensor) for name, tensor in whole.items()):
+            ways.append("half the rows at a time")
+            measure(0, _in_halves(run, model, first, batched))
+    return replace(reference, ways=tuple(ways), other_noise=tuple(noise))
+
+
+def _in_halves(
+    run: Callable[[nn.Module, Batch], Outputs], model: nn.Module, batch: Batch, batched: Collection[str]
+) -> Outputs:
+    """Runs a model on either half of a batch's rows, and puts the results together."""
+    parts: list[Outputs] = []
+    for half in (0, 1):
+        rows = {name: batch[name].tensor_split(2)[half] for name in batched}
+        parts.append(run(model, {**batch, **rows}))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _is_close(halves: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether two results in float64 differ by no more than its rounding."""
+    if halves.shape != whole.shape:
+        return False
+    scale = distances.largest(distances.finite(whole).abs())
+    return distances.largest(distances.distance(halves, whole)) <= 1e-9 * scale
+
+
+def _why_no_room(model: nn.Module) -> str | None:
+    """Why a copy of a model in float64 would not fit in memory; None where it does, or where nobody can tell."""
+    needed = sum(8 * tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    available = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+    if available is None or needed <= available:
+        return None
+    return f"its weights take {needed / 1e9:.1f} GB in float64, and {available / 1e9:.1f} GB of memory are free"
 
 
 def _guided(reference: Reference) -> Reference:
@@ -113,22 +206,26 @@ def _guided(reference: Reference) -> Reference:
         if not traced.is_floating_point():
             continue
         noise = [_relative_noise(o[name], e[name]) for o, e in zip(reference.outputs, exact, strict=True)]
-        quiet, half_the_digits = sorted(noise)[len(noise) // 4], torch.finfo(traced.dtype).eps ** 0.5
+        ordinary = [value for value, case in zip(noise, reference.cases, strict=True) if not case.extreme]
+        quiet, half_the_digits = sorted(ordinary)[len(ordinary) // 4], torch.finfo(traced.dtype).eps ** 0.5
         for index, case in enumerate(reference.cases):
-            if noise[index] > max(_UNGUIDED_TIMES * quiet, half_the_digits):
+            if not case.extreme and noise[index] > max(_UNGUIDED_TIMES * quiet, half_the_digits):
                 exact[index][name] = reference.outputs[index][name].double()
                 unguided.append(f"{name} at {case.name}")
     return replace(reference, exact=tuple(exact), unguided=tuple(unguided))
 
 
-def _relative_noise(original: torch.Tensor, exact: torch.Tensor) -> float:
+def _noise(original: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest distance from float64; of marks, and of what is not floating point, there is none."""
+    if not original.is_floating_point():
+        return 0.0
     kept = ~distances.marks(original, exact)
-    scale = distances.largest(distances.finite(original).abs()[kept])
-    return (
-        distances.largest(distances.distance(original, distances.known(exact, original))[kept]) / scale
-        if scale
-        else 0.0
-    )
+    return distances.largest(distances.distance(original, distances.known(exact, original))[kept])
+
+
+def _relative_noise(original: torch.Tensor, exact: torch.Tensor) -> float:
+    scale = distances.largest(distances.finite(original).abs()[~distances.marks(original, exact)])
+    return _noise(original, exact) / scale if scale else 0.0
 
 
 @contextmanager

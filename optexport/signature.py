@@ -57,6 +57,13 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
     dims: Mapping[str, Dim]
 
+    @property
+    def batched(self) -> tuple[str, ...]:
+        """The inputs whose first axis is the batch, if it is that of all outputs too; else none."""
+        dynamic = [spec for spec in self.inputs if spec.shape and isinstance(spec.shape[0], str)]
+        firsts = {spec.shape[0] if spec.shape else None for spec in (*dynamic, *self.outputs)}
+        return tuple(spec.name for spec in dynamic) if len(firsts) == 1 and dynamic else ()
+
     def keeping(self, outputs: Collection[str]) -> Signature:
         """The same with only these outputs; with all where none are named."""
         kept = tuple(spec for spec in self.outputs if not outputs or spec.name in outputs)

@@ -68,6 +68,8 @@ def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Con
     console.print(
         f"\n[bold]Parity[/] {verdict}, on {len(proof.cases)} batches: {batches}", soft_wrap=True, highlight=False
     )
+    if proof.ways:
+        console.print(f"  floor: the original as it is run here, and {' and '.join(proof.ways)}", highlight=False)
     if proof.fallback:
         console.print(f"  float64 could not be had ({escape(proof.fallback)}): compared with the original itself")
     for where in proof.unguided:
@@ -85,13 +87,13 @@ def parity_table(places: Sequence[PlaceParity], *, wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("place", "output"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("distance", "floor", "multiple", *(("limit", "cosine", "argmax", "would pass") if wide else ())):
+    for heading in ("distance", "floor", "multiple", *(("limit", "step", "argmax", "would pass") if wide else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     for place in places:
         for o in place.outputs:
             cells = [f"{value:.2g}" for value in (o.max_abs, o.floor, o.multiple)]
             if wide:
-                cells += [f"{o.limit:.2g}", f"{o.cosine:.6f}", f"{o.argmax_agreement:.2%}", f"atol={o.tolerance:.2g}"]
+                cells += [f"{o.limit:.2g}", f"{o.step:.2g}", f"{o.argmax_agreement:.2%}", f"atol={o.tolerance:.2g}"]
             table.add_row(place.place, escape(o.output), *cells, style=None if o.passed else "red")
     return table
 

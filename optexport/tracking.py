@@ -248,11 +248,8 @@ def _metrics(manifest: Manifest, seconds: Mapping[str, float]) -> dict[str, floa
     for place in manifest.parity.places:
         for output in place.outputs:
             prefix = f"parity.{_key(place.place)}.{_key(output.output)}"
-            metrics[f"{prefix}.max_abs"] = output.max_abs
-            metrics[f"{prefix}.cosine"] = output.cosine
-            metrics[f"{prefix}.argmax_agreement"] = output.argmax_agreement
-            if output.multiple is not None:
-                metrics[f"{prefix}.multiple"] = output.multiple
+            values = output.model_dump(include={"max_abs", "multiple", "step", "cosine", "argmax_agreement"})
+            metrics |= {f"{prefix}.{key}": value for key, value in values.items() if value is not None}
     for file in manifest.files:
         metrics[f"bytes.{_key(file.path)}"] = file.size
     for stage, spent in seconds.items():

@@ -5,11 +5,14 @@ Needs torch and onnxruntime; neither transformers, nor the original model, nor i
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from optexport import bundle, parity, runtimes
+from optexport import bundle, runtimes
 from optexport.errors import BundleError, ExportError, SourceError
-from optexport.parity import Bound, PlaceParity
+from optexport.floor import Bound
+from optexport.manifest import BoundRecord
+from optexport.parity import PlaceParity, Proof
 
 
 def verify(folder: Path) -> list[PlaceParity]:
@@ -25,12 +28,17 @@ def verify(folder: Path) -> list[PlaceParity]:
     manifest = bundle.read_manifest(folder)
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
-    bounds = {name: Bound(**record.model_dump()) for name, record in manifest.parity.bounds.items()}
+    proof = Proof(reference, {name: _bound(record) for name, record in manifest.parity.bounds.items()})
     try:
         return [
-            parity.check(place, run, reference if artifact.fixed_shape is None else reference.at_traced_shape(), bounds)
+            proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None)
             for artifact in manifest.artifacts
             for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs)
         ]
     except (ExportError, SourceError) as error:  # whose mends are for those who export
         raise BundleError(error.cause, place=error.place) from error
+
+
+def _bound(record: BoundRecord) -> Bound:
+    extremes = {case: math.inf if limit is None else limit for case, limit in record.extremes.items()}
+    return Bound(record.floor, record.limit, record.atol, record.rtol, extremes)

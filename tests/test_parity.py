@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from optexport import parity
 from optexport.cases import Batch, Case
 from optexport.distances import LEAST_FLOOR_ULPS
-from optexport.parity import OutputParity
+from optexport.floor import FALLBACK_ULPS, bounds
+from optexport.parity import OutputParity, Proof
 from optexport.reference import Reference, run_original
 from tests.models import randomise
 
@@ -34,7 +34,7 @@ def compare(known: Reference, *candidate: torch.Tensor, multiple: float = 4.0, *
     def run(batch: Batch) -> Tensors:
         return {"y": candidate[int(batch["index"])]}
 
-    (output,) = parity.check("here", run, known, parity.bounds(known, multiple, **fixed)).outputs
+    (output,) = Proof(known, bounds(known, multiple, **fixed)).check("here", run).outputs
     return output
 
 
@@ -59,14 +59,14 @@ def network() -> tuple[nn.Module, list[Case]]:
 def test_a_model_passes_against_itself_at_exactly_its_floor() -> None:
     model, cases = network()
     known = run_original(call, model, cases)
-    bounds = parity.bounds(known, 4.0)
-    (output,) = parity.check("here", lambda batch: call(model, batch), known, bounds).outputs
+    limits = bounds(known, 4.0)
+    (output,) = Proof(known, limits).check("here", lambda batch: call(model, batch)).outputs
     assert output.passed
     assert output.multiple == 1.0
-    assert output.max_abs == output.floor == bounds["y"].floor > 0
+    assert output.max_abs == output.floor == limits["y"].floor > 0
     assert output.tolerance == 0.0
     assert output.argmax_agreement == 1.0
-    assert parity.check_original(known, bounds).passed
+    assert Proof(known, limits).passed
 
 
 def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:
@@ -75,7 +75,7 @@ def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:
     double = copy.deepcopy(model).double()
     with torch.no_grad():
         distances = [(model(c.batch["x"]).double() - double(c.batch["x"].double())).abs().max() for c in cases]
-    assert parity.bounds(known, 4.0)["y"].floor == float(max(distances))
+    assert bounds(known, 4.0)["y"].floor == float(max(distances))
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
@@ -90,7 +90,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
 def test_the_limit_is_the_multiple_of_the_measured_floor(multiple: float) -> None:
     exact = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     known = reference((exact + 1e-3).float(), exact=(exact,))
-    floor = parity.bounds(known, multiple)["y"].floor
+    floor = bounds(known, multiple)["y"].floor
     assert floor == pytest.approx(1e-3, rel=1e-3)
     for share, passes in ((0.99, True), (1.01, False)):
         candidate = exact.float()
@@ -102,7 +102,7 @@ def test_the_limit_is_the_multiple_of_the_measured_floor(multiple: float) -> Non
 def test_without_rounding_a_few_units_in_the_last_place_pass_and_no_more() -> None:
     weight = torch.tensor([0.5, 3.0, -1.0])
     known = reference(weight)
-    assert parity.bounds(known, 4.0)["y"].floor == 0.0
+    assert bounds(known, 4.0)["y"].floor == 0.0
     assert compare(known, weight).multiple == 0.0
     allowed = 4 * LEAST_FLOOR_ULPS * EPS * 3.0
     assert compare(known, weight + torch.tensor([0.0, 0.9 * allowed, 0.0])).passed
@@ -159,7 +159,7 @@ def test_a_missing_output_fails_and_the_others_are_compared_all_the_same() -> No
     case = Case("only", {})
     both = {"first": torch.ones(2), "second": torch.ones(2)}
     known = Reference((case,), (both,), ({name: value.double() for name, value in both.items()},))
-    first, second = parity.check("here", lambda _: {"second": torch.ones(2)}, known, parity.bounds(known, 4)).outputs
+    first, second = Proof(known, bounds(known, 4)).check("here", lambda _: {"second": torch.ones(2)}).outputs
     assert first.failure == "at only: the output is missing"
     assert second.passed
 
@@ -172,7 +172,7 @@ def test_a_candidate_that_raises_fails_and_names_the_case() -> None:
             raise ValueError("\n  the size 3 was baked in\nand more")
         return {"y": torch.ones(2)}
 
-    place = parity.check("here", run, known, parity.bounds(known, 4.0))
+    place = Proof(known, bounds(known, 4.0)).check("here", run)
     assert not place.passed
     assert place.outputs[0].failure == "at case 1: it raised ValueError: the size 3 was baked in"
 
@@ -197,11 +197,11 @@ def test_large_integers_must_be_equal_too() -> None:
 def test_every_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
     model = randomise(Network()).to(dtype)
     known = run_original(call, model, [Case("only", {"x": torch.randn(5, 6, dtype=dtype)})])
-    bounds = parity.bounds(known, 4.0)
+    limits = bounds(known, 4.0)
     result = known.outputs[0]["y"]
-    assert parity.check("here", lambda _: {"y": result.clone()}, known, bounds).passed
+    assert Proof(known, limits).check("here", lambda _: {"y": result.clone()}).passed
     size = float(result.double().abs().max())
-    limit = bounds["y"].limit
+    limit = limits["y"].limit
     assert torch.finfo(dtype).eps * size < limit < 200 * torch.finfo(dtype).eps * size
 
 
@@ -247,10 +247,10 @@ def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
     assert known.fallback is not None
     assert known.fallback.startswith("RuntimeError")
     assert torch.equal(known.exact[0]["y"], known.outputs[0]["y"])
-    bound = parity.bounds(known, 4.0)["y"]
+    bound = bounds(known, 4.0)["y"]
     assert bound.floor == 0.0
     size = float(known.outputs[0]["y"].abs().max())
-    assert bound.limit == pytest.approx(4 * parity.FALLBACK_ULPS * EPS * size)
+    assert bound.limit == pytest.approx(4 * FALLBACK_ULPS * EPS * size)
 
 
 class Cancels(nn.Module):

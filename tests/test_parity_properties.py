@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optexport import parity
 from optexport.cases import Case
-from optexport.parity import OutputParity
+from optexport.floor import bounds
+from optexport.parity import OutputParity, Proof
 from optexport.reference import Reference
 
 
@@ -31,16 +31,16 @@ def references(draw: st.DrawFn) -> Reference:
 
 
 def judge(known: Reference, candidate: list[torch.Tensor], multiple: float = 4.0, **fixed: float) -> OutputParity:
-    bounds = parity.bounds(known, multiple, **fixed)
+    limits = bounds(known, multiple, **fixed)
     names = {case.name: value for case, value in zip(known.cases, candidate, strict=True)}
     by_index = {int(case.batch["i"]): names[case.name] for case in known.cases}
-    (output,) = parity.check("here", lambda batch: {"y": by_index[int(batch["i"])]}, known, bounds).outputs
+    (output,) = Proof(known, limits).check("here", lambda batch: {"y": by_index[int(batch["i"])]}).outputs
     return output
 
 
 def perturbed(known: Reference, share: float, data: st.DataObject) -> tuple[list[torch.Tensor], int]:
     """The original's results, with one element a share of what it may be away from float64; and which case it is in."""
-    bound = parity.bounds(known, 4.0)["y"]
+    bound = bounds(known, 4.0)["y"]
     candidate = [o["y"].double() for o in known.outputs]
     index = data.draw(st.integers(0, len(candidate) - 1))
     row = data.draw(st.integers(0, candidate[index].shape[0] - 1))
@@ -48,7 +48,7 @@ def perturbed(known: Reference, share: float, data: st.DataObject) -> tuple[list
     sign = data.draw(st.sampled_from([-1, 1]))
     exact = known.exact[index]["y"]
     candidate[index] = candidate[index].clone()
-    candidate[index][row, column] = (exact + sign * share * bound.allowed(exact.abs()))[row, column]
+    candidate[index][row, column] = (exact + sign * share * bound.allowed("", exact.abs()))[row, column]
     return candidate, index
 
 

@@ -1,0 +1,97 @@
+"""The noise floor of an output, and how far from float64 a result may therefore be.
+
+No fixed tolerance fits all models, so it is measured. The original is run in float64 and in its own precision, and
+the distance between the two is the noise floor of this model on these inputs. A candidate passes when its own
+distance from float64 stays within a multiple of the floor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from optexport import distances
+from optexport.errors import ParityError
+from optexport.reference import Reference
+
+# Where float64 could not be had, so many units stand in for the floor.
+FALLBACK_ULPS = 64
+# A limit above this share of the largest value would let anything pass.
+LARGEST_LIMIT = 0.1
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far an output may be from what it is compared with.
+
+    Attributes:
+        floor: The original's own distance from float64, the largest over all elements, ordinary cases and ways of
+            running it.
+        limit: The distance from float64 up to which a candidate passes; with atol or rtol, the largest they allow.
+        atol: With rtol, a fixed limit instead: ``|candidate - original| <= atol + rtol * |original|``.
+        extremes: The limits of extreme cases, which have floors of their own; infinite where noise drowns the result,
+            so that only NaN, infinities, shape and dtype are checked there.
+    """
+
+    floor: float
+    limit: float
+    atol: float | None = None
+    rtol: float | None = None
+    extremes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def fixed(self) -> bool:
+        return self.atol is not None or self.rtol is not None
+
+    def allowed(self, case: str, magnitude: torch.Tensor) -> torch.Tensor:
+        """The allowed distance of each element, given a case and the reference's magnitudes there."""
+        own = torch.full_like(magnitude, self.extremes.get(case, 0.0 if self.fixed else self.limit))
+        return torch.maximum(own, (self.atol or 0.0) + (self.rtol or 0.0) * magnitude) if self.fixed else own
+
+
+def bounds(
+    reference: Reference, multiple: float, atol: float | None = None, rtol: float | None = None
+) -> dict[str, Bound]:
+    """Sets the limit of every output at a multiple of its noise floor.
+
+    Outputs that are not floating point must be equal. Where float64 could not be had, the floor is unknown, and
+    `FALLBACK_ULPS` units in the last place of the largest value stand in for it.
+
+    Raises:
+        ParityError: The limit of an output is no small part of its values, so that nothing could be proven.
+    """
+    return {name: _bound(name, reference, multiple, atol, rtol) for name in reference.outputs[0]}
+
+
+def _bound(name: str, reference: Reference, multiple: float, atol: float | None, rtol: float | None) -> Bound:
+    dtype = reference.outputs[0][name].dtype
+    extreme = [index for index, case in enumerate(reference.cases) if case.extreme]
+    if not dtype.is_floating_point:
+        return Bound(0.0, 0.0, extremes={reference.cases[index].name: math.inf for index in extreme})
+    noise = [of_case[name] for of_case in reference.noise]
+    scales = [_scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
+    ordinary = [index for index, case in enumerate(reference.cases) if not case.extreme]
+    floor, scale = (max(values[index] for index in ordinary) for values in (noise, scales))
+    least = torch.finfo(dtype).eps * (distances.LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS)
+    limit = multiple * max(floor, least * scale)
+    if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
+        raise ParityError(
+            f"nothing can be proven: {multiple:g} times the noise floor is {limit:.2g}, the largest value {scale:.2g}",
+            place=f"output {name}",
+            mend="Set parity.atol and parity.rtol to what the task allows, or export in a higher precision.",
+        )
+    extremes = {}
+    for index in extreme:  # as noisy as the original there, or in proportion as noisy as it is elsewhere
+        own = multiple * max(noise[index], least * scales[index], floor * max(1.0, scales[index] / (scale or 1.0)))
+        drowned = own > LARGEST_LIMIT * max(scale, scales[index])
+        extremes[reference.cases[index].name] = math.inf if drowned else own
+    if atol is not None or rtol is not None:
+        limit = (atol or 0.0) + (rtol or 0.0) * scale
+    return Bound(floor, limit, atol, rtol, extremes)
+
+
+def _scale(original: torch.Tensor, exact: torch.Tensor) -> float:
+    return distances.largest(distances.finite(original).abs()[~distances.marks(original, exact)])
