@@ -87,6 +87,9 @@ def cli(debug: bool) -> None:
 
 
 _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
+_JUNIT = click.option(
+    "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."
+)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
@@ -95,18 +98,27 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the result a
 @click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be given more than once.")
 @click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
+@_JUNIT
 @_JSON
-def run(config: Path, without: tuple[str, ...], baseline: bool, dump: Path | None, as_json: bool) -> None:
+def run(
+    config: Path, without: tuple[str, ...], baseline: bool, dump: Path | None, junit: Path | None, as_json: bool
+) -> None:
     """Transform, prove and export the model that CONFIG names."""
     from optexport.config import load_config
+    from optexport.reports import publish
 
-    load_config(config)  # a mistake in the file is told before torch is imported
-    with _progress(quiet=as_json) as stages:
-        from optexport import pipeline, summary
+    try:
+        load_config(config)  # a mistake in the file is told before torch is imported
+        with _progress(quiet=as_json) as stages:
+            from optexport import pipeline, summary
 
-        # What a model's own code prints is none of our result.
-        with contextlib.redirect_stdout(sys.stderr):
-            result = pipeline.run(config, without=without, baseline=baseline, dump=dump, stages=stages)
+            # What a model's own code prints is none of our result.
+            with contextlib.redirect_stdout(sys.stderr):
+                result = pipeline.run(config, without=without, baseline=baseline, dump=dump, stages=stages)
+    except OptexportError as error:
+        publish(config.name, None, error, junit)
+        raise
+    publish(config.name, result.manifest.parity, result.tracking_failure, junit)
     if as_json:
         click.echo(json.dumps(summary.as_json(result), indent=2))
     else:
@@ -196,12 +208,22 @@ def new_rule(name: str, folder: Path) -> None:
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
+@_JUNIT
 @_JSON
-def verify(bundle: Path, as_json: bool) -> None:
+def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     """Check that BUNDLE is unchanged, and that its files still give its stored outputs."""
-    from optexport.verification import verify as verify_bundle
+    from optexport.reports import publish
 
-    places = verify_bundle(bundle)
+    try:
+        from optexport.parity_record import parity_record
+        from optexport.verification import verify as verify_bundle
+
+        proof = verify_bundle(bundle)
+    except OptexportError as error:
+        publish(bundle.name, None, error, junit)
+        raise
+    publish(bundle.name, parity_record(proof), None, junit)
+    places = proof.places[1:]
     failures = [f"{p.place}: {o.output}, {o.failure}" for p in places for o in p.outputs if o.failure is not None]
     if as_json:
         rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs, "limit": o.limit, "passed": o.passed}

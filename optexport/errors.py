@@ -8,6 +8,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from optexport.manifest import ParityRecord
 
 
 def first_line(error: BaseException) -> str:
@@ -91,9 +95,19 @@ class TraceError(OptexportError):
 
 
 class ParityError(OptexportError):
-    """A graph or a file does not compute what the original computes."""
+    """A graph or a file does not compute what the original computes.
+
+    Attributes:
+        proof: All that was compared, as the manifest of a bundle would hold it; None where it did not come to that.
+    """
 
     exit_code = 4
+
+    def __init__(
+        self, cause: str, *, place: str | None = None, mend: str | None = None, proof: ParityRecord | None = None
+    ) -> None:
+        self.proof = proof
+        super().__init__(cause, place=place, mend=mend)
 
 
 class ExportError(OptexportError):

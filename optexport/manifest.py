@@ -157,7 +157,11 @@ class FileRecord(_Record):
 
 
 class Manifest(_Record):
-    """The whole document; ``digest`` is the SHA-256 of the document without it."""
+    """The whole document; ``digest`` is the SHA-256 of the document without it.
+
+    ``undone`` names the last transformations, which were undone on a copy and gave back the graph before them, to the
+    bit: the trace itself where they are all that changed it.
+    """
 
     manifest_version: Literal[1] = VERSION
     optexport_version: str
@@ -171,6 +175,7 @@ class Manifest(_Record):
     nodes_before: int
     nodes_after: int
     transformations: list[TransformationRecord]
+    undone: list[str]
     parity: ParityRecord
     reference_cases: list[str]
     artifacts: list[ArtifactRecord]

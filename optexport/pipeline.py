@@ -18,6 +18,7 @@ from optexport.floor import Bound
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
 from optexport.parity import GRAPH, PlaceParity, Proof
+from optexport.parity_record import parity_record
 from optexport.reference import Reference, run_original
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
@@ -26,6 +27,7 @@ from optexport.trace import Traced, trace
 from optexport.transform import Applied, NamedRule, blame, transform
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import no_cache
+from optexport.undoing import check_undo
 
 _FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
 
@@ -169,7 +171,8 @@ def produce(job: Job, stages: Stages) -> Result:
             )
             proof = Proof(reference, _bounds(job.config, reference))
         with stages.stage("transform"):
-            graph_module, applied = transform(traced.graph_module, job.rules, job.dump)
+            transformed = transform(traced.graph_module, job.rules, job.dump)
+            graph_module, applied = transformed.graph_module, transformed.applied
             records.write_graph(draft / "graph_after.txt", graph_module)
         with stages.stage("check graph"):
             if not proof.check(GRAPH, _runner(graph_module, call)).passed:
@@ -185,13 +188,15 @@ def produce(job: Job, stages: Stages) -> Result:
                     proof.check(place, candidate, traced_shape_only=fixed)
         if not proof.passed:
             raise _failure(proof, "The transformed graph passes: the exporter or the runtime changed the numbers.")
+        with stages.stage("undo"):
+            check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
-            found = records.parity_record(proof)
+            found = parity_record(proof)
             manifest = records.manifest(
-                job.config, job.loaded, traced, applied, nodes_before, found, stored, artifacts
+                job.config, job.loaded, traced, transformed, nodes_before, found, stored, artifacts
             ).model_copy(update={"files": bundle.file_records(draft)})
             bundle.write_manifest(draft, manifest)
         bundle.write_measurements(draft, records.measurements(stages.seconds))
@@ -317,4 +322,5 @@ def _failure(proof: Proof, explanation: str) -> ParityError:
         for output in place.outputs
         if output.failure is not None
     ]
-    return ParityError("the results differ from the original's\n  " + "\n  ".join(lines), mend=explanation)
+    cause = "the results differ from the original's\n  " + "\n  ".join(lines)
+    return ParityError(cause, mend=explanation, proof=parity_record(proof))

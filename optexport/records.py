@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import math
 import os
 import platform
 import socket
@@ -18,27 +17,21 @@ from torch import fx
 from optexport import __version__
 from optexport.config import Config
 from optexport.errors import redact
-from optexport.floor import Bound
 from optexport.manifest import (
     ArtifactRecord,
-    BoundRecord,
-    CaseRecord,
     ChangeRecord,
     DimRecord,
     Manifest,
     ModelRecord,
     NearMissRecord,
-    OutputRecord,
     ParityRecord,
-    PlaceRecord,
     TensorRecord,
     TransformationRecord,
 )
-from optexport.parity import OutputParity, Proof
 from optexport.signature import TensorSpec
 from optexport.sources import Loaded
 from optexport.trace import Traced
-from optexport.transform import Applied
+from optexport.transform import Applied, Transformed
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
 
@@ -94,7 +87,7 @@ def manifest(
     config: Config,
     loaded: Loaded,
     traced: Traced,
-    applied: Sequence[Applied],
+    transformed: Transformed,
     nodes_before: int,
     parity: ParityRecord,
     reference_cases: Sequence[str],
@@ -116,57 +109,14 @@ def manifest(
         dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in traced.signature.dims.items()},
         fixed_axes=list(traced.fixed),
         nodes_before=nodes_before,
-        nodes_after=applied[-1].nodes_after if applied else nodes_before,
-        transformations=[_transformation(a) for a in applied],
+        nodes_after=transformed.applied[-1].nodes_after if transformed.applied else nodes_before,
+        transformations=[_transformation(a) for a in transformed.applied],
+        undone=[rule.name for rule in transformed.undoable],
         parity=parity,
         reference_cases=list(reference_cases),
         artifacts=list(artifacts),
         files=[],
     )
-
-
-def parity_record(proof: Proof) -> ParityRecord:
-    """The proof as the manifest holds it; distances to three digits."""
-    return ParityRecord(
-        cases=[case.name for case in proof.reference.cases],
-        bounds={name: _bound(bound) for name, bound in proof.bounds.items()},
-        ways=list(proof.reference.ways),
-        fallback=proof.reference.fallback,
-        unguided=list(proof.reference.unguided),
-        places=[
-            PlaceRecord(
-                place=place.place, made_from=place.made_from, outputs=[_output(output) for output in place.outputs]
-            )
-            for place in proof.places
-        ],
-    )
-
-
-def _bound(bound: Bound) -> BoundRecord:
-    extremes = {case: limit if math.isfinite(limit) else None for case, limit in bound.extremes.items()}
-    return BoundRecord(floor=bound.floor, limit=bound.limit, atol=bound.atol, rtol=bound.rtol, extremes=extremes)
-
-
-def _output(output: OutputParity) -> OutputRecord:
-    return OutputRecord(
-        output=output.output,
-        max_abs=_rounded(output.max_abs),
-        max_rel=_rounded(output.max_rel),
-        cosine=round(output.cosine, 9),
-        multiple=_rounded(output.multiple),
-        step=_rounded(output.step),
-        argmax_agreement=output.argmax_agreement,
-        tolerance=_rounded(output.tolerance),
-        worst_case=output.worst_case,
-        cases=[
-            CaseRecord(case=c.case, distance=_rounded(c.distance), limit=_rounded(c.limit), failure=c.failure)
-            for c in output.cases
-        ],
-    )
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.3g}") if math.isfinite(value) else None
 
 
 def _transformation(applied: Applied) -> TransformationRecord:

@@ -53,6 +53,9 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
             console.print(f"    skipped at {escape(miss.node)}: {escape(miss.reason)}", highlight=False, soft_wrap=True)
         if (more := len(t.near_misses) - _SHOWN_NEAR_MISSES) > 0:
             console.print(f"    and {more} more near misses, all in manifest.json")
+    if manifest.undone:
+        undone = escape(" and ".join(manifest.undone))
+        console.print(f"  undone again on a copy: {undone}; the graph before came back, to the bit", soft_wrap=True)
 
 
 def _where(change: ChangeRecord) -> str:

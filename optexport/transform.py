@@ -14,6 +14,7 @@ from optexport import registry
 from optexport.errors import GateError, OptexportError, TransformationError, first_line
 from optexport.transformations import DeepCopy, ReversibleTransformation, Rule, Transformation
 from optexport.transformations.rule import Report, run
+from optexport.undoing import sharing_copy
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,23 @@ class Applied:
         return isinstance(self.rule.transformation, ReversibleTransformation)
 
 
-def transform(
-    graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Path | None = None
-) -> tuple[fx.GraphModule, list[Applied]]:
+@dataclass(frozen=True)
+class Transformed:
+    """A graph to which transformations were applied.
+
+    Attributes:
+        applied: What each of them did.
+        undoable: The reversible ones that changed something after the last other one that did.
+        earlier: The graph before these, which shares its tensors.
+    """
+
+    graph_module: fx.GraphModule
+    applied: tuple[Applied, ...]
+    undoable: tuple[NamedRule, ...]
+    earlier: fx.GraphModule
+
+
+def transform(graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Path | None = None) -> Transformed:
     """Applies transformations, in their order; in place, where all of them are known never to write into a tensor.
 
     Args:
@@ -79,7 +94,9 @@ def transform(
     """
     if not all(_is_built_in(rule.transformation) for rule in rules):
         graph_module = DeepCopy()(graph_module)  # whose weights are those of the caller's model
-    applied = []
+    applied: list[Applied] = []
+    undoable: list[NamedRule] = []
+    earlier = sharing_copy(graph_module)
     for index, rule in enumerate(rules):
         before = str(graph_module.graph)
         nodes_before = len(graph_module.graph.nodes)
@@ -99,7 +116,11 @@ def transform(
             name = f"{index + 1:02d}-{rule.name.replace(':', '-').replace('/', '-')}"
             (dump / f"{name}-before.txt").write_text(f"{before}\n", encoding="utf-8")
             (dump / f"{name}-after.txt").write_text(f"{graph_module.graph}\n", encoding="utf-8")
-    return graph_module, applied
+        if report.changes and applied[-1].reversible:
+            undoable.append(rule)
+        elif report.changes:
+            earlier, undoable = sharing_copy(graph_module), []
+    return Transformed(graph_module, tuple(applied), tuple(undoable), earlier)
 
 
 def _check_expectation(rule: NamedRule, report: Report) -> None:
@@ -121,7 +142,8 @@ def blame(graph_module: fx.GraphModule, rules: Sequence[NamedRule], passes: Call
             "inputs.dynamic, or leave the dimension out of it."
         )
     for rule in rules:
-        graph_module, (applied,) = transform(graph_module, [rule])
+        transformed = transform(graph_module, [rule])
+        graph_module, (applied,) = transformed.graph_module, transformed.applied
         if not passes(graph_module):
             nodes = [node for change in applied.report.changes for node in change.nodes or change.replaced]
             shown = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")

@@ -12,14 +12,14 @@ from optexport import bundle, runtimes
 from optexport.errors import BundleError, ExportError, SourceError
 from optexport.floor import Bound
 from optexport.manifest import BoundRecord
-from optexport.parity import PlaceParity, Proof
+from optexport.parity import Proof
 
 
-def verify(folder: Path) -> list[PlaceParity]:
+def verify(folder: Path) -> Proof:
     """Runs a bundle's files on its stored inputs and compares them with its stored outputs.
 
     Returns:
-        How each file compares, in each of its runtimes.
+        How each file compares, in each of its runtimes, after the original itself.
 
     Raises:
         ConfigError: The folder is no bundle.
@@ -30,13 +30,12 @@ def verify(folder: Path) -> list[PlaceParity]:
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
     proof = Proof(reference, {name: _bound(record) for name, record in manifest.parity.bounds.items()})
     try:
-        return [
-            proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None)
-            for artifact in manifest.artifacts
-            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs)
-        ]
+        for artifact in manifest.artifacts:
+            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
+                proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None)
     except (ExportError, SourceError) as error:  # whose mends are for those who export
         raise BundleError(error.cause, place=error.place) from error
+    return proof
 
 
 def _bound(record: BoundRecord) -> Bound:

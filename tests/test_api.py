@@ -256,7 +256,7 @@ def test_dynamic_axes_may_be_given_by_name_or_with_their_range(tmp_path: Path) -
     static = quick(exports.block(), exports.batch(), tmp_path / "static", dynamic={})
     assert static.manifest.inputs[0].shape == [2, 5, 8]
     assert static.manifest.dims == {}
-    assert all(place.passed for place in verify(static.output))
+    assert all(place.passed for place in verify(static.output).places)
 
 
 def test_an_axis_that_the_model_fixes_against_the_declaration_is_an_error(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_only_the_formats_asked_for_are_written(formats: Any, tmp_path: Path) ->
     assert list(result.files) == list(dict.fromkeys(formats))
     models_there = {path.name for path in result.output.iterdir() if path.name.startswith("model.")}
     assert models_there == {path.name for path in result.files.values()}
-    assert all(place.passed for place in verify(result.output))
+    assert all(place.passed for place in verify(result.output).places)
 
 
 def several_rules() -> Iterator[Transformation]:
@@ -367,7 +367,7 @@ def test_outputs_of_every_kind_go_into_every_format(tmp_path: Path) -> None:
     assert torch.equal(got["positive"], x > 0)
     assert torch.equal(got["largest"], x.argmax(-1))
     assert torch.equal(got["nested.1.again"], x)
-    assert all(place.passed for place in verify(result.output))
+    assert all(place.passed for place in verify(result.output).places)
 
 
 def test_a_difference_where_the_exact_result_is_zero_can_be_written_down(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_a_difference_where_the_exact_result_is_zero_can_be_written_down(tmp_pat
             return torch.cat((((x + 1e11) - 1e11) - x, x * 1e2))
 
     result = quick(Cancelling(), {"x": torch.full((3, 4), 100.0)}, tmp_path / "bundle", dynamic=BATCH)
-    assert all(place.passed for place in verify(result.output))
+    assert all(place.passed for place in verify(result.output).places)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_other_precisions_are_exported(dtype: torch.dtype, formats: list[str], t
     inputs = {**exports.batch(), "x": exports.batch()["x"].to(dtype)}
     block = exports.block().to(dtype)
     result = export(block, inputs, tmp_path / "bundle", dynamic=exports.DYNAMIC, formats=formats)
-    assert all(place.passed for place in verify(result.output))
+    assert all(place.passed for place in verify(result.output).places)
     assert result.manifest.inputs[0].dtype == str(dtype).removeprefix("torch.")
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from optexport import parity
 from optexport.cases import Batch, Case
 from optexport.distances import LEAST_FLOOR_ULPS
 from optexport.floor import FALLBACK_ULPS, bounds
@@ -327,3 +330,110 @@ def test_a_file_of_fixed_shape_is_asked_for_the_traced_shape_only() -> None:
     assert [case.name for case in kept.cases] == ["traced", "again"]
     assert len(kept.outputs) == len(kept.exact) == 2
     assert kept.fallback == "why"
+
+
+class Rows(nn.Module):
+    """Rows that have no say in each other's results, or that have."""
+
+    def __init__(self, *, mix: bool) -> None:
+        super().__init__()
+        self.linear, self.mix = nn.Linear(64, 3), mix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y - y.mean(0) if self.mix else y
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_halves_of_a_batch_count_for_the_floor_where_rows_have_no_say_in_each_other(mix: bool) -> None:
+    model = randomise(Rows(mix=mix))
+    known = run_original(call, model, [Case("traced", {"x": torch.randn(8, 64)})], batched=["x"])
+    assert known.ways == (() if mix else ("half the rows at a time",))
+    whole = float((known.outputs[0]["y"] - known.exact[0]["y"]).abs().max())
+    assert known.noise[0]["y"] >= whole
+    if mix:
+        assert known.noise[0]["y"] == whole
+    assert bounds(known, 4.0)["y"].floor == known.noise[0]["y"]
+
+
+def test_the_original_runs_with_one_thread_too_and_the_number_is_put_back() -> None:
+    model, cases = network()
+    before, seen = torch.get_num_threads(), []
+
+    def watched(model: nn.Module, batch: Batch) -> Tensors:
+        seen.append(torch.get_num_threads())
+        return call(model, batch)
+
+    try:
+        torch.set_num_threads(2)
+        known = run_original(watched, model, cases)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert known.ways == ("with one thread",)
+    assert seen.count(1) == len(cases)
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux tells how much memory is free")
+def test_where_float64_does_not_fit_in_memory_the_model_is_compared_with_itself_and_that_is_said() -> None:
+    class Vast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.far_too_much = nn.Parameter(torch.zeros(1).expand(2**45), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 + self.far_too_much[0]
+
+    known = run_original(call, Vast(), [Case("only", {"x": torch.ones(2)})])
+    assert known.fallback is not None
+    assert known.fallback.startswith("its weights take 281475.0 GB in float64")
+
+
+def extreme(ordinary: float, unlike: float, *, noise: float) -> Reference:
+    """An ordinary and an extreme case of these sizes, with a relative noise."""
+    known = reference(torch.tensor([ordinary]), torch.tensor([unlike]))
+    exact = tuple({"y": o["y"].double() * (1 + noise)} for o in known.outputs)
+    cases = (known.cases[0], replace(known.cases[1], extreme=True))
+    return replace(known, cases=cases, exact=exact)
+
+
+def test_an_extreme_case_has_a_limit_of_its_own_and_no_say_in_that_of_others() -> None:
+    known = extreme(1.0, 1000.0, noise=1e-6)
+    bound = bounds(known, 4.0)["y"]
+    assert bound.limit == pytest.approx(4e-6, rel=1e-2)
+    assert bound.extremes == {"case 1": pytest.approx(4e-3, rel=1e-2)}
+    honest = compare(known, torch.tensor([1.0]), torch.tensor([1000.002]))
+    assert honest.passed
+    assert honest.max_abs == pytest.approx(1e-6, rel=1e-2)
+    wrong = compare(known, torch.tensor([1.0]), torch.tensor([1000.1]))
+    assert wrong.failure is not None
+    assert wrong.failure.startswith("at case 1: ")
+
+
+def test_where_noise_drowns_an_extreme_case_only_nan_and_shape_are_checked() -> None:
+    known = extreme(1.0, 1e6, noise=1e-6)
+    exact = ({"y": known.exact[0]["y"]}, {"y": torch.tensor([5e5], dtype=torch.float64)})
+    known = replace(known, exact=exact)
+    assert bounds(known, 4.0)["y"].extremes == {"case 1": math.inf}
+    assert compare(known, torch.tensor([1.0]), torch.tensor([3e5])).passed
+    assert not compare(known, torch.tensor([1.0]), torch.tensor([math.nan])).passed
+    assert not compare(known, torch.tensor([1.0]), torch.tensor([1e6, 1e6])).passed
+
+
+def test_each_place_is_compared_with_the_one_that_it_was_made_from() -> None:
+    known = reference(torch.ones(3))
+    proof = Proof(known, bounds(known, 4.0, atol=1.0))
+
+    def gives(value: float) -> Callable[[Batch], Tensors]:
+        return lambda _: {"y": torch.full((3,), value)}
+
+    for place, value in ((parity.GRAPH, 1.25), (parity.ONNX, 1.25), (parity.ONNX_OPTIMISED, 1.75), ("pt2", 1.0)):
+        proof.check(place, gives(value))
+    steps = {place.place: (place.made_from, place.outputs[0].step) for place in proof.places}
+    assert steps == {
+        "original": ("original", 0.0),
+        "transformed graph": ("original", 0.25),
+        "onnx": ("transformed graph", 0.0),
+        "onnx, optimised": ("onnx", 0.5),
+        "pt2": ("transformed graph", 0.25),
+    }

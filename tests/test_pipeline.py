@@ -356,7 +356,7 @@ def test_an_earlier_bundle_stays_when_a_run_fails_and_is_replaced_when_one_succe
     assert sorted(path.name for path in earlier.iterdir()) == sorted(
         {*exports.FILES, "config.toml"} - {"model.onnx", "model.torchscript.pt"}
     )
-    assert all(place.passed for place in verify(earlier))
+    assert all(place.passed for place in verify(earlier).places)
 
 
 def test_what_is_no_bundle_is_refused_before_the_model_is_loaded(project: Path) -> None:
@@ -373,7 +373,7 @@ def test_what_is_no_bundle_is_refused_before_the_model_is_loaded(project: Path) 
 def test_a_baseline_is_the_untransformed_export_beside(project: Path) -> None:
     result = pipeline.run(config(project, "merge-linears", formats=("onnx",)), baseline=True)
     plain = project / "out" / "block-baseline"
-    assert all(place.passed for folder in (result.output, plain) for place in verify(folder))
+    assert all(place.passed for folder in (result.output, plain) for place in verify(folder).places)
     manifests = [json.loads((folder / "manifest.json").read_bytes()) for folder in (result.output, plain)]
     assert [[t["rule"] for t in m["transformations"]] for m in manifests] == [["merge-linears"], []]
     assert manifests[0]["nodes_before"] == manifests[1]["nodes_after"]

@@ -122,7 +122,7 @@ def test_the_artifacts_hold_the_bundle_the_config_and_the_changed_nodes(tracked:
     downloaded = tracked.artifact("bundle")
     here = {path.name: path.read_bytes() for path in tracked.result.output.iterdir()}
     assert {path.name: path.read_bytes() for path in downloaded.iterdir()} == here
-    assert all(place.passed for place in verify(downloaded))
+    assert all(place.passed for place in verify(downloaded).places)
     assert tracked.artifact("config.toml").read_text() == tracked.config.read_text()
     table = json.loads(tracked.artifact("transformed_nodes.json").read_text())
     (row,) = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
@@ -255,7 +255,7 @@ def test_a_store_that_cannot_take_the_artifacts_fails_the_run_and_not_the_bundle
     assert result.tracking_failure is not None
     assert result.tracking_failure.exit_code == 7
     assert "The bundle is whole on disk" in str(result.tracking_failure)
-    assert all(place.passed for place in verify(result.output))
+    assert all(place.passed for place in verify(result.output).places)
     assert only_run(uri).info.status == "FAILED"
     (tmp_path / "mlartifacts").unlink()
     assert pipeline.run(config).tracking_failure is None
@@ -266,7 +266,7 @@ def test_a_store_that_is_none_fails_the_tracking_and_not_the_work(tmp_path: Path
     result = pipeline.run(stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]'))
     assert result.tracking_failure is not None
     assert result.run_id is None
-    assert all(place.passed for place in verify(result.output))
+    assert all(place.passed for place in verify(result.output).places)
 
 
 def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_run_on_a_server_is_whole_and_its_model_loads_by_name(server: Server, 
     assert SECRET not in json.dumps(run.to_dictionary())
     assert SECRET not in json.dumps(result)
     downloaded = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
-    assert all(place.passed for place in verify(downloaded / "bundle"))
+    assert all(place.passed for place in verify(downloaded / "bundle").places)
     told = [path for path in downloaded.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert told == []
     mlflow.set_tracking_uri(server.uri)
@@ -117,7 +117,7 @@ def test_a_server_that_is_down_ends_with_seven_and_a_whole_bundle(server: Server
     assert "The bundle is whole on disk" in err
     assert "Traceback" not in err
     assert SECRET not in out + err
-    assert all(place.passed for place in verify(tmp_path / "out" / "block"))
+    assert all(place.passed for place in verify(tmp_path / "out" / "block").places)
 
 
 def test_a_server_that_dies_in_the_middle_ends_with_seven_and_a_whole_bundle(server: Server, tmp_path: Path) -> None:
@@ -133,5 +133,5 @@ def test_a_server_that_dies_in_the_middle_ends_with_seven_and_a_whole_bundle(ser
     assert process.returncode == 7, err
     assert "The bundle is whole on disk" in err
     assert "Traceback" not in err
-    assert all(place.passed for place in verify(tmp_path / "out" / "block"))
+    assert all(place.passed for place in verify(tmp_path / "out" / "block").places)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["block"]

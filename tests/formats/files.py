@@ -53,7 +53,7 @@ def prepare(
     model: nn.Module, example: dict[str, torch.Tensor], dynamic: Dynamic | None, *, rules: bool = False
 ) -> Prepared:
     traced = trace(model, example, dynamic)
-    graph_module = transform(traced.graph_module, preset())[0] if rules else traced.graph_module
+    graph_module = transform(traced.graph_module, preset()).graph_module if rules else traced.graph_module
     flat = exported_program.flatten(graph_module, traced.signature)
     program = exported_program.to_program(flat, traced.signature, example)
     return Prepared(model, flat, traced.signature, example, program)

@@ -1,0 +1,53 @@
+"""Turns what was compared into the record of it that a manifest holds and every report is made from."""
+
+from __future__ import annotations
+
+import math
+
+from optexport.floor import Bound
+from optexport.manifest import BoundRecord, CaseRecord, OutputRecord, ParityRecord, PlaceRecord
+from optexport.parity import OutputParity, Proof
+
+
+def parity_record(proof: Proof) -> ParityRecord:
+    """The proof as the manifest holds it; distances to three digits."""
+    return ParityRecord(
+        cases=[case.name for case in proof.reference.cases],
+        bounds={name: _bound(bound) for name, bound in proof.bounds.items()},
+        ways=list(proof.reference.ways),
+        fallback=proof.reference.fallback,
+        unguided=list(proof.reference.unguided),
+        places=[
+            PlaceRecord(
+                place=place.place, made_from=place.made_from, outputs=[_output(output) for output in place.outputs]
+            )
+            for place in proof.places
+        ],
+    )
+
+
+def _bound(bound: Bound) -> BoundRecord:
+    extremes = {case: limit if math.isfinite(limit) else None for case, limit in bound.extremes.items()}
+    return BoundRecord(floor=bound.floor, limit=bound.limit, atol=bound.atol, rtol=bound.rtol, extremes=extremes)
+
+
+def _output(output: OutputParity) -> OutputRecord:
+    return OutputRecord(
+        output=output.output,
+        max_abs=_rounded(output.max_abs),
+        max_rel=_rounded(output.max_rel),
+        cosine=round(output.cosine, 9),
+        multiple=_rounded(output.multiple),
+        step=_rounded(output.step),
+        argmax_agreement=output.argmax_agreement,
+        tolerance=_rounded(output.tolerance),
+        worst_case=output.worst_case,
+        cases=[
+            CaseRecord(case=c.case, distance=_rounded(c.distance), limit=_rounded(c.limit), failure=c.failure)
+            for c in output.cases
+        ],
+    )
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.3g}") if math.isfinite(value) else None

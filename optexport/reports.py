@@ -1,0 +1,145 @@
+"""What continuous integration reads of a proof: JUnit XML, a Markdown summary, and lines that mark errors.
+
+All are made from the record of the proof that a bundle's manifest holds, or that a `ParityError` carries.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+from optexport.errors import ConfigError, OptexportError, ParityError
+from optexport.manifest import OutputRecord, ParityRecord, PlaceRecord
+
+_SUITE = "optexport"
+
+
+def junit(proof: ParityRecord) -> str:
+    """JUnit XML with one test case for each output, place and case of the proof."""
+    cases = []
+    for place, output in _outputs(proof):
+        for case in output.cases:
+            element = ElementTree.Element(
+                "testcase", classname=f"{_SUITE}.{place.place}", name=f"{output.output} at {case.case}"
+            )
+            if case.failure is not None:
+                failure = ElementTree.SubElement(element, "failure", message=case.failure, type="ParityError")
+                failure.text = _explained(output)
+            cases.append(element)
+    return _suite(cases)
+
+
+def junit_of_error(error: OptexportError) -> str:
+    """JUnit XML of a run that ended before anything could be compared."""
+    element = ElementTree.Element("testcase", classname=_SUITE, name="run")
+    failure = ElementTree.SubElement(element, "error", message=error.cause, type=type(error).__name__)
+    failure.text = str(error)
+    return _suite([element])
+
+
+def _suite(cases: list[ElementTree.Element]) -> str:
+    def count(tag: str) -> str:
+        return str(sum(case.find(tag) is not None for case in cases))
+
+    counts: dict[str, str] = {"tests": str(len(cases)), "failures": count("failure"), "errors": count("error")}
+    root = ElementTree.Element("testsuites", {"name": _SUITE, **counts})
+    ElementTree.SubElement(root, "testsuite", {"name": _SUITE, **counts}).extend(cases)
+    ElementTree.indent(root)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def markdown(proof: ParityRecord, title: str) -> str:
+    """A summary as Markdown: the verdict, one row for each place and output, and why each fails that does."""
+    failures = [(place, output) for place, output in _outputs(proof) if _failure(output) is not None]
+    precision = "its own precision" if proof.fallback else "float64"
+    lines = [
+        f"### {title}: parity {'failed' if failures else 'passed'}",
+        "",
+        f"Compared with the original in {precision} on {len(proof.cases)} batches: {'; '.join(proof.cases)}.",
+        "",
+        "| place | output | distance | floor | limit | from the place before | would pass | |",
+        "|---|---|---:|---:|---:|---:|---|---|",
+    ]
+    for place, output in _outputs(proof):
+        bound = proof.bounds[output.output]
+        cells = [place.place, output.output, _number(output.max_abs), _number(bound.floor), _number(bound.limit)]
+        cells += [_number(output.step), _tolerance(output), "passed" if _failure(output) is None else "**failed**"]
+        lines.append(f"| {' | '.join(cells)} |")
+    for place, output in failures:
+        lines += ["", f"- **{place.place}, {output.output}**: {_failure(output)}. {_explained(output)}"]
+    return "\n".join(lines) + "\n"
+
+
+def error_lines(proof: ParityRecord) -> list[str]:
+    """A line for each output that fails, in the form that GitHub shows as an error of the job."""
+    return [
+        _annotation(f"{_SUITE}: {place.place}, {output.output}", f"{_failure(output)}. {_explained(output)}")
+        for place, output in _outputs(proof)
+        if _failure(output) is not None
+    ]
+
+
+def _annotation(title: str, message: str) -> str:
+    """One error in the form of GitHub's workflow commands, whose documentation says what is to be escaped."""
+    message = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    title = title.replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
+    return f"::error title={title}::{message}"
+
+
+def _outputs(proof: ParityRecord) -> Iterator[tuple[PlaceRecord, OutputRecord]]:
+    return ((place, output) for place in proof.places for output in place.outputs)
+
+
+def _failure(output: OutputRecord) -> str | None:
+    return next((f"at {case.case}: {case.failure}" for case in output.cases if case.failure is not None), None)
+
+
+def _explained(output: OutputRecord) -> str:
+    if output.tolerance is None:
+        return "No tolerance would have passed."
+    multiple = (
+        "" if output.multiple is None else f" It is {output.multiple:g} times as far from float64 as the original."
+    )
+    return f"With {_tolerance(output)} against the original it would have passed.{multiple}"
+
+
+def _tolerance(output: OutputRecord) -> str:
+    return "none" if output.tolerance is None else f"atol={output.tolerance:.2g}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
+
+
+def publish(title: str, proof: ParityRecord | None, error: OptexportError | None, junit_file: Path | None) -> None:
+    """Writes the JUnit file, if one is asked for, and tells GitHub, if the program runs there.
+
+    Args:
+        title: What was proven: the config or the bundle.
+        proof: What was compared, if it came to that.
+        error: What the program ends with, if it does.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if proof is None and isinstance(error, ParityError):
+        proof = error.proof
+    if junit_file is not None and (proof is not None or error is not None):
+        text = junit(proof) if proof is not None else "" if error is None else junit_of_error(error)
+        try:
+            junit_file.parent.mkdir(parents=True, exist_ok=True)
+            junit_file.write_text(text, encoding="utf-8")
+        except OSError as problem:
+            raise ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}") from problem
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        lines = [] if proof is None else error_lines(proof)
+        if error is not None and not lines:
+            lines = [_annotation(f"{_SUITE}: {type(error).__name__}", str(error))]
+        for line in lines:
+            print(line, file=sys.stderr)
+    if proof is not None and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
+        with open(summary, "a", encoding="utf-8") as file:
+            file.write(markdown(proof, title))

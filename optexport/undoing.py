@@ -1,0 +1,83 @@
+"""Undo as evidence: what the last reversible rules did is taken back on a copy, which must be the graph before."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from optexport.errors import TransformationError
+from optexport.transformations import ReversibleTransformation, compose
+
+if TYPE_CHECKING:
+    from optexport.transform import NamedRule
+
+
+def sharing_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph and of its module tree that shares the tensors."""
+    tensors = [*graph_module.parameters(), *graph_module.buffers()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its own output trees
+        return copy.deepcopy(graph_module, {id(tensor): tensor for tensor in tensors})
+
+
+def check_undo(
+    graph_module: fx.GraphModule,
+    rules: Sequence[NamedRule],
+    earlier: fx.GraphModule,
+    example: Mapping[str, torch.Tensor],
+) -> None:
+    """Undoes rules on a copy of a graph, and compares it with the graph before them.
+
+    Code, names, ``state_dict`` and, on the example, outputs have to be equal, to the bit.
+
+    Args:
+        rules: Those that changed the graph last, in their order; all reversible.
+        earlier: The graph as it was before them.
+
+    Raises:
+        TransformationError: It is another graph, or a rule cannot be undone.
+    """
+    if not rules:
+        return
+    undo = compose(*(rule.transformation for rule in rules))
+    assert isinstance(undo, ReversibleTransformation)
+    undone = undo(sharing_copy(graph_module), reverse=True)
+    if difference := _difference(undone, earlier, example):
+        raise TransformationError(
+            f"undoing what was applied last does not give back the graph before: {difference}",
+            place=", ".join(rule.name for rule in rules),
+            mend="Mend its restore, or derive it from Rule or Transformation, as one that cannot be undone.",
+        )
+
+
+def _difference(undone: fx.GraphModule, earlier: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> str | None:
+    """What differs between two graphs; None where nothing does."""
+    if undone.code != earlier.code:
+        lines = zip(undone.code.splitlines(), earlier.code.splitlines(), strict=False)
+        line = next((f'"{one.strip()}" for "{other.strip()}"' for one, other in lines if one != other), "its length")
+        return f"its code has {line}"
+    states = undone.state_dict(), earlier.state_dict()
+    if list(states[0]) != list(states[1]):
+        return "the names in its state_dict, or their order"
+    for name, tensor in states[1].items():
+        if not _equal(states[0][name], tensor):
+            return f"the values of {name}"
+    with torch.no_grad():
+        results = [pytree.tree_leaves(graph(**copy.deepcopy(dict(example)))) for graph in (undone, earlier)]
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        if not _equal(one, other):
+            return f"output {index} on the traced inputs"
+    return None
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the bit, NaN and the sign of zero included."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))

@@ -1,0 +1,159 @@
+"""What continuous integration is told: one test case for each thing compared, and the tolerance that would do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from optexport import reports
+from optexport.cli import cli
+from optexport.manifest import ParityRecord
+from tests import exports
+from tests.calling import Caller, config, message
+
+# Its rule takes a division for a multiplication.
+WRONG = '[[transformations]]\nuse = "python:halves:Doubles"'
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+def proof(bundle: Path) -> ParityRecord:
+    return ParityRecord.model_validate(json.loads((bundle / "manifest.json").read_bytes())["parity"])
+
+
+def test_a_bundle_that_passes_has_a_test_case_for_each_output_place_and_batch() -> None:
+    record = proof(exports.exported().output)
+    root = ElementTree.fromstring(reports.junit(record))
+    cases = root.findall("testsuite/testcase")
+    assert {(c.get("classname"), c.get("name")) for c in cases} == {
+        (f"optexport.{place.place}", f"{output} at {case}")
+        for place in record.places
+        for output in record.bounds
+        for case in record.cases
+    }
+    assert root.get("tests") == str(len(cases)) == root.find("testsuite").get("tests")  # type: ignore[union-attr]
+    assert root.get("failures") == root.get("errors") == "0"
+    assert not root.findall(".//failure")
+
+
+def test_a_wrong_rule_fails_its_place_alone_and_says_what_would_have_passed(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "reports" / "parity.xml"
+    said = message(call("run", config(more=WRONG), "--junit", str(report)), 4)
+    assert "Doubles" in said
+    root = ElementTree.parse(report).getroot()
+    failed = {case.get("classname") for case in root.findall(".//testcase") if case.find("failure") is not None}
+    assert failed == {"optexport.transformed graph"}
+    for failure in root.findall(".//failure"):
+        assert "allowed" in failure.get("message", "")
+        assert failure.text is not None
+        assert failure.text.startswith("With atol=")
+    assert int(root.get("failures", 0)) == len(root.findall(".//failure")) > 0
+
+
+def test_the_tolerance_that_is_told_does_pass(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "parity.xml"
+    call("run", config(more=WRONG), "--junit", str(report))
+    failure = ElementTree.parse(report).getroot().find(".//failure")
+    assert failure is not None
+    assert failure.text is not None
+    told = float(failure.text.split("atol=")[1].split()[0])
+    # Two digits are told.
+    assert call("run", config(more=f"{WRONG}\n[parity]\natol = {told * 1.06}")).exit_code == 0
+    assert call("run", config(more=f"{WRONG}\n[parity]\natol = {told * 0.94}")).exit_code == 4
+
+
+def test_a_run_that_compares_nothing_is_one_error(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "parity.xml"
+    message(call("run", config("halves:fails"), "--junit", str(report)), 3)
+    (error,) = ElementTree.parse(report).getroot().findall("testsuite/testcase/error")
+    assert error.get("type") == "SourceError"
+    assert "no weights" in error.get("message", "")
+
+
+def test_a_config_that_is_refused_is_one_error_too(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "parity.xml"
+    message(call("run", "[model", "--junit", str(report)), 2)
+    (error,) = ElementTree.parse(report).getroot().findall("testsuite/testcase/error")
+    assert error.get("type") == "ConfigError"
+
+
+def test_a_report_that_cannot_be_written_is_told(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    told = message(call("run", config(), "--junit", str(tmp_path / "file" / "parity.xml")), 2)
+    assert "--junit" in told
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_github_is_told(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    summary = tmp_path / "summary.md"
+    summary.write_text("what an earlier step said\n", encoding="utf-8")
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    result = call("run", config(more=WRONG if fails else ""), "--json")
+    text = summary.read_text(encoding="utf-8")
+    assert text.startswith("what an earlier step said\n### mine.toml: parity ")
+    assert ("parity failed" in text, "parity passed" in text) == (fails, not fails)
+    assert "| transformed graph |" in text
+    assert "atol=" in text
+    lines = [line for line in result.stderr.splitlines() if line.startswith("::error ")]
+    assert len(lines) == fails
+    if fails:
+        assert "title=optexport%3A transformed graph%2C output::at traced: " in lines[0]
+        assert "With atol=" in lines[0]
+    else:
+        assert json.loads(result.stdout)["passed"]
+
+
+def test_github_is_told_of_other_errors_in_one_line(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    result = call("run", config("halves:laod"))
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("::error ")]
+    assert line.endswith('Did you mean "load"?')
+    assert "%0A" in line
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_elsewhere_nothing_is_said(call: Caller) -> None:
+    assert "::error" not in call("run", config(more=WRONG)).stderr
+
+
+def spoiled(bundle: Path) -> None:
+    """A bundle of which one expected number is another, sealed again."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(bundle / "reference.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith((".outputs.hidden", ".float64.hidden")):
+            tensor.flatten()[0] += 1
+    save_file(tensors, bundle / "reference.safetensors")
+    exports.reseal(bundle, "reference.safetensors")
+
+
+@pytest.mark.parametrize(("spoil", "code"), [(None, 0), (spoiled, 4)])
+def test_verify_reports_too(tmp_path: Path, spoil: Callable[[Path], None] | None, code: int) -> None:
+    import shutil
+
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    if spoil is not None:
+        spoil(bundle)
+    report = tmp_path / "parity.xml"
+    result = CliRunner().invoke(cli, ["verify", str(bundle), "--junit", str(report)])
+    assert result.exit_code == code, result.stderr
+    root = ElementTree.parse(report).getroot()
+    assert (root.get("failures") != "0") == bool(code)
+    assert {case.get("classname") for case in root.iter("testcase")} >= {"optexport.onnx", "optexport.pt2"}
