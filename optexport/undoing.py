@@ -80,4 +80,5 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal to the bit, NaN and the sign of zero included."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
+    bits, other_bits = (tensor.detach().flatten().contiguous().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(bits, other_bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import json
 import tempfile
 import zipfile
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optexport import export, sealed_json
+from optexport import export, runtimes, sealed_json
 from optexport.pipeline import Result
 from optexport.signature import Dim
 from tests.models import randomise
@@ -126,3 +127,23 @@ def rezip(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
             if content is not None:
                 new.writestr(zipfile.ZipInfo(info.filename), content)
     path.write_bytes(written.getvalue())
+
+
+# What the smallest models of these tests take.
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+BATCH = {"x": {0: "batch"}}
+
+
+def quick(model: nn.Module, inputs: Any, output: Path, **options: Any) -> Result:
+    """Exports to the format that is written fastest."""
+    return export(model.eval(), inputs, output, **{"formats": ["pt2"], "transformations": [], **options})
+
+
+def run(result: Result, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What every file of a result gives, after checking that all give the same."""
+    names = [output.name for output in result.manifest.outputs]
+    found = [run(inputs) for name, path in result.files.items() for _, run in runtimes.open_file(path, name, names)]
+    for one, other in itertools.pairwise(found):
+        for name in names:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+    return found[0]

@@ -1,0 +1,111 @@
+"""Sizes through the Python API: those that are declared, found, refused, and checked without having been traced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import ParityError, TraceError
+from optexport.signature import Dim
+from optexport.verification import verify
+from tests import exports
+from tests.exports import X, quick
+from tests.models import randomise
+from tests.transformations.programs import Program
+
+
+def test_a_batch_of_one_does_not_fix_the_batch(tmp_path: Path) -> None:
+    model = randomise(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+    result = quick(model, X[:1], tmp_path / "bundle")
+    assert result.manifest.inputs[0].shape == ["batch", 4]
+
+
+def test_dynamic_axes_may_be_given_by_name_or_with_their_range(tmp_path: Path) -> None:
+    by_name = quick(exports.block(), exports.batch(), tmp_path / "name", dynamic={
+        "x": {0: "batch", 1: "sequence"}, "mask": {0: "batch", 1: "sequence"},
+    })  # fmt: skip
+    assert by_name.manifest.inputs[0].shape == ["batch", "sequence", 8]
+    by_range = exports.exported()
+    assert by_range.manifest.dims["batch"].max == 32
+    static = quick(exports.block(), exports.batch(), tmp_path / "static", dynamic={})
+    assert static.manifest.inputs[0].shape == [2, 5, 8]
+    assert static.manifest.dims == {}
+    assert all(place.passed for place in verify(static.output).places)
+
+
+def test_an_axis_that_the_model_fixes_against_the_declaration_is_an_error(tmp_path: Path) -> None:
+    model = randomise(nn.Linear(4, 2))
+    for width in ("width", Dim("width", 2, 64)):
+        with pytest.raises(TraceError) as caught:
+            quick(model, {"input": X}, tmp_path / "bundle", dynamic={"input": {0: "batch", 1: width}})
+        assert "width" in str(caught.value)
+        assert list(tmp_path.iterdir()) == []
+
+
+_BRANCHES: dict[str, tuple[Any, tuple[int, int], Any]] = {
+    "a large product": (lambda h, w: h * w > 1_000_000, (64, 64), (Dim("h", 32, 4096), Dim("w", 32, 4096))),
+    "one product": (lambda h, w: h * w == 35, (8, 8), (Dim("h", 1, 64), Dim("w", 1, 64))),
+    "a large multiple": (lambda h, w: h % 1000 == 0, (10, 3), (Dim("h", 1, 3999), Dim("w", 1, 8))),
+    "a large size": (lambda h, w: h > 5000, (10, 3), (Dim("h", 1, 9000), Dim("w", 1, 8))),
+}
+
+
+@pytest.mark.parametrize("name", _BRANCHES)
+def test_a_branch_on_sizes_far_from_the_traced_ones_is_found(name: str, tmp_path: Path) -> None:
+    condition, shape, (h, w) = _BRANCHES[name]
+    model = Program(lambda m, x: x * 2 if condition(*x.shape) else x + 1)
+    with pytest.raises((ParityError, TraceError)):  # of a declared range torch itself sees some
+        quick(model, {"x": torch.rand(shape)}, tmp_path / "bundle", dynamic={"x": {0: h, 1: w}})
+
+
+def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2 if x.shape[0] > 5000 else x + 1)
+    result = quick(model, {"x": torch.rand(10, 3)}, tmp_path / "bundle", dynamic={"x": {0: "h", 1: "w"}})
+    assert result.manifest.dims["h"].max == 5000
+
+
+def test_a_size_that_float32_rounds_otherwise_is_tried(tmp_path: Path) -> None:
+    model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=0.7, mode="bilinear"))
+    dynamic = {"x": {2: Dim("h", 8, 256), 3: Dim("w", 8, 256)}}
+    with pytest.raises(ParityError, match="onnx: output, at h 90"):  # 0.7 * 90 is 62.99999 in float64 alone
+        quick(model, {"x": torch.rand(1, 2, 17, 20)}, tmp_path / "bundle", dynamic=dynamic, formats=["onnx"])
+
+
+def test_sizes_that_are_made_longer_hold_no_ties_that_the_data_did_not(tmp_path: Path) -> None:
+    sorts = Program(lambda m, x: x.sort(1))
+    result = quick(sorts, {"x": torch.randn(3, 17)}, tmp_path / "bundle", dynamic={"x": {1: Dim("n", 8, 200)}})
+    assert result.passed
+
+
+def test_the_end_of_a_huge_range_is_not_built(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2)
+    result = quick(model, {"x": X}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 2**31 - 1)}})
+    assert result.passed
+
+
+class Branching(nn.Module):
+    """Goes another way at some sizes, which a trace does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 100 if x.shape[0] % 11 == 0 else x * 2
+
+
+@pytest.mark.parametrize("dynamic", [{"x": {0: Dim("batch", 1, 64)}}, {"x": {0: "batch"}}, None])
+def test_a_branch_on_a_size_is_found(dynamic: Any, tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="batch 11"):
+        quick(Branching(), {"x": torch.rand(3, 4)}, tmp_path / "bundle", dynamic=dynamic)
+
+
+def test_a_branch_on_a_size_that_is_not_declared_does_no_harm(tmp_path: Path) -> None:
+    result = quick(Branching(), {"x": torch.rand(3, 4)}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 10)}})
+    assert result.passed
+
+
+def test_both_ends_of_a_range_are_checked(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2)
+    result = quick(model, {"x": torch.rand(3, 768)}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 64)}})
+    assert {"batch 1", "batch 64"} <= set(result.manifest.parity.cases)

@@ -1,0 +1,133 @@
+"""What the original computes, in its own precision and in float64: the noise that the floor is made of."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.cases import Batch, Case
+from optexport.floor import FALLBACK_ULPS, bounds
+from optexport.reference import run_original
+from tests.measuring import EPS, Tensors, call, network
+from tests.models import randomise
+
+
+def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:
+    model, cases = network()
+    known = run_original(call, model, cases)
+    double = copy.deepcopy(model).double()
+    with torch.no_grad():
+        distances = [(model(c.batch["x"]).double() - double(c.batch["x"].double())).abs().max() for c in cases]
+    assert bounds(known, 4.0)["y"].floor == float(max(distances))
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    model, cases = network()
+    before = copy.deepcopy(model.state_dict())
+    run_original(call, model, cases)
+    assert all(torch.equal(value, before[name]) and value.dtype is torch.float32
+               for name, value in model.state_dict().items())  # fmt: skip
+
+
+class Stubborn(nn.Module):
+    """A model that float64 cannot go through: one operand is always float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.full((6, 3), 0.3, dtype=torch.float32)
+
+
+def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
+    known = run_original(call, Stubborn(), [Case("only", {"x": torch.ones(2, 6)})])
+    assert known.fallback is not None
+    assert known.fallback.startswith("RuntimeError")
+    assert torch.equal(known.exact[0]["y"], known.outputs[0]["y"])
+    bound = bounds(known, 4.0)["y"]
+    assert bound.floor == 0.0
+    size = float(known.outputs[0]["y"].abs().max())
+    assert bound.limit == pytest.approx(4 * FALLBACK_ULPS * EPS * size)
+
+
+class Cancels(nn.Module):
+    """Of a small input rounding leaves little, as of the noise of a trained encoder at some sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 1.1) - 1.1
+
+
+@pytest.mark.parametrize(("size", "guided"), [(1e-3, True), (1e-6, False)])
+def test_noise_that_differs_by_case_is_the_floor_while_half_the_digits_are_left(size: float, guided: bool) -> None:
+    model = randomise(Cancels())
+    cases = [Case(f"of {s}", {"x": s * torch.rand(4, 6)}) for s in (1.0, 1.0, 1.0, size)]
+    known = run_original(call, model, cases)
+    assert known.unguided == (() if guided else (f"y at of {size}",))
+
+
+def test_a_model_of_integers_alone_needs_no_float64() -> None:
+    class Shift(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    known = run_original(call, Shift(), [Case("only", {"x": torch.arange(3)})])
+    assert known.fallback is None
+    assert torch.equal(known.exact[0]["y"], torch.tensor([1, 2, 3]))
+
+
+class Rows(nn.Module):
+    """Rows that have no say in each other's results, or that have."""
+
+    def __init__(self, *, mix: bool) -> None:
+        super().__init__()
+        self.linear, self.mix = nn.Linear(64, 3), mix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y - y.mean(0) if self.mix else y
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_halves_of_a_batch_count_for_the_floor_where_rows_have_no_say_in_each_other(mix: bool) -> None:
+    model = randomise(Rows(mix=mix))
+    known = run_original(call, model, [Case("traced", {"x": torch.randn(8, 64)})], batched=["x"])
+    assert known.ways == (() if mix else ("half the rows at a time",))
+    whole = float((known.outputs[0]["y"] - known.exact[0]["y"]).abs().max())
+    assert known.noise[0]["y"] >= whole
+    if mix:
+        assert known.noise[0]["y"] == whole
+    assert bounds(known, 4.0)["y"].floor == known.noise[0]["y"]
+
+
+def test_the_original_runs_with_one_thread_too_and_the_number_is_put_back() -> None:
+    model, cases = network()
+    before, seen = torch.get_num_threads(), []
+
+    def watched(model: nn.Module, batch: Batch) -> Tensors:
+        seen.append(torch.get_num_threads())
+        return call(model, batch)
+
+    try:
+        torch.set_num_threads(2)
+        known = run_original(watched, model, cases)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert known.ways == ("with one thread",)
+    assert seen.count(1) == len(cases)
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux tells how much memory is free")
+def test_where_float64_does_not_fit_in_memory_the_model_is_compared_with_itself_and_that_is_said() -> None:
+    class Vast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.far_too_much = nn.Parameter(torch.zeros(1).expand(2**45), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 + self.far_too_much[0]
+
+    known = run_original(call, Vast(), [Case("only", {"x": torch.ones(2)})])
+    assert known.fallback is not None
+    assert known.fallback.startswith("its weights take 281475.0 GB in float64")
