@@ -105,8 +105,9 @@ def run(
 ) -> None:
     """Transform, prove and export the model that CONFIG names."""
     from optexport.config import load_config
-    from optexport.reports import publish
+    from optexport.reports import check_writable, publish
 
+    check_writable(junit)
     try:
         load_config(config)  # a mistake in the file is told before torch is imported
         with _progress(quiet=as_json) as stages:
@@ -212,8 +213,9 @@ def new_rule(name: str, folder: Path) -> None:
 @_JSON
 def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     """Check that BUNDLE is unchanged, and that its files still give its stored outputs."""
-    from optexport.reports import publish
+    from optexport.reports import check_writable, publish
 
+    check_writable(junit)
     try:
         from optexport.parity_record import parity_record
         from optexport.verification import verify as verify_bundle

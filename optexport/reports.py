@@ -114,6 +114,22 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
 
 
+def check_writable(junit_file: Path | None) -> None:
+    """Refuses a file that could not be written at the end, before the work starts.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if junit_file is None:
+        return
+    try:
+        junit_file.parent.mkdir(parents=True, exist_ok=True)
+        with junit_file.open("a", encoding="utf-8"):
+            pass
+    except OSError as problem:
+        raise ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}") from problem
+
+
 def publish(title: str, proof: ParityRecord | None, error: OptexportError | None, junit_file: Path | None) -> None:
     """Writes the JUnit file, if one is asked for, and tells GitHub, if the program runs there.
 
@@ -121,19 +137,13 @@ def publish(title: str, proof: ParityRecord | None, error: OptexportError | None
         title: What was proven: the config or the bundle.
         proof: What was compared, if it came to that.
         error: What the program ends with, if it does.
-
-    Raises:
-        ConfigError: The file cannot be written.
     """
     if proof is None and isinstance(error, ParityError):
         proof = error.proof
     if junit_file is not None and (proof is not None or error is not None):
-        text = junit(proof) if proof is not None else "" if error is None else junit_of_error(error)
-        try:
-            junit_file.parent.mkdir(parents=True, exist_ok=True)
-            junit_file.write_text(text, encoding="utf-8")
-        except OSError as problem:
-            raise ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}") from problem
+        junit_file.write_text(
+            junit(proof) if proof is not None else "" if error is None else junit_of_error(error), encoding="utf-8"
+        )
     if os.environ.get("GITHUB_ACTIONS") == "true":
         lines = [] if proof is None else error_lines(proof)
         if error is not None and not lines:
@@ -141,5 +151,8 @@ def publish(title: str, proof: ParityRecord | None, error: OptexportError | None
         for line in lines:
             print(line, file=sys.stderr)
     if proof is not None and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
-        with open(summary, "a", encoding="utf-8") as file:
-            file.write(markdown(proof, title))
+        try:
+            with open(summary, "a", encoding="utf-8") as file:
+                file.write(markdown(proof, title))
+        except OSError as problem:  # in a container that the file is not mounted in; the work is done all the same
+            print(f"The summary of the job cannot be written: {problem}", file=sys.stderr)

@@ -157,3 +157,12 @@ def test_verify_reports_too(tmp_path: Path, spoil: Callable[[Path], None] | None
     root = ElementTree.parse(report).getroot()
     assert (root.get("failures") != "0") == bool(code)
     assert {case.get("classname") for case in root.iter("testcase")} >= {"optexport.onnx", "optexport.pt2"}
+
+
+def test_a_summary_that_cannot_be_written_is_told_and_the_run_passes(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "not" / "mounted"))
+    result = call("run", config())
+    assert result.exit_code == 0
+    assert "The summary of the job cannot be written" in result.stderr
