@@ -17,14 +17,18 @@ from torch import fx
 
 from optexport import __version__
 from optexport.config import Config
+from optexport.decisions import Decision
 from optexport.errors import redact
 from optexport.floor import Bound
 from optexport.manifest import (
     ArtifactRecord,
     BoundRecord,
+    CaseDecisionRecord,
     CaseRecord,
     ChangeRecord,
+    DecisionRecord,
     DimRecord,
+    GateRecord,
     Manifest,
     ModelRecord,
     NearMissRecord,
@@ -133,9 +137,23 @@ def parity_record(proof: Proof) -> ParityRecord:
         ways=list(proof.reference.ways),
         fallback=proof.reference.fallback,
         unguided=list(proof.reference.unguided),
+        gates=[
+            GateRecord(
+                measure=gate.measure,
+                output=gate.output,
+                min=gate.min,
+                k=gate.k,
+                classes=gate.classes,
+                slack=gate.slack,
+            )
+            for gate in proof.gates
+        ],
         places=[
             PlaceRecord(
-                place=place.place, made_from=place.made_from, outputs=[_output(output) for output in place.outputs]
+                place=place.place,
+                made_from=place.made_from,
+                outputs=[_output(output) for output in place.outputs],
+                decisions=[_decision(decision) for decision in place.decisions],
             )
             for place in proof.places
         ],
@@ -161,6 +179,28 @@ def _output(output: OutputParity) -> OutputRecord:
         cases=[
             CaseRecord(case=c.case, distance=_rounded(c.distance), limit=_rounded(c.limit), failure=c.failure)
             for c in output.cases
+        ],
+    )
+
+
+def _decision(decision: Decision) -> DecisionRecord:
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return DecisionRecord(
+        measure=decision.gate.measure,
+        output=decision.gate.output,
+        value=number(decision.value),
+        mean=number(decision.mean),
+        low=decision.low,
+        high=decision.high,
+        count=decision.count,
+        ties=decision.ties,
+        min=decision.gate.min,
+        failure=decision.failure,
+        cases=[
+            CaseDecisionRecord(case=c.case, total=c.total, smallest=number(c.smallest), count=c.count)
+            for c in decision.cases
         ],
     )
 
