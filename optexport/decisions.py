@@ -1,7 +1,8 @@
 """What a model decides: whether a candidate chooses as the original does, and gates on how often it must.
 
 What rounding alone could have changed is forgiven; `optexport.measures` says when. Without an ``output`` a gate is on
-each floating point output that its measure is defined on. The measures, over all cases but extreme ones:
+each floating point output that its measure is defined on. It counts over the user's data, or, where there are none,
+over all cases but extreme ones. The measures:
 
 - ``argmax_agreement``: the share of positions, that is of rows along the last axis, whose largest element is the same.
 - ``top_k_agreement``: the share of positions whose set of k largest elements is the same. One that is lost and one that
@@ -24,8 +25,9 @@ Padding does not count: where an output begins with the axes of an integer ``att
 
 The gate is on the measured value. The interval, of 95 %, says how far to trust it: Wilson's for shares (1927), which
 keeps its level for small counts and for shares near 1 (Newcombe, 1998); for means the normal one, which is too narrow
-for fewer than some thirty values, and is not given for one alone. Both take what was counted for independent, which
-positions of one sequence are not, nor rows of a batch that was made by repeating another: the true interval is wider.
+for fewer than some thirty values, and is not given for one alone. Both take what was counted for independent samples of
+what the model will see. Positions of one sequence are not independent, so the true interval is wider. Of inputs that
+were made up, which repeat each other, nothing of the kind can be said, so there is no interval.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ from typing import Any
 import torch
 
 from optexport import distances, registry
-from optexport.cases import Batch
 from optexport.config_decisions import DEFAULT_K, METRIC, DecisionConfig
 from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.floor import Bound, rounding
@@ -77,6 +78,8 @@ class Gate:
         measure: Its name in the config.
         output: The output that is measured; None where a user's metric gets all.
         min: The least value that passes.
+        cases: The cases that count; at a place that was asked for none of them, all but extreme ones do.
+        real: Whether these are the user's data.
         k: How many of the largest elements are compared.
         classes: Whether several channels of masks are classes that exclude each other.
         slack: How far rounding alone may move a value.
@@ -86,6 +89,8 @@ class Gate:
     measure: str
     output: str | None
     min: float
+    cases: tuple[str, ...] = ()
+    real: bool = False
     k: int = 1
     classes: bool = True
     slack: float = 0.0
@@ -115,7 +120,7 @@ class Decision:
     Attributes:
         value: What the gate is on: the share or the mean, of cosines the smallest; NaN of nothing.
         mean: The mean of all values; of a share, the share.
-        low, high: Its 95 % interval; None where there is none.
+        low, high: Its 95 % interval; None of made-up inputs, and where there is too little for one.
         count: How many positions, sequences, rows, masks or cases were counted.
         ties: How many of them agree only because a change that rounding alone can make is forgiven.
         failure: Why the gate fails; None where it passes.
@@ -164,9 +169,12 @@ def make_gates(
         ConfigError: There is no such output, or the measure is not defined on it, or on any.
     """
     gates: list[Gate] = []
+    ordinary = [case for case in reference.cases if not case.extreme]
+    real = any(case.real for case in ordinary)
+    cases = tuple(case.name for case in ordinary if case.real or not real)
     for measure, config in (demanded or {}).items():
         if measure in metrics:
-            gates.append(Gate(measure, None, config.min, metric=metrics[measure]))
+            gates.append(Gate(measure, None, config.min, cases, real, metric=metrics[measure]))
             continue
         k = (config.k or DEFAULT_K) if measure == "top_k_agreement" else 1
         known, place = list(bounds), f"parity.decisions.{measure}"
@@ -187,7 +195,7 @@ def make_gates(
             )
         for name in chosen:
             slack = rounding(name, reference, bounds[name], multiple)
-            gates.append(Gate(measure, name, config.min, k, config.classes is not False, slack))
+            gates.append(Gate(measure, name, config.min, cases, real, k, config.classes is not False, slack))
     return tuple(gates)
 
 
@@ -227,40 +235,45 @@ def check_usable(decisions: Iterable[Decision]) -> None:
 
 def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) -> Decision:
     """Holds what a candidate gives, a result or an error for each case of the reference, against a gate."""
+    ordinary = [index for index, case in enumerate(reference.cases) if not case.extreme]
+    counted = [index for index in ordinary if reference.cases[index].name in gate.cases]
     cases: list[CaseDecision] = []
     tallies: list[Tally] = []
     failure: str | None = None
-    for index, (case, result) in enumerate(zip(reference.cases, results, strict=True)):
-        if case.extreme:
-            continue
-        original = reference.outputs[index]
-        problem = _why_undecided(gate, result, original)
-        if problem is None:
-            assert not isinstance(result, str)
-            measured = _measure(gate, result, original, reference.exact[index], case.batch)
-            problem = measured if isinstance(measured, str) else None
-        if problem is not None:  # whatever it would have decided, it agrees nowhere
-            failure = failure or f"{gate.name}, at {case.name}: {problem}"
-            whole = None if gate.metric else _measure(gate, original, original, original, case.batch)
-            measured = Tally(torch.zeros(len(whole.values) if isinstance(whole, Tally) else 1, dtype=torch.float64))
-        assert isinstance(measured, Tally)
-        tallies.append(measured)
-        values = measured.values
-        least = float(values.min()) if values.numel() else math.inf
-        cases.append(CaseDecision(case.name, math.fsum(values.tolist()), least, values.numel()))
-    ties = sum(tally.ties for tally in tallies)
-    count, mean, value = sum(case.count for case in cases), pooled("", cases), pooled(gate.measure, cases)
-    if gate.measure in _SHARES:
-        interval = wilson(round(math.fsum(case.total for case in cases)), count)
-    else:
-        least, most = _RANGES.get(gate.measure, (-math.inf, math.inf))
-        interval = normal(torch.cat([tally.values for tally in tallies])) if tallies else None
-        interval = interval and (max(interval[0], least), min(interval[1], most))
-    low, high = interval or (None, None)
-    decision = Decision(gate, value, mean, low, high, count, ties, tuple(cases), failure)
-    if failure is None and not value >= gate.min:
+    for index in counted or ordinary:
+        tally = _measure(gate, results[index], reference, index)
+        if isinstance(tally, str):  # whatever it would have decided, it agrees nowhere
+            failure = failure or f"{gate.name}, at {reference.cases[index].name}: {tally}"
+            itself = _measure(gate, reference.outputs[index], reference, index) if gate.metric is None else None
+            tally = Tally(torch.zeros(len(itself.values) if isinstance(itself, Tally) else 1, dtype=torch.float64))
+        tallies.append(tally)
+        least = float(tally.values.min()) if tally.values.numel() else math.inf
+        total = math.fsum(tally.values.tolist())
+        cases.append(CaseDecision(reference.cases[index].name, total, least, tally.values.numel()))
+    values = torch.cat([tally.values for tally in tallies])
+    low, high = (_interval(gate.measure, values) if gate.real and counted else None) or (None, None)
+    decision = Decision(
+        gate,
+        value=pooled(gate.measure, cases),
+        mean=pooled("", cases),
+        low=low,
+        high=high,
+        count=values.numel(),
+        ties=sum(tally.ties for tally in tallies),
+        cases=tuple(cases),
+        failure=failure,
+    )
+    if failure is None and not decision.value >= gate.min:
         failure = f"{gate.name} is {described(decision)}, and the gate {gate.min:g}"
     return replace(decision, failure=failure)
+
+
+def _interval(measure: str, values: torch.Tensor) -> tuple[float, float] | None:
+    if measure in _SHARES:
+        return wilson(int(values.sum()), values.numel())
+    least, most = _RANGES.get(measure, (-math.inf, math.inf))
+    interval = normal(values)
+    return interval and (max(interval[0], least), min(interval[1], most))
 
 
 def pooled(measure: str, cases: Sequence[CaseDecision]) -> float:
@@ -277,7 +290,7 @@ def described(decision: Decision) -> str:
     measure, count = decision.gate.measure, decision.count
     if not count:
         return "measured nowhere, since there is nothing to count"
-    counted = _COUNTED.get(measure, "batches")
+    counted = _COUNTED.get(measure, "batches") + ("" if decision.gate.real else " of made-up inputs")
     interval = "" if decision.low is None else f", 95 % interval {decision.low:.6g} to {decision.high:.6g}"
     if measure == "cosine":
         return f"{decision.value:.9g} (the smallest of {count} {counted}; their mean {decision.mean:.9g}{interval})"
@@ -289,24 +302,21 @@ def described(decision: Decision) -> str:
     return f"{decision.value:.9g} (the mean of {count} {counted}{interval}{ties})"
 
 
-def _why_undecided(gate: Gate, result: Outputs | str, original: Outputs) -> str | None:
-    """Why a candidate's result cannot be measured; None where it can."""
+def _measure(gate: Gate, result: Outputs | str, reference: Reference, index: int) -> Tally | str:
+    """Measures a candidate's result at a case; gives why it cannot be measured, where it cannot."""
+    original, batch = reference.outputs[index], reference.cases[index].batch
     if isinstance(result, str):
         return result
     for name in original if gate.output is None else (gate.output,):
         if (problem := distances.why_incomparable(result.get(name), original[name])) is not None:
             return problem if gate.output is not None else f"{name}: {problem}"
-    return None
-
-
-def _measure(gate: Gate, result: Outputs, original: Outputs, exact: Outputs, batch: Batch) -> Tally | str:
     if gate.metric is not None:
         return _call(gate.metric, result, original)
     assert gate.output is not None
     candidate, own = result[gate.output], original[gate.output]
     if not _is_defined(gate.measure, own, gate.k) or not own.numel():
         return Tally(torch.zeros(0, dtype=torch.float64))
-    known = distances.known(exact[gate.output], own)
+    known = distances.known(reference.exact[index][gate.output], own)
     match gate.measure:
         case "iou":
             return intersections_over_unions(candidate, own, known, gate.slack, classes=gate.classes)

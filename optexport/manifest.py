@@ -106,7 +106,8 @@ class OutputRecord(_Record):
 class GateRecord(_Record):
     """What the config demands of decisions: the least value of a measure on an output, null where a metric gets all.
 
-    ``slack`` is how far rounding alone may move a value: what it can change is forgiven.
+    ``slack`` is how far rounding alone may move a value: what it can change is forgiven. ``cases`` are those that
+    count; ``real`` says whether they are the user's data.
     """
 
     measure: str
@@ -115,6 +116,8 @@ class GateRecord(_Record):
     k: int = Field(ge=1)
     classes: bool
     slack: float
+    cases: list[str]
+    real: bool
 
 
 class CaseDecisionRecord(_Record):

@@ -145,6 +145,8 @@ def parity_record(proof: Proof) -> ParityRecord:
                 k=gate.k,
                 classes=gate.classes,
                 slack=gate.slack,
+                cases=list(gate.cases),
+                real=gate.real,
             )
             for gate in proof.gates
         ],

@@ -71,4 +71,5 @@ def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
                 if math.isnan(value := pooled(record.measure, stored)):
                     return None
                 least = min(least, value)
-    return Gate(record.measure, record.output, least, record.k, record.classes, record.slack)
+    cases, real = tuple(record.cases), record.real
+    return Gate(record.measure, record.output, least, cases, real, record.k, record.classes, record.slack)
