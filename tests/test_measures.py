@@ -143,6 +143,15 @@ def test_of_several_that_were_lost_the_one_farthest_from_what_came_decides() -> 
     assert agreement(swapped, original, original, 2.5, 2).values.tolist() == [1.0]
 
 
+def test_what_the_original_holds_equal_may_be_chosen_either_way_infinities_too() -> None:
+    for equal in (-math.inf, 0.0):
+        original = torch.tensor([[5.0, equal, equal, equal]])
+        for chosen in (1, 2, 3):
+            candidate = original.clone()
+            candidate[0, chosen] = 1.0
+            assert agreement(candidate, original, original, 0.0, 2).values.tolist() == [1.0]
+
+
 def test_a_sequence_agrees_as_a_whole_or_not_at_all() -> None:
     original = torch.eye(4).repeat(3, 1, 1)
     candidate = original.clone()
