@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from optexport import bundle, cases, pipeline
 from optexport.config import FORMATS, checked_settings
+from optexport.decisions import load_metrics
 from optexport.errors import ConfigError, TraceError
 from optexport.pipeline import Job, Result
 from optexport.raising import unlift
@@ -35,6 +36,7 @@ def export(
     multiple: float = 4.0,
     atol: float | None = None,
     rtol: float | None = None,
+    decisions: Mapping[str, Any] | None = None,
     opset: int | None = None,
     stages: Stages | None = None,
 ) -> Result:
@@ -51,6 +53,8 @@ def export(
             that the model leaves dynamic.
         multiple: How many times farther from float64 than the original a result may be.
         atol: With rtol, a fixed tolerance against the original instead.
+        decisions: Gates as in ``[parity.decisions]``: ``{"argmax_agreement": 0.999, "cosine": {"min": 0.9999, "output":
+            "logits"}}``. The module of a ``python:`` metric is looked for in the working directory first.
         opset: The ONNX opset; the exporter's own choice by default.
         stages: Is told of every stage.
 
@@ -58,6 +62,7 @@ def export(
         ConfigError: An argument cannot be meant.
         TraceError: The model is in train mode, cannot be traced, or fixes an axis that is declared dynamic.
         ParityError: What was made does not compute the same; nothing appears under ``output``.
+        GateError: It computes the same as far as atol and rtol tell, but does not decide as the gates demand.
         ExportError: A file cannot be written in its format.
     """
     if transformations is not None:
@@ -100,14 +105,21 @@ def export(
     config = checked_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
-            "parity": {"multiple": multiple, "atol": atol, "rtol": rtol},
+            "parity": {
+                "multiple": multiple,
+                "atol": atol,
+                "rtol": rtol,
+                "decisions": None if decisions is None else dict(decisions),
+            },
             "export": {"formats": list(formats), "output": output.name, "opset": opset},
         },
         "export",
     )
+    metrics = load_metrics(config.parity.decisions, Path())
     rules = pipeline.preset() if transformations is None else NamedRule.of(transformations)
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
-    return pipeline.produce(Job(config, loaded, example, batches, dynamic, rules, output), stages or Stages())
+    job = Job(config, loaded, example, batches, dynamic, rules, output, metrics=metrics)
+    return pipeline.produce(job, stages or Stages())
 
 
 def _check_arguments(model: Any, transformations: Any, dynamic: Any) -> None:

@@ -28,11 +28,13 @@ class Case:
 
     Attributes:
         extreme: Whether its values are unlike data, so that its rounding says nothing of that of other cases.
+        real: Whether it is the user's data as given.
     """
 
     name: str
     batch: Batch
     extreme: bool = False
+    real: bool = False
 
 
 def cases(
@@ -46,7 +48,7 @@ def cases(
         doubtful: Sizes to check on whatever else is, since the trace may not hold there.
     """
     found = [Case("traced", example)]
-    found += [Case("data" if len(real) == 1 else f"data {i}", batch) for i, batch in enumerate(real)]
+    found += [Case("data" if len(real) == 1 else f"data {i}", batch, real=True) for i, batch in enumerate(real)]
     traced = signature.sizes(example)
     budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
     seen = [signature.sizes(case.batch) for case in found]

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from optexport import registry
+from optexport.config_decisions import METRIC, Decisions
 from optexport.config_mistakes import explained
 from optexport.errors import ConfigError, did_you_mean
 from optexport.tasks import AUTO_CLASSES
@@ -165,6 +166,7 @@ class ParityConfig(_Table):
     atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
+    decisions: Decisions | None = None
 
 
 class ExportConfig(_Table):
@@ -254,6 +256,9 @@ def parse_config(text: str, path: Path) -> Config:
         registry.check(rule.use, rule.options, place)
         if rule.use.startswith(registry.PLUGIN):
             _check_module(rule.use.removeprefix(registry.PLUGIN), path.parent, f"{place}.use")
+    for name in config.parity.decisions or ():
+        if name.startswith(METRIC):
+            _check_module(name.removeprefix(METRIC), path.parent, f"{path.name}: parity.decisions.{name}")
     _check_files(config, path)
     return config
 

@@ -89,4 +89,10 @@ def argmax_agreement(candidate: torch.Tensor, original: torch.Tensor) -> float:
     """Share of positions whose largest element along the last axis is the same."""
     if original.dim() == 0 or original.numel() == 0:
         return 1.0
-    return float((candidate.double().argmax(-1) == original.double().argmax(-1)).double().mean())
+    return float((top(candidate, 1) == top(original, 1)).double().mean())
+
+
+def top(values: torch.Tensor, k: int) -> torch.Tensor:
+    """The indices of the k largest elements along the last axis, which holds at least as many."""
+    values = values.double()
+    return values.argmax(-1, keepdim=True) if k == 1 else values.topk(k).indices

@@ -58,6 +58,7 @@ class OptexportError(Exception):
         cause: What is wrong, as one sentence.
         place: Where it is wrong: a file, a key of the config, a node, an input.
         mend: What the user can do about it.
+        proof: All that was compared, as the manifest of a bundle would hold it; None where it did not come to that.
 
     Attributes:
         exit_code: The exit status that the command line ends with.
@@ -65,7 +66,10 @@ class OptexportError(Exception):
 
     exit_code = 1
 
-    def __init__(self, cause: str, *, place: str | None = None, mend: str | None = None) -> None:
+    def __init__(
+        self, cause: str, *, place: str | None = None, mend: str | None = None, proof: ParityRecord | None = None
+    ) -> None:
+        self.proof = proof
         self.cause = redact(cause)
         self.place = None if place is None else redact(place)
         self.mend = None if mend is None else redact(mend)
@@ -95,19 +99,9 @@ class TraceError(OptexportError):
 
 
 class ParityError(OptexportError):
-    """A graph or a file does not compute what the original computes.
-
-    Attributes:
-        proof: All that was compared, as the manifest of a bundle would hold it; None where it did not come to that.
-    """
+    """A graph or a file does not compute what the original computes."""
 
     exit_code = 4
-
-    def __init__(
-        self, cause: str, *, place: str | None = None, mend: str | None = None, proof: ParityRecord | None = None
-    ) -> None:
-        self.proof = proof
-        super().__init__(cause, place=place, mend=mend)
 
 
 class ExportError(OptexportError):

@@ -93,5 +93,16 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     return Bound(floor, limit, atol, rtol, extremes)
 
 
+def rounding(name: str, reference: Reference, bound: Bound, multiple: float) -> float:
+    """How far rounding alone may move a value of an output: its limit, whatever atol and rtol allow."""
+    dtype = reference.outputs[0][name].dtype
+    if not bound.fixed or not dtype.is_floating_point:
+        return bound.limit
+    ulps = distances.LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
+    rows = zip(reference.cases, reference.outputs, reference.exact, strict=True)
+    scale = max(_scale(o[name], e[name]) for case, o, e in rows if not case.extreme)
+    return multiple * max(bound.floor, ulps * torch.finfo(dtype).eps * scale)
+
+
 def _scale(original: torch.Tensor, exact: torch.Tensor) -> float:
     return distances.largest(distances.finite(original).abs()[~distances.marks(original, exact)])

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 VERSION: Literal[1] = 1
 SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
@@ -103,12 +103,58 @@ class OutputRecord(_Record):
     cases: list[CaseRecord]
 
 
+class GateRecord(_Record):
+    """What the config demands of decisions: the least value of a measure on an output, null where a metric gets all.
+
+    ``slack`` is how far rounding alone may move a value: what it can change is forgiven. ``cases`` are those that
+    count; ``real`` says whether they are the user's data.
+    """
+
+    measure: str
+    output: str | None
+    min: float
+    k: int = Field(ge=1)
+    classes: bool
+    slack: float
+    cases: list[str]
+    real: bool
+
+
+class CaseDecisionRecord(_Record):
+    """What a measure gives at one case: the sum of its values, the smallest, null of none, and how many there are."""
+
+    case: str
+    total: float
+    smallest: float | None
+    count: int
+
+
+class DecisionRecord(_Record):
+    """One measure at one place: the value that its gate is on, the mean of what was counted, and its 95 % interval.
+
+    Null stands for the value of nothing, and for the interval where there is none.
+    """
+
+    measure: str
+    output: str | None
+    value: float | None
+    mean: float | None
+    low: float | None
+    high: float | None
+    count: int
+    ties: int
+    min: float
+    failure: str | None
+    cases: list[CaseDecisionRecord]
+
+
 class PlaceRecord(_Record):
     """Parity at one place: the original, the transformed graph, or a file in its runtime."""
 
     place: str
     made_from: str
     outputs: list[OutputRecord]
+    decisions: list[DecisionRecord]
 
 
 class BoundRecord(_Record):
@@ -137,6 +183,7 @@ class ParityRecord(_Record):
     ways: list[str]
     fallback: str | None
     unguided: list[str]
+    gates: list[GateRecord]
     places: list[PlaceRecord]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from optexport import distances
+from optexport.decisions import Decision, Gate, judge
 from optexport.errors import first_line
 from optexport.floor import Bound
 from optexport.reference import Outputs, Reference
@@ -85,14 +86,21 @@ class PlaceParity:
     Attributes:
         made_from: The place before it on its way: of the transformed graph the original, of what the runtime
             optimises the file as it stands, of any other the transformed graph.
+        decisions: How it decides, gate by gate.
     """
 
     place: str
     outputs: tuple[OutputParity, ...]
     made_from: str
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def passed(self) -> bool:
+        return self.near and all(decision.passed for decision in self.decisions)
+
+    @property
+    def near(self) -> bool:
+        """Whether the distances pass, whatever the gates say."""
         return all(output.passed for output in self.outputs)
 
 
@@ -103,9 +111,10 @@ class Proof:
         places: How each place compares, in the order in which they were checked; the original comes first.
     """
 
-    def __init__(self, reference: Reference, bounds: Mapping[str, Bound]) -> None:
+    def __init__(self, reference: Reference, bounds: Mapping[str, Bound], gates: Sequence[Gate] = ()) -> None:
         self.reference = reference
         self.bounds = bounds
+        self.gates = tuple(gates)
         self.places: list[PlaceParity] = []
         self._results: dict[str, dict[str, Outputs | str]] = {}
         self._add(ORIGINAL, list(reference.outputs), reference)
@@ -135,7 +144,8 @@ class Proof:
         self._results[place] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
         before = [self._results[made_from].get(case.name, "") for case in reference.cases]
         outputs = (_compare(name, results, before, reference, bound) for name, bound in self.bounds.items())
-        self.places.append(PlaceParity(place, tuple(outputs), made_from))
+        decided = tuple(judge(gate, results, reference) for gate in self.gates)
+        self.places.append(PlaceParity(place, tuple(outputs), made_from, decided))
         return self.places[-1]
 
 

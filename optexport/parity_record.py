@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import math
 
+from optexport.decisions import Decision
 from optexport.floor import Bound
-from optexport.manifest import BoundRecord, CaseRecord, OutputRecord, ParityRecord, PlaceRecord
+from optexport.manifest import (
+    BoundRecord,
+    CaseDecisionRecord,
+    CaseRecord,
+    DecisionRecord,
+    GateRecord,
+    OutputRecord,
+    ParityRecord,
+    PlaceRecord,
+)
 from optexport.parity import OutputParity, Proof
 
 
@@ -17,9 +27,25 @@ def parity_record(proof: Proof) -> ParityRecord:
         ways=list(proof.reference.ways),
         fallback=proof.reference.fallback,
         unguided=list(proof.reference.unguided),
+        gates=[
+            GateRecord(
+                measure=gate.measure,
+                output=gate.output,
+                min=gate.min,
+                k=gate.k,
+                classes=gate.classes,
+                slack=gate.slack,
+                cases=list(gate.cases),
+                real=gate.real,
+            )
+            for gate in proof.gates
+        ],
         places=[
             PlaceRecord(
-                place=place.place, made_from=place.made_from, outputs=[_output(output) for output in place.outputs]
+                place=place.place,
+                made_from=place.made_from,
+                outputs=[_output(output) for output in place.outputs],
+                decisions=[_decision(decision) for decision in place.decisions],
             )
             for place in proof.places
         ],
@@ -45,6 +71,28 @@ def _output(output: OutputParity) -> OutputRecord:
         cases=[
             CaseRecord(case=c.case, distance=_rounded(c.distance), limit=_rounded(c.limit), failure=c.failure)
             for c in output.cases
+        ],
+    )
+
+
+def _decision(decision: Decision) -> DecisionRecord:
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return DecisionRecord(
+        measure=decision.gate.measure,
+        output=decision.gate.output,
+        value=number(decision.value),
+        mean=number(decision.mean),
+        low=decision.low,
+        high=decision.high,
+        count=decision.count,
+        ties=decision.ties,
+        min=decision.gate.min,
+        failure=decision.failure,
+        cases=[
+            CaseDecisionRecord(case=c.case, total=c.total, smallest=number(c.smallest), count=c.count)
+            for c in decision.cases
         ],
     )
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import fx
 
-from optexport import bundle, cases, floor, inputs, records, registry, runtimes, sources, tracking
+from optexport import bundle, cases, decisions, floor, inputs, records, registry, runtimes, sources, tracking
 from optexport.cases import Batch
 from optexport.config import Config, SourceKind, TransformationConfig, load_config, source_kind
-from optexport.errors import ConfigError, ParityError, TrackingError, did_you_mean, redact
-from optexport.floor import Bound
+from optexport.errors import ConfigError, GateError, OptexportError, ParityError, TrackingError, did_you_mean, redact
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
 from optexport.parity import GRAPH, PlaceParity, Proof
@@ -40,6 +39,7 @@ class Job:
         example: The batch to trace with.
         real: The user's batches to check on.
         dump: A folder to write the graph to, before and after every transformation.
+        metrics: The user's own metrics that gates are on, by name.
     """
 
     config: Config
@@ -51,6 +51,7 @@ class Job:
     output: Path
     config_text: str | None = None
     dump: Path | None = None
+    metrics: Mapping[str, decisions.Metric] = field(default_factory=dict)
 
     @property
     def sizes_declared(self) -> bool:
@@ -121,6 +122,7 @@ def run(
     stages = stages or Stages()
     config, folder = load_config(path), path.parent
     rules = _rules(config, folder, without)
+    metrics = decisions.load_metrics(config.parity.decisions, folder)
     config = _resolved(config, rules)
     output = (folder / Path(config.export.output).expanduser()).resolve()
     plain = output.parent / f"{output.name}-baseline"
@@ -139,7 +141,7 @@ def run(
         with stages.stage("inputs"):
             given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
-        job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump)
+        job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, metrics)
         if baseline:
             produce(
                 replace(job, config=_resolved(config, (), plain), rules=(), output=plain, dump=None),
@@ -169,7 +171,7 @@ def produce(job: Job, stages: Stages) -> Result:
             reference = run_original(
                 call, job.loaded.model, checked, declared=job.sizes_declared, batched=signature.batched
             )
-            proof = Proof(reference, _bounds(job.config, reference))
+            proof = _proof(job, reference)
         with stages.stage("transform"):
             transformed = transform(traced.graph_module, job.rules, job.dump)
             graph_module, applied = transformed.graph_module, transformed.applied
@@ -278,8 +280,14 @@ def _load(config: Config, folder: Path, downloads: Path) -> Loaded:
     return sources.load(config.model, folder, downloaded)
 
 
-def _bounds(config: Config, reference: Reference) -> dict[str, Bound]:
-    return floor.bounds(reference, config.parity.multiple, config.parity.atol, config.parity.rtol)
+def _proof(job: Job, reference: Reference) -> Proof:
+    parity = job.config.parity
+    bounds = floor.bounds(reference, parity.multiple, parity.atol, parity.rtol)
+    proof = Proof(
+        reference, bounds, decisions.make_gates(parity.decisions, job.metrics, reference, bounds, parity.multiple)
+    )
+    decisions.check_usable(proof.places[0].decisions)
+    return proof
 
 
 _Call = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
@@ -310,17 +318,22 @@ def _blame(job: Job, proof: Proof) -> str:
     traced, call = _trace(job)
 
     def passes(graph_module: fx.GraphModule) -> bool:
-        return Proof(proof.reference, proof.bounds).check(GRAPH, _runner(graph_module, call)).passed
+        return Proof(proof.reference, proof.bounds, proof.gates).check(GRAPH, _runner(graph_module, call)).passed
 
     return blame(traced.graph_module, job.rules, passes)
 
 
-def _failure(proof: Proof, explanation: str) -> ParityError:
+def _failure(proof: Proof, explanation: str) -> OptexportError:
     lines = [
         f"{place.place}: {output.output}, {output.failure}"
         for place in proof.places
         for output in place.outputs
         if output.failure is not None
     ]
-    cause = "the results differ from the original's\n  " + "\n  ".join(lines)
-    return ParityError(cause, mend=explanation, proof=parity_record(proof))
+    failed = [f"{place.place}: {d.failure}" for place in proof.places for d in place.decisions if d.failure is not None]
+    record = parity_record(proof)
+    if not lines:
+        cause = "the decisions differ from the original's\n  " + "\n  ".join(failed)
+        return GateError(cause, mend=explanation, proof=record)
+    cause = "the results differ from the original's\n  " + "\n  ".join(lines + failed)
+    return ParityError(cause, mend=explanation, proof=record)

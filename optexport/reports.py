@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from optexport.errors import ConfigError, OptexportError, ParityError
-from optexport.manifest import OutputRecord, ParityRecord, PlaceRecord
+from optexport.errors import ConfigError, OptexportError
+from optexport.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
 
 _SUITE = "optexport"
 
@@ -29,6 +29,11 @@ def junit(proof: ParityRecord) -> str:
                 failure = ElementTree.SubElement(element, "failure", message=case.failure, type="ParityError")
                 failure.text = _explained(output)
             cases.append(element)
+    for place, decision in _decisions(proof):
+        element = ElementTree.Element("testcase", classname=f"{_SUITE}.{place.place}", name=_measured(decision))
+        if decision.failure is not None:
+            ElementTree.SubElement(element, "failure", message=decision.failure, type="GateError")
+        cases.append(element)
     return _suite(cases)
 
 
@@ -54,9 +59,10 @@ def _suite(cases: list[ElementTree.Element]) -> str:
 def markdown(proof: ParityRecord, title: str) -> str:
     """A summary as Markdown: the verdict, one row for each place and output, and why each fails that does."""
     failures = [(place, output) for place, output in _outputs(proof) if _failure(output) is not None]
+    gates = [decision for _, decision in _decisions(proof) if decision.failure is not None]
     precision = "its own precision" if proof.fallback else "float64"
     lines = [
-        f"### {title}: parity {'failed' if failures else 'passed'}",
+        f"### {title}: parity {'failed' if failures or gates else 'passed'}",
         "",
         f"Compared with the original in {precision} on {len(proof.cases)} batches: {'; '.join(proof.cases)}.",
         "",
@@ -67,6 +73,17 @@ def markdown(proof: ParityRecord, title: str) -> str:
         bound = proof.bounds[output.output]
         cells = [place.place, output.output, _number(output.max_abs), _number(bound.floor), _number(bound.limit)]
         cells += [_number(output.step), _tolerance(output), "passed" if _failure(output) is None else "**failed**"]
+        lines.append(f"| {' | '.join(cells)} |")
+    if any(place.decisions for place in proof.places):
+        lines += [
+            "",
+            "| place | decision | value | 95 % interval | of | at least | |",
+            "|---|---|---:|---|---:|---:|---|",
+        ]
+    for place, decision in _decisions(proof):
+        interval = "-" if decision.low is None else f"{decision.low:.6g} to {decision.high:.6g}"
+        cells = [place.place, _measured(decision), "-" if decision.value is None else f"{decision.value:.6g}", interval]
+        cells += [str(decision.count), f"{decision.min:g}", "passed" if decision.failure is None else "**failed**"]
         lines.append(f"| {' | '.join(cells)} |")
     for place, output in failures:
         lines += ["", f"- **{place.place}, {output.output}**: {_failure(output)}. {_explained(output)}"]
@@ -79,6 +96,10 @@ def error_lines(proof: ParityRecord) -> list[str]:
         _annotation(f"{_SUITE}: {place.place}, {output.output}", f"{_failure(output)}. {_explained(output)}")
         for place, output in _outputs(proof)
         if _failure(output) is not None
+    ] + [
+        _annotation(f"{_SUITE}: {place.place}, {_measured(decision)}", decision.failure)
+        for place, decision in _decisions(proof)
+        if decision.failure is not None
     ]
 
 
@@ -91,6 +112,14 @@ def _annotation(title: str, message: str) -> str:
 
 def _outputs(proof: ParityRecord) -> Iterator[tuple[PlaceRecord, OutputRecord]]:
     return ((place, output) for place in proof.places for output in place.outputs)
+
+
+def _decisions(proof: ParityRecord) -> Iterator[tuple[PlaceRecord, DecisionRecord]]:
+    return ((place, decision) for place in proof.places for decision in place.decisions)
+
+
+def _measured(decision: DecisionRecord) -> str:
+    return decision.measure if decision.output is None else f"{decision.measure} of {decision.output}"
 
 
 def _failure(output: OutputRecord) -> str | None:
@@ -138,7 +167,7 @@ def publish(title: str, proof: ParityRecord | None, error: OptexportError | None
         proof: What was compared, if it came to that.
         error: What the program ends with, if it does.
     """
-    if proof is None and isinstance(error, ParityError):
+    if proof is None and error is not None:
         proof = error.proof
     if junit_file is not None and (proof is not None or error is not None):
         junit_file.write_text(

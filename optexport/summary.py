@@ -78,6 +78,8 @@ def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Con
     for where in proof.unguided:
         console.print(f"  {escape(where)}: float64 goes another way there, so compared with the original itself")
     console.print(parity_table(places, wide=console.width >= _WIDE))
+    if any(place.decisions for place in places):
+        console.print(decision_table(places))
     for artifact in manifest.artifacts:
         if artifact.fixed_shape is not None:
             console.print(f"  {artifact.format}: [bold]fixed shape[/], since {escape(artifact.fixed_shape)}")
@@ -98,6 +100,21 @@ def parity_table(places: Sequence[PlaceParity], *, wide: bool) -> Table:
             if wide:
                 cells += [f"{o.limit:.2g}", f"{o.step:.2g}", f"{o.argmax_agreement:.2%}", f"atol={o.tolerance:.2g}"]
             table.add_row(place.place, escape(o.output), *cells, style=None if o.passed else "red")
+    return table
+
+
+def decision_table(places: Sequence[PlaceParity]) -> Table:
+    """One row for every gate at every place: the value that it is on, and what that was counted over."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("place", "decisions"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("value", "gate", "mean (95 % interval)", "count", "ties"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for place in places:
+        for d in place.decisions:
+            interval = "" if d.low is None else f" ({d.low:.4g} to {d.high:.4g})"
+            cells = [f"{d.value:.6g}", f"{d.gate.min:g}", f"{d.mean:.6g}{interval}", f"{d.count}", f"{d.ties}"]
+            table.add_row(place.place, escape(d.gate.name), *cells, style=None if d.passed else "red")
     return table
 
 

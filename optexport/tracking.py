@@ -250,6 +250,12 @@ def _metrics(manifest: Manifest, seconds: Mapping[str, float]) -> dict[str, floa
             prefix = f"parity.{_key(place.place)}.{_key(output.output)}"
             values = output.model_dump(include={"max_abs", "multiple", "step", "cosine", "argmax_agreement"})
             metrics |= {f"{prefix}.{key}": value for key, value in values.items() if value is not None}
+        for decision in place.decisions:
+            prefix = ".".join(
+                _key(part) for part in ("decisions", place.place, decision.output, decision.measure) if part
+            )
+            values = decision.model_dump(include={"value", "mean", "low", "high", "count", "ties"})
+            metrics |= {f"{prefix}.{key}": value for key, value in values.items() if value is not None}
     for file in manifest.files:
         metrics[f"bytes.{_key(file.path)}"] = file.size
     for stage, spent in seconds.items():

@@ -151,7 +151,7 @@ def blame(graph_module: fx.GraphModule, rules: Sequence[NamedRule], passes: Call
             if rule.transformation.preserves_computation:
                 return f"{blamed}. Run again with --without {rule.name}."
             return (
-                f"{blamed}. It does not preserve the computation: set parity.atol and parity.rtol to what the task "
-                f"allows, or run again with --without {rule.name}."
+                f"{blamed}. It does not preserve the computation: set parity.atol and parity.rtol, and the gates of "
+                f"parity.decisions, to what the task allows, or run again with --without {rule.name}."
             )
     return "Each transformation passes when it is applied alone."

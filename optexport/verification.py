@@ -9,14 +9,19 @@ import math
 from pathlib import Path
 
 from optexport import bundle, runtimes
+from optexport.config_decisions import MEASURES, METRIC
+from optexport.decisions import CaseDecision, Gate, pooled
 from optexport.errors import BundleError, ExportError, SourceError
 from optexport.floor import Bound
-from optexport.manifest import BoundRecord
+from optexport.manifest import BoundRecord, GateRecord, Manifest
 from optexport.parity import Proof
 
 
 def verify(folder: Path) -> Proof:
     """Runs a bundle's files on its stored inputs and compares them with its stored outputs.
+
+    The gates on decisions are checked again too, on the stored cases. A gate on a user's own metric is not: its code is
+    no part of the bundle.
 
     Returns:
         How each file compares, in each of its runtimes, after the original itself.
@@ -28,7 +33,12 @@ def verify(folder: Path) -> Proof:
     manifest = bundle.read_manifest(folder)
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
-    proof = Proof(reference, {name: _bound(record) for name, record in manifest.parity.bounds.items()})
+    bounds = {name: _bound(record) for name, record in manifest.parity.bounds.items()}
+    records = [record for record in manifest.parity.gates if not record.measure.startswith(METRIC)]
+    if not all(record.measure in MEASURES and record.output in outputs for record in records):
+        raise BundleError("it has a gate on what is no measure, or no output", place=bundle.MANIFEST)
+    gates = [_gate(record, manifest) for record in records]
+    proof = Proof(reference, bounds, [gate for gate in gates if gate is not None])
     try:
         for artifact in manifest.artifacts:
             for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
@@ -41,3 +51,24 @@ def verify(folder: Path) -> Proof:
 def _bound(record: BoundRecord) -> Bound:
     extremes = {case: math.inf if limit is None else limit for case, limit in record.extremes.items()}
     return Bound(record.floor, record.limit, record.atol, record.rtol, extremes)
+
+
+def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
+    """A gate as the stored cases can be held against it; None where there is nothing to count in them.
+
+    A share of all cases may be higher than that of the stored ones; then these must do as well as they did.
+    """
+    least = record.min
+    for place in manifest.parity.places:
+        for decision in place.decisions:
+            if (decision.measure, decision.output) == (record.measure, record.output):
+                stored = [
+                    CaseDecision(c.case, c.total, math.inf if c.smallest is None else c.smallest, c.count)
+                    for c in decision.cases
+                    if c.case in manifest.reference_cases
+                ]
+                if math.isnan(value := pooled(record.measure, stored)):
+                    return None
+                least = min(least, value)
+    cases, real = tuple(record.cases), record.real
+    return Gate(record.measure, record.output, least, cases, real, record.k, record.classes, record.slack)
