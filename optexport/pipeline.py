@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from optexport import bundle, cases, floor, inputs, records, registry, runtimes, sources, tracking
+from optexport import blame, bundle, cases, failure, floor, inputs, records, registry, runtimes, sources, tracking
 from optexport.cases import Batch
 from optexport.config import Config, SourceKind, TransformationConfig, load_config, source_kind
-from optexport.errors import ConfigError, ParityError, TrackingError, did_you_mean, redact
+from optexport.errors import ConfigError, TrackingError, did_you_mean, redact
 from optexport.floor import Bound
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
@@ -23,7 +23,7 @@ from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.trace import Traced, trace
-from optexport.transform import Applied, NamedRule, blame, transform
+from optexport.transform import Applied, NamedRule, transform
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import no_cache
 
@@ -49,6 +49,11 @@ class Job:
     output: Path
     config_text: str | None = None
     dump: Path | None = None
+
+    @property
+    def failure(self) -> Path:
+        """The folder that is left if the proof fails."""
+        return self.output.with_name(f"{self.output.name}-failure")
 
     @property
     def sizes_declared(self) -> bool:
@@ -173,7 +178,12 @@ def produce(job: Job, stages: Stages) -> Result:
             records.write_graph(draft / "graph_after.txt", graph_module)
         with stages.stage("check graph"):
             if not proof.check(GRAPH, _runner(graph_module, call)).passed:
-                raise _failure(proof, _blame(job, proof))
+                raise failure.error(
+                    proof,
+                    job.failure,
+                    job.config_text,
+                    lambda: blame.blame_rules(lambda: _trace(job), job.rules, proof),
+                )
         artifacts = []
         for artifact in _export(graph_module, signature, job, applied, draft, stages):
             artifacts.append(artifact)
@@ -184,7 +194,10 @@ def produce(job: Job, stages: Stages) -> Result:
                 ):
                     proof.check(place, candidate, traced_shape_only=fixed)
         if not proof.passed:
-            raise _failure(proof, "The transformed graph passes: the exporter or the runtime changed the numbers.")
+            flat, files = exported_program.flatten(graph_module, signature), {a.format: a.path for a in artifacts}
+            raise failure.error(
+                proof, job.failure, job.config_text, lambda: blame.blame_files(flat, draft, files, proof)
+            )
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:
@@ -195,6 +208,7 @@ def produce(job: Job, stages: Stages) -> Result:
             ).model_copy(update={"files": bundle.file_records(draft)})
             bundle.write_manifest(draft, manifest)
         bundle.write_measurements(draft, records.measurements(stages.seconds))
+    failure.remove(job.failure)
     return Result(job.output, tuple(proof.places), manifest)
 
 
@@ -299,22 +313,3 @@ def _trace(job: Job) -> tuple[Traced, _Call]:
 
 def _runner(graph_module: fx.GraphModule, call: _Call) -> runtimes.Run:
     return lambda batch: call(graph_module, dict(batch))
-
-
-def _blame(job: Job, proof: Proof) -> str:
-    traced, call = _trace(job)
-
-    def passes(graph_module: fx.GraphModule) -> bool:
-        return Proof(proof.reference, proof.bounds).check(GRAPH, _runner(graph_module, call)).passed
-
-    return blame(traced.graph_module, job.rules, passes)
-
-
-def _failure(proof: Proof, explanation: str) -> ParityError:
-    lines = [
-        f"{place.place}: {output.output}, {output.failure}"
-        for place in proof.places
-        for output in place.outputs
-        if output.failure is not None
-    ]
-    return ParityError("the results differ from the original's\n  " + "\n  ".join(lines), mend=explanation)
