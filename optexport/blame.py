@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnx
 import torch
 from torch import fx, nn
 
-from optexport import archives, distances, parity, runtimes
 from optexport.cases import Batch
-from optexport.cutting import cut, cut_onnx
-from optexport.errors import OptexportError, first_line
-from optexport.failure import Finding, Reproduction
+from optexport.cutting import cut
+from optexport.failure import Finding, Reproduction, failing_case, outputs_at
 from optexport.formats import exported_program, torchscript
 from optexport.parity import GRAPH, PlaceParity, Proof
-from optexport.parting import Comparison, Parting, compare
+from optexport.parting import Comparison, compare, lost, told
 from optexport.trace import Traced
 from optexport.transform import Applied, NamedRule, is_built_in, transform
 from optexport.transformations import DeepCopy, Match, Rule, Skip
 from optexport.transformations.rule import Change
 from optexport.transformers_exporters import quiet
-from optexport.values import Observed, observe_graph, observe_onnx, observe_torchscript
+from optexport.values import Observed, observe_graph
 
 # Runs a model, or a graph of it, on a batch.
 Call = Callable[[nn.Module, Batch], dict[str, torch.Tensor]]
@@ -82,13 +78,6 @@ class _Rules:
         return self.check(graph_module).passed
 
 
-def failing_case(proof: Proof, place: PlaceParity) -> int:
-    """The smallest case at which a place fails."""
-    failing = {case.case for output in place.outputs for case in output.cases if case.failure is not None}
-    indices = [index for index, case in enumerate(proof.reference.cases) if case.name in failing]
-    return min(indices, key=lambda i: sum(t.numel() for t in proof.reference.cases[i].batch.values()))
-
-
 def blame_rules(retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: Proof) -> Finding:
     """Finds the first rule after which the graph no longer passes, which of its changes does it, and where it shows.
 
@@ -119,9 +108,9 @@ def blame_rules(retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[Name
             before, _ = trial.graph(count, which - 1)
             after, _ = trial.graph(count, which)
         comparison, double = _compare_graphs(before, after, trial.batch)
-        lines.append(_place(comparison.parting, case))
+        lines.append(told(comparison.parting, case))
     except Exception as error:  # a model's own operators may raise anything
-        lines.append(_lost(error))
+        lines.append(lost(error))
     title = f"What {rule.name} made of the graph differs from what it was given"
     tried = []
     if comparison.parting is not None:
@@ -163,19 +152,6 @@ def _verdict(rule: NamedRule, changes: Sequence[Change], which: int | None) -> s
         f"{text}. It does not preserve the computation: set parity.atol and parity.rtol to what the task "
         f"allows, or run again with --without {rule.name}."
     )
-
-
-def _place(parting: Parting | None, case: str) -> str:
-    if parting is None:
-        return f"At {case} no place stands out where values part: the distance grows along the graph."
-    what = f" ({parting.what})" if parting.what and parting.what != parting.node else ""
-    agreeing = f"; {', '.join(parting.agreeing)} before it still agree" if parting.agreeing else ""
-    agreeing = agreeing.replace("agree", "agrees") if len(parting.agreeing) == 1 else agreeing
-    return f"At {case} values part first at {parting.node}{what}: {parting.why}{agreeing}."
-
-
-def _lost(error: Exception) -> str:
-    return f"Where values part could not be found: {type(error).__name__}: {first_line(error)}"
 
 
 def _compare_graphs(
@@ -255,20 +231,12 @@ def _whole(title: str, graph_module: fx.GraphModule, trial: _Rules) -> Reproduct
     case = reference.cases[trial.case]
     raises = isinstance(trial.proof.result(GRAPH, case.name), str)
     found = "after.pt" if raises else "after.pt2"
-    outputs, expected = _outputs(trial.proof, trial.proof.places[-1], trial.case)
+    outputs, expected = outputs_at(trial.proof, trial.proof.places[-1], trial.case)
 
     def write(folder: Path) -> None:
         _save(flat, case.batch, folder / found)
 
     return Reproduction(f"{title}.", found, expected, outputs, write, raises=raises)
-
-
-def _outputs(proof: Proof, place: PlaceParity, case: int) -> tuple[dict[str, tuple[float, torch.dtype]], str]:
-    """What is allowed of each output at a case, and of what kind the tensors are that it is compared with."""
-    name, originals = proof.reference.cases[case].name, proof.reference.outputs[case]
-    limits = {o.output: next(c.limit for c in o.cases if c.case == name) for o in place.outputs}
-    fixed = any(bound.fixed for bound in proof.bounds.values())
-    return {key: (limits[key], originals[key].dtype) for key in limits}, "outputs" if fixed else "float64"
 
 
 def _save(graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -279,99 +247,3 @@ def _save(graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], path
         else:
             given = {name: tensor.clone() for name, tensor in inputs.items()}
             exported_program.save(torch.export.export(graph_module, (), given, strict=False), path)
-
-
-def blame_files(
-    graph_module: fx.GraphModule, folder: Path, artifacts: Mapping[str, str], proof: Proof
-) -> Finding:
-    """Finds where the first file that fails parts from a graph that passes.
-
-    Args:
-        graph_module: Flat: tensors in, the outputs in their order out.
-        artifacts: The files' names by format.
-    """
-    place = next(place for place in proof.places if not place.passed)
-    file_format = place.place.partition(",")[0]
-    path, case = folder / artifacts[file_format], failing_case(proof, place)
-    name, batch = proof.reference.cases[case].name, proof.reference.cases[case].batch
-    outputs, expected = _outputs(proof, place, case)
-    raises = isinstance(proof.result(place.place, name), str)
-
-    def write(into: Path) -> None:
-        for file in (path, path.with_name(f"{path.name}.data")):
-            if file.is_file():
-                shutil.copyfile(file, into / file.name)
-
-    whole = Reproduction(
-        f"{path.name} differs from the original at {name}.", path.name, expected, outputs, write, raises=raises
-    )
-    if place.place == parity.ONNX_OPTIMISED:  # as it stands the file passes
-        level = _least_level(path, batch, proof, case)
-        text = f"The file passes as it stands: the runtime's optimisations change the numbers, from {level} on. {_LEVEL}"
-        return Finding(place.place, case, text, [replace(whole, level="ORT_ENABLE_ALL")])
-    tried, lines = [], [f"The graph passes, and {path.name} does not: the exporter or the runtime changed the numbers."]
-    try:
-        original, exact = observe_graph(graph_module, batch), observe_graph(graph_module, batch, double=True)
-        comparison = compare(original, _OBSERVERS[file_format](path, batch), exact, by_name=False)
-        lines.append(_place(comparison.parting, name) + _inside(path, comparison, file_format))
-        if file_format == "onnx" and comparison.parting is not None and comparison.parting.inner is not None:
-            tried.append(_onnx_piece(path, graph_module, batch, comparison))
-    except Exception as error:  # a runtime raises kinds of its own
-        lines.append(_lost(error))
-    return Finding(place.place, case, "\n".join(lines), [*tried, whole])
-
-
-_LEVEL = (
-    "Where the file is used, set session_options.graph_optimization_level to the level below, or wait for a "
-    "runtime that is mended."
-)
-_OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
-    "onnx": observe_onnx,
-    "torchscript": observe_torchscript,
-    "pt2": lambda path, batch: observe_graph(archives.load_pt2(path).module(check_guards=False), batch),
-}
-
-
-def _least_level(path: Path, batch: Batch, proof: Proof, case: int) -> str:
-    """The lowest level of ONNX Runtime's optimisations at which a file fails."""
-    alone, names = proof.reference.only([case]), list(proof.bounds)
-    for level in ("ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED"):
-        run = runtimes.open_onnx(path, names, optimised=True, level=level)
-        if not Proof(alone, proof.bounds).check(parity.ONNX, run).passed:
-            return level
-    return "ORT_ENABLE_ALL"
-
-
-def _inside(path: Path, comparison: Comparison, file_format: str) -> str:
-    """The place in the file's own names; of ONNX also the operators and weights since what agrees."""
-    parting = comparison.parting
-    if parting is None or parting.inner is None:
-        return ""
-    name, what = parting.inner
-    if file_format != "onnx":
-        return f" In the file it is {name} ({what})."
-    known = set(comparison.matched.values()) - {name}
-    piece, inputs = cut_onnx(path, name, dict.fromkeys(known, None))
-    operators = ", ".join(node.op_type for node in piece.graph.node if node.op_type != "Constant")
-    weights = ", ".join(weight.name for weight in piece.graph.initializer)
-    return f" In the file it is {name}, computed from {', '.join(inputs)} by {operators}" + (
-        f" with {weights}." if weights else "."
-    )
-
-
-def _onnx_piece(path: Path, graph_module: fx.GraphModule, batch: Batch, comparison: Comparison) -> Reproduction:
-    parting = comparison.parting
-    assert parting is not None and parting.inner is not None
-    inner, known = parting.inner[0], set(comparison.matched.values()) - {parting.inner[0]}
-    given = observe_onnx(path, batch, keep=known).whole
-    piece, inputs = cut_onnx(path, inner, given)
-    expected = observe_graph(graph_module, batch, keep={parting.node}).whole[parting.node]
-    tensors = {f"inputs.{name}": given[name] for name in inputs} | {f"expected.{inner}": expected}
-    return Reproduction(
-        f"What {path.name} computes at {inner} differs from {parting.node} of the graph.",
-        "piece.onnx",
-        "expected",
-        {inner: (parting.limit, expected.dtype)},
-        lambda folder: onnx.save(piece, folder / "piece.onnx"),
-        tensors,
-    )

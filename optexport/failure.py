@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from optexport import bundle, distances, records
 from optexport.errors import ConfigError, OptexportError, ParityError, first_line
-from optexport.parity import Proof
+from optexport.parity import PlaceParity, Proof
 
 SCRIPT = "reproduce.py"
 _PARITY, _CASE, _PIECE = "parity.json", "case.safetensors", "piece.safetensors"
@@ -36,6 +36,7 @@ _OPEN = {
 _RUN_ONNX = """
 def run_onnx(path):
     options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.{level}
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     given = {{value.name: inputs[value.name].numpy() for value in session.get_inputs()}}
@@ -129,13 +130,12 @@ def error(proof: Proof, folder: Path, config_text: str | None, find: Callable[[]
 
     Whatever goes wrong on the way is said, and never hides that the proof failed.
     """
+    finding: Finding | None = None
     try:
         finding = find()
-    except Exception as problem:  # a model's and a plugin's own code may raise anything
-        finding = None
-        explanation = f"What is to blame could not be found: {_told(problem)}."
-    else:
         explanation = finding.explanation
+    except Exception as problem:  # a model's and a plugin's own code may raise anything
+        explanation = f"What is to blame could not be found: {_told(problem)}."
     try:
         shown = leave(folder, proof, finding, config_text, explanation)
     except Exception as problem:  # a full disk, a folder of somebody's own
@@ -200,7 +200,7 @@ def _check_replaceable(folder: Path) -> None:
 def _case(proof: Proof, finding: Finding) -> dict[str, torch.Tensor]:
     """The failing case: inputs, the original's outputs, these in float64, and the candidate's."""
     reference = proof.reference
-    case, outputs, exact = (row[finding.case] for row in (reference.cases, reference.outputs, reference.exact))
+    case, outputs, exact = reference.cases[finding.case], reference.outputs[finding.case], reference.exact[finding.case]
     known = {name: distances.known(exact[name], tensor) for name, tensor in outputs.items()}
     result = proof.result(finding.place, case.name)
     parts = {"inputs": case.batch, "outputs": outputs, "float64": known}
@@ -240,3 +240,27 @@ def _ends_with_one(script: Path, raises: bool) -> bool:
         except Exception:  # a failure that raises when the model is run
             return raises
     return False
+
+
+def failing_case(proof: Proof, place: PlaceParity) -> int:
+    """The smallest case at which a place fails."""
+    failing = {case.case for output in place.outputs for case in output.cases if case.failure is not None}
+    indices = [index for index, case in enumerate(proof.reference.cases) if case.name in failing]
+    return min(indices, key=lambda i: sum(t.numel() for t in proof.reference.cases[i].batch.values()))
+
+
+def outputs_at(proof: Proof, place: PlaceParity, case: int) -> tuple[dict[str, tuple[float, torch.dtype]], str]:
+    """What is allowed of each output at a case, and of what kind the tensors are that it is compared with."""
+    name, originals = proof.reference.cases[case].name, proof.reference.outputs[case]
+    limits = {o.output: next(c.limit for c in o.cases if c.case == name) for o in place.outputs}
+    fixed = any(bound.fixed for bound in proof.bounds.values())
+    return {key: (limits[key], originals[key].dtype) for key in limits}, "outputs" if fixed else "float64"
+
+
+def standing(places: Sequence[PlaceParity]) -> str:
+    """How near the places are, where all pass."""
+    farthest = max((o for place in places for o in place.outputs), key=lambda o: o.max_abs / (o.limit or 1.0))
+    return (
+        f"{', '.join(place.place for place in places)} pass; {farthest.output} comes nearest to its limit, "
+        f"{farthest.max_abs:.2g} from the reference where {farthest.limit:.2g} are allowed."
+    )

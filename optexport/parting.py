@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from optexport import distances
+from optexport.errors import first_line
 from optexport.values import Observed, Value
 
 # Values agree up to this many times the rounding of the value itself: a later node may round what it is given more
@@ -16,7 +17,13 @@ from optexport.values import Observed, Value
 _TIMES = 8
 _ULPS = 16
 _EXACT = 1e-9  # of float64, relative; what rounds there rounds far less
+# A place that differs by less than this share of what an output differs by is not where it went wrong, as long as
+# rounding may explain it: of new weights, which are stored in float32, or of operators that compute another way.
+_SHARE = 1e-3
+_STORED = 1e-6
+_COARSEST_ULPS = 64
 _PEEK = 64
+_NEAR = 1.1
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,11 @@ def compare(original: Observed, candidate: Observed, exact: Observed | None, *, 
         exact: The original in float64, for how its values round; None where both runs are in float64 already.
         by_name: Whether the two call equal things by equal names. Else any value that agrees is taken for the same.
     """
-    rounding = _rounding(original, exact)
+    rounding, coarsest = _rounding(original, exact)
     matched = _matched(original, candidate, exact, rounding, by_name)
     if candidate.raised is not None:
         name, error = candidate.raised
-        what = original.values[name].what if name in original.values else ""
+        what = original.values[name].what if by_name and name in original.values else ""
         parting = Parting(name, what, math.inf, math.nan, 0.0, None, f"raises {error}")
         return Comparison(matched, parting)
     leaves = _leaves(original, candidate, by_name)
@@ -82,6 +89,9 @@ def compare(original: Observed, candidate: Observed, exact: Observed | None, *, 
     }
     if not differing:
         return Comparison(matched, None)
+    share = max(_relative(original.values[mine], candidate.values[theirs]) for mine, theirs in differing.items())
+    rounding = max(rounding, min(_SHARE * share, coarsest))
+    matched = _matched(original, candidate, exact, rounding, by_name)
     reached = _back(original, differing, matched)
     lost = _back(candidate, differing.values(), set(matched.values()))
     unmatched = [value for name, value in candidate.values.items() if name in lost]
@@ -97,7 +107,9 @@ def compare(original: Observed, candidate: Observed, exact: Observed | None, *, 
         elif named:
             other = candidate.values[name]
         else:
-            other = min((v for v in unmatched if v.kind == value.kind), key=lambda v: _distance(value, v))
+            alike = {v.name: _distance(value, v) for v in unmatched if v.kind == value.kind}
+            near = [v for v in unmatched if alike.get(v.name, math.inf) <= _NEAR * min(alike.values())]
+            other = near[-1]  # a layer's product is there before its bias is added
         return Comparison(matched, _parting(original, value, other, exact, rounding, matched))
     raise AssertionError("an output that differs is always reached")
 
@@ -168,12 +180,18 @@ def _agree(value: Value, other: Value, exact: Observed | None, rounding: float) 
     return True
 
 
-def _rounding(original: Observed, exact: Observed | None) -> float:
-    """What rounding explains of a value, relative to it; more where a graph in float64 computes in less on its way."""
+def _rounding(original: Observed, exact: Observed | None) -> tuple[float, float]:
+    """What rounding explains of a value at least, and at most, relative to it."""
     dtypes = {value.tensor.dtype for value in original.values.values() if value.tensor.is_floating_point()}
     if exact is None and dtypes <= {torch.float64}:
-        return _EXACT
-    return _ULPS * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        return _EXACT, _STORED
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)  # of a graph in float64 too, on its way
+    return _ULPS * eps, _COARSEST_ULPS * eps
+
+
+def _relative(value: Value, other: Value) -> float:
+    scale = distances.largest(distances.finite(value.tensor).abs())
+    return _distance(value, other) / scale if scale else math.inf
 
 
 def _allowed(value: Value, exact: Observed | None, rounding: float) -> torch.Tensor:
@@ -201,3 +219,20 @@ def _distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     a, b = one.double(), other.double()
     same = (a == b) | (a.isnan() & b.isnan())
     return torch.where(same, 0.0, (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf))
+
+
+def told(parting: Parting | None, case: str) -> str:
+    """A sentence on where values part."""
+    if parting is None:
+        return f"At {case} no place stands out where values part: the distance grows along the graph."
+    what = f" ({parting.what})" if parting.what and parting.what != parting.node else ""
+    if parting.inner is None:
+        return f"At {case} {parting.node or 'the file'}{what} {parting.why}."
+    agreeing = f"; {', '.join(parting.agreeing)} before it still agree" if parting.agreeing else ""
+    agreeing += "s" if len(parting.agreeing) == 1 else ""
+    return f"At {case} values part first at {parting.node}{what}: {parting.why}{agreeing}."
+
+
+def lost(error: Exception) -> str:
+    """What is said where the place could not be found."""
+    return f"Where values part could not be found: {type(error).__name__}: {first_line(error)}"

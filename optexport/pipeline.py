@@ -5,12 +5,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import fx
 
-from optexport import blame, bundle, cases, failure, floor, inputs, records, registry, runtimes, sources, tracking
+from optexport import bundle, cases, failure, floor, inputs, records, registry, runtimes, sources, tracking
+from optexport.blame import blame_rules
+from optexport.blame_files import blame_files
 from optexport.cases import Batch
 from optexport.config import Config, SourceKind, TransformationConfig, load_config, source_kind
 from optexport.errors import ConfigError, TrackingError, did_you_mean, redact
@@ -38,6 +41,7 @@ class Job:
         example: The batch to trace with.
         real: The user's batches to check on.
         dump: A folder to write the graph to, before and after every transformation.
+        beside: What a failed proof leaves its folder beside, where that is not the output.
     """
 
     config: Config
@@ -49,11 +53,13 @@ class Job:
     output: Path
     config_text: str | None = None
     dump: Path | None = None
+    beside: Path | None = None
 
     @property
     def failure(self) -> Path:
         """The folder that is left if the proof fails."""
-        return self.output.with_name(f"{self.output.name}-failure")
+        output = self.beside or self.output
+        return output.with_name(f"{output.name}-failure")
 
     @property
     def sizes_declared(self) -> bool:
@@ -109,6 +115,7 @@ def run(
     baseline: bool = False,
     dump: Path | None = None,
     stages: Stages | None = None,
+    keep: bool = True,
 ) -> Result:
     """Runs a config file.
 
@@ -117,6 +124,7 @@ def run(
         baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
         dump: A folder to write the graph to, before and after every transformation.
         stages: Is told of every stage.
+        keep: Whether the bundle stays and the run is tracked; else it is only proven.
 
     Raises:
         OptexportError: One of its kinds, with the exit code of what went wrong.
@@ -125,6 +133,8 @@ def run(
     config, folder = load_config(path), path.parent
     rules = _rules(config, folder, without)
     config = _resolved(config, rules)
+    if not keep:
+        config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
     output = (folder / Path(config.export.output).expanduser()).resolve()
     plain = output.parent / f"{output.name}-baseline"
     for place in (output, plain) if baseline else (output,):
@@ -143,6 +153,8 @@ def run(
             given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
         job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump)
+        if not keep:
+            job = replace(job, output=Path(downloads) / "bundle", beside=output)
         if baseline:
             produce(
                 replace(job, config=_resolved(config, (), plain), rules=(), output=plain, dump=None),
@@ -150,7 +162,7 @@ def run(
             )
         result = produce(job, stages)
         with stages.stage("track"):
-            tracker.result(result.manifest, stages.seconds, output, text)
+            tracker.result(result.manifest, stages.seconds, job.output, text)
     return replace(
         result,
         run_id=tracker.run_id,
@@ -178,12 +190,8 @@ def produce(job: Job, stages: Stages) -> Result:
             records.write_graph(draft / "graph_after.txt", graph_module)
         with stages.stage("check graph"):
             if not proof.check(GRAPH, _runner(graph_module, call)).passed:
-                raise failure.error(
-                    proof,
-                    job.failure,
-                    job.config_text,
-                    lambda: blame.blame_rules(lambda: _trace(job), job.rules, proof),
-                )
+                find = partial(blame_rules, lambda: _trace(job), job.rules, proof)
+                raise failure.error(proof, job.failure, job.config_text, find)
         artifacts = []
         for artifact in _export(graph_module, signature, job, applied, draft, stages):
             artifacts.append(artifact)
@@ -194,10 +202,11 @@ def produce(job: Job, stages: Stages) -> Result:
                 ):
                     proof.check(place, candidate, traced_shape_only=fixed)
         if not proof.passed:
-            flat, files = exported_program.flatten(graph_module, signature), {a.format: a.path for a in artifacts}
-            raise failure.error(
-                proof, job.failure, job.config_text, lambda: blame.blame_files(flat, draft, files, proof)
+            flat, files = (
+                exported_program.flatten(graph_module, signature),
+                {a.format: draft / a.path for a in artifacts},
             )
+            raise failure.error(proof, job.failure, job.config_text, partial(blame_files, flat, files, proof))
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:

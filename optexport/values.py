@@ -147,15 +147,14 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
         if data.is_file():
             _link(data, Path(folder) / data.name)
         onnx.save(model, Path(folder) / path.name)
-        session = onnxruntime.InferenceSession(
-            Path(folder) / path.name, options, providers=["CPUExecutionProvider"]
-        )
+        session = onnxruntime.InferenceSession(Path(folder) / path.name, options, providers=["CPUExecutionProvider"])
         names = [output.name for output in session.get_outputs()]
         try:
             results = dict(zip(names, session.run(names, inputs), strict=True))
         except Exception as error:  # the runtime's exceptions share no base class
             found = re.search(r"Name:'([^']*)'", str(error))
-            observed.raised = (found.group(1) if found else "", first_line(error)[:200])
+            message = re.sub(r"^.*Status Message: (\S+:\d+ .*?\) )?", "", first_line(error))
+            observed.raised = (found.group(1) if found else "", message[:200])
             return observed
     for value in model.graph.input:
         observed.add(value.name, "input", batch[value.name], keep)
@@ -177,7 +176,8 @@ def observe_torchscript(path: Path, batch: Mapping[str, torch.Tensor]) -> Observ
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated, and asked for
         module = archives.load_torchscript(path)
-    names = [argument.name for argument in module.forward.schema.arguments if argument.name != "self"]
+    schema = module._c._get_method("forward").schema
+    names = [argument.name for argument in schema.arguments if argument.name != "self"]
     graph, parameters = torch._C._jit_pass_lower_graph(module.graph.copy(), module._c)
     torch._C._jit_pass_inline(graph)
     observed = Observed()

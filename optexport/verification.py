@@ -28,7 +28,7 @@ def verify(folder: Path) -> list[PlaceParity]:
     manifest = bundle.read_manifest(folder)
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
-    proof = Proof(reference, {name: _bound(record) for name, record in manifest.parity.bounds.items()})
+    proof = Proof(reference, {name: bound_of(record) for name, record in manifest.parity.bounds.items()})
     try:
         return [
             proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None)
@@ -39,6 +39,7 @@ def verify(folder: Path) -> list[PlaceParity]:
         raise BundleError(error.cause, place=error.place) from error
 
 
-def _bound(record: BoundRecord) -> Bound:
+def bound_of(record: BoundRecord) -> Bound:
+    """The bound that a manifest holds."""
     extremes = {case: math.inf if limit is None else limit for case, limit in record.extremes.items()}
     return Bound(record.floor, record.limit, record.atol, record.rtol, extremes)
