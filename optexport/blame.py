@@ -154,9 +154,7 @@ def _verdict(rule: NamedRule, changes: Sequence[Change], which: int | None) -> s
     )
 
 
-def _compare_graphs(
-    before: fx.GraphModule, after: fx.GraphModule, batch: Batch, *, keep: Sequence[str] = ()
-) -> tuple[Comparison, bool]:
+def _compare_graphs(before: fx.GraphModule, after: fx.GraphModule, batch: Batch) -> tuple[Comparison, bool]:
     """Compares two graphs in float64, where rounding does not count; in their own precision where that shows nothing.
 
     Returns:

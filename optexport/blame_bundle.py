@@ -35,7 +35,7 @@ def blame_bundle(folder: Path) -> str:
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
     proof = Proof(reference, {name: bound_of(record) for name, record in manifest.parity.bounds.items()})
-    files = {artifact.format: folder / artifact.path for artifact in manifest.artifacts}
+    files: dict[str, Path] = {artifact.format: folder / artifact.path for artifact in manifest.artifacts}
     for artifact in manifest.artifacts:
         fixed = artifact.fixed_shape is not None
         try:
@@ -46,7 +46,7 @@ def blame_bundle(folder: Path) -> str:
     if not proof.passed:
 
         def find() -> Finding:
-            found = blame_files(_passing_graph(files, proof), dict(files), proof)
+            found = blame_files(_passing_graph(files, proof), files, proof)
             note = "" if damage is None else f"{damage.place}: {damage.cause}.\n"
             return Finding(found.place, found.case, note + found.explanation, found.reproductions)
 

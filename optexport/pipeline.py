@@ -202,10 +202,8 @@ def produce(job: Job, stages: Stages) -> Result:
                 ):
                     proof.check(place, candidate, traced_shape_only=fixed)
         if not proof.passed:
-            flat, files = (
-                exported_program.flatten(graph_module, signature),
-                {a.format: draft / a.path for a in artifacts},
-            )
+            flat = exported_program.flatten(graph_module, signature)
+            files: dict[str, Path] = {artifact.format: draft / artifact.path for artifact in artifacts}
             raise failure.error(proof, job.failure, job.config_text, partial(blame_files, flat, files, proof))
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)

@@ -108,7 +108,8 @@ def observe_graph(
             except Exception as error:  # an operator may raise anything
                 observed.raised = (n.name, f"{type(error).__name__}: {first_line(error)[:200]}")
                 raise
-            observed.add(n.name, describe(n), result, keep)
+            if n.op != "get_attr":  # a weight is no step of the computation
+                observed.add(n.name, describe(n), result, keep)
             return result
 
     interpreter = Observer(graph_module)
