@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -70,10 +70,13 @@ def _check_replaceable(output: Path) -> None:
 
 
 @contextmanager
-def drafting(output: Path) -> Iterator[Path]:
+def drafting(output: Path, check: Callable[[Path], None] = _check_replaceable) -> Iterator[Path]:
     """Gives a folder to write a bundle in; it takes its final name when the block ends well, and goes when it fails.
 
     A bundle of an earlier run stays under the name until then.
+
+    Args:
+        check: Raises where something is there that may not be replaced.
     """
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
     try:
@@ -82,7 +85,7 @@ def drafting(output: Path) -> Iterator[Path]:
         draft.chmod(0o777 & ~mask)
         for file in draft.iterdir():  # some writers keep their files to themselves
             file.chmod(0o666 & ~mask)
-        _check_replaceable(output)  # once more: the work took its time
+        check(output)  # once more: the work took its time
         if output.exists():
             replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
             output.rename(replaced / output.name)

@@ -241,6 +241,26 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         click.echo(f"{bundle}: unchanged, and {', '.join(p.place for p in places)} give the stored outputs.")
 
 
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
+def blame(path: Path) -> None:
+    """Say which rule, file and place the proof fails at, of a CONFIG or a BUNDLE; leaves what shows it again."""
+    from optexport.config import load_config
+
+    if path.is_dir():
+        from optexport.blame_bundle import blame_bundle
+
+        click.echo(f"{path}: {blame_bundle(path)}")
+        return
+    load_config(path)
+    with _progress(quiet=False) as stages:
+        from optexport import failure, pipeline
+
+        with contextlib.redirect_stdout(sys.stderr):
+            result = pipeline.run(path, stages=stages, keep=False)
+    click.echo(f"{path}: nothing to blame: {failure.standing(result.parity)}")
+
+
 def _console() -> Any:
     from rich.console import Console
 

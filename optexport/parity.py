@@ -123,6 +123,10 @@ class Proof:
     def passed(self) -> bool:
         return all(place.passed for place in self.places)
 
+    def result(self, place: str, case: str) -> Outputs | str:
+        """What a place gave at a case; where it raised, what."""
+        return self._results[place][case]
+
     def check(self, place: str, run: Run, *, traced_shape_only: bool = False) -> PlaceParity:
         """Compares a candidate on all cases, or on those shaped as the traced one.
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import fx
 
-from optexport import bundle, cases, decisions, floor, inputs, records, registry, runtimes, sources, tracking
+from optexport import bundle, cases, decisions, failure, floor, inputs, records, registry, runtimes, sources, tracking
+from optexport.blame import blame_rules
+from optexport.blame_files import blame_files
 from optexport.cases import Batch
 from optexport.config import Config, SourceKind, TransformationConfig, load_config, source_kind
-from optexport.errors import ConfigError, GateError, OptexportError, ParityError, TrackingError, did_you_mean, redact
+from optexport.errors import ConfigError, TrackingError, did_you_mean, redact
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.manifest import ArtifactRecord, Manifest
 from optexport.parity import GRAPH, PlaceParity, Proof
@@ -23,7 +26,7 @@ from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.trace import Traced, trace
-from optexport.transform import Applied, NamedRule, blame, transform
+from optexport.transform import Applied, NamedRule, transform
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import no_cache
 from optexport.undoing import check_undo
@@ -40,6 +43,7 @@ class Job:
         real: The user's batches to check on.
         dump: A folder to write the graph to, before and after every transformation.
         metrics: The user's own metrics that gates are on, by name.
+        beside: What a failed proof leaves its folder beside, where that is not the output.
     """
 
     config: Config
@@ -52,6 +56,13 @@ class Job:
     config_text: str | None = None
     dump: Path | None = None
     metrics: Mapping[str, decisions.Metric] = field(default_factory=dict)
+    beside: Path | None = None
+
+    @property
+    def failure(self) -> Path:
+        """The folder that is left if the proof fails."""
+        output = self.beside or self.output
+        return output.with_name(f"{output.name}-failure")
 
     @property
     def sizes_declared(self) -> bool:
@@ -107,6 +118,7 @@ def run(
     baseline: bool = False,
     dump: Path | None = None,
     stages: Stages | None = None,
+    keep: bool = True,
 ) -> Result:
     """Runs a config file.
 
@@ -115,6 +127,7 @@ def run(
         baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
         dump: A folder to write the graph to, before and after every transformation.
         stages: Is told of every stage.
+        keep: Whether the bundle stays and the run is tracked; else it is only proven.
 
     Raises:
         OptexportError: One of its kinds, with the exit code of what went wrong.
@@ -124,6 +137,8 @@ def run(
     rules = _rules(config, folder, without)
     metrics = decisions.load_metrics(config.parity.decisions, folder)
     config = _resolved(config, rules)
+    if not keep:
+        config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
     output = (folder / Path(config.export.output).expanduser()).resolve()
     plain = output.parent / f"{output.name}-baseline"
     for place in (output, plain) if baseline else (output,):
@@ -142,6 +157,8 @@ def run(
             given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
         job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, metrics)
+        if not keep:
+            job = replace(job, output=Path(downloads) / "bundle", beside=output)
         if baseline:
             produce(
                 replace(job, config=_resolved(config, (), plain), rules=(), output=plain, dump=None),
@@ -149,7 +166,7 @@ def run(
             )
         result = produce(job, stages)
         with stages.stage("track"):
-            tracker.result(result.manifest, stages.seconds, output, text)
+            tracker.result(result.manifest, stages.seconds, job.output, text)
     return replace(
         result,
         run_id=tracker.run_id,
@@ -178,7 +195,8 @@ def produce(job: Job, stages: Stages) -> Result:
             records.write_graph(draft / "graph_after.txt", graph_module)
         with stages.stage("check graph"):
             if not proof.check(GRAPH, _runner(graph_module, call)).passed:
-                raise _failure(proof, _blame(job, proof))
+                find = partial(blame_rules, lambda: _trace(job), job.rules, proof)
+                raise failure.error(proof, job.failure, job.config_text, find)
         artifacts = []
         for artifact in _export(graph_module, signature, job, applied, draft, stages):
             artifacts.append(artifact)
@@ -189,7 +207,9 @@ def produce(job: Job, stages: Stages) -> Result:
                 ):
                     proof.check(place, candidate, traced_shape_only=fixed)
         if not proof.passed:
-            raise _failure(proof, "The transformed graph passes: the exporter or the runtime changed the numbers.")
+            flat = exported_program.flatten(graph_module, signature)
+            files: dict[str, Path] = {artifact.format: draft / artifact.path for artifact in artifacts}
+            raise failure.error(proof, job.failure, job.config_text, partial(blame_files, flat, files, proof))
         with stages.stage("undo"):
             check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
         with stages.stage("bundle"):
@@ -202,6 +222,7 @@ def produce(job: Job, stages: Stages) -> Result:
             ).model_copy(update={"files": bundle.file_records(draft)})
             bundle.write_manifest(draft, manifest)
         bundle.write_measurements(draft, records.measurements(stages.seconds))
+    failure.remove(job.failure)
     return Result(job.output, tuple(proof.places), manifest)
 
 
@@ -312,28 +333,3 @@ def _trace(job: Job) -> tuple[Traced, _Call]:
 
 def _runner(graph_module: fx.GraphModule, call: _Call) -> runtimes.Run:
     return lambda batch: call(graph_module, dict(batch))
-
-
-def _blame(job: Job, proof: Proof) -> str:
-    traced, call = _trace(job)
-
-    def passes(graph_module: fx.GraphModule) -> bool:
-        return Proof(proof.reference, proof.bounds, proof.gates).check(GRAPH, _runner(graph_module, call)).passed
-
-    return blame(traced.graph_module, job.rules, passes)
-
-
-def _failure(proof: Proof, explanation: str) -> OptexportError:
-    lines = [
-        f"{place.place}: {output.output}, {output.failure}"
-        for place in proof.places
-        for output in place.outputs
-        if output.failure is not None
-    ]
-    failed = [f"{place.place}: {d.failure}" for place in proof.places for d in place.decisions if d.failure is not None]
-    record = parity_record(proof)
-    if not lines:
-        cause = "the decisions differ from the original's\n  " + "\n  ".join(failed)
-        return GateError(cause, mend=explanation, proof=record)
-    cause = "the results differ from the original's\n  " + "\n  ".join(lines + failed)
-    return ParityError(cause, mend=explanation, proof=record)

@@ -60,13 +60,16 @@ class Reference:
         def shapes(case: Case) -> dict[str, torch.Size]:
             return {name: tensor.shape for name, tensor in case.batch.items()}
 
-        kept = [i for i, case in enumerate(self.cases) if shapes(case) == shapes(self.cases[0])]
+        return self.only([i for i, case in enumerate(self.cases) if shapes(case) == shapes(self.cases[0])])
+
+    def only(self, indices: Sequence[int]) -> Reference:
+        """Only some of the cases."""
         return replace(
             self,
-            cases=tuple(self.cases[i] for i in kept),
-            outputs=tuple(self.outputs[i] for i in kept),
-            exact=tuple(self.exact[i] for i in kept),
-            other_noise=tuple(self.other_noise[i] for i in kept) if self.other_noise else (),
+            cases=tuple(self.cases[i] for i in indices),
+            outputs=tuple(self.outputs[i] for i in indices),
+            exact=tuple(self.exact[i] for i in indices),
+            other_noise=tuple(self.other_noise[i] for i in indices) if self.other_noise else (),
         )
 
 

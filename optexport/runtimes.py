@@ -32,20 +32,22 @@ def open_file(path: Path, file_format: str, outputs: Sequence[str]) -> Iterator[
             yield "pt2", open_pt2(path, outputs)
 
 
-def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool) -> Run:
+def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool, level: str = "ORT_ENABLE_ALL") -> Run:
     """Opens an ONNX file in ONNX Runtime on the CPU.
 
     Args:
         outputs: The names of its outputs.
-        optimised: Whether with all of the runtime's graph optimisations, as in production, or with none.
+        optimised: Whether with the runtime's graph optimisations, as in production, or with none.
+        level: How far it goes with them.
 
     Raises:
         ExportError: The runtime refuses the file.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what it refuses, it raises too
-    level = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimised else level.ORT_DISABLE_ALL
+    options.graph_optimization_level = getattr(
+        onnxruntime.GraphOptimizationLevel, level if optimised else "ORT_DISABLE_ALL"
+    )
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the runtime's exceptions share no base class

@@ -1,9 +1,9 @@
-"""Applies the transformations that a run names, one by one, and finds the one to blame when the numbers part."""
+"""Applies the transformations that a run names, one by one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ def _name(transformation: Transformation) -> str:
     return known or f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _is_built_in(transformation: Transformation) -> bool:
+def is_built_in(transformation: Transformation) -> bool:
+    """Whether it is a rule of this package, which never writes into a tensor."""
     return isinstance(transformation, Rule) and type(transformation).__module__.startswith("optexport.")
 
 
@@ -92,7 +93,7 @@ def transform(graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Pa
         TransformationError: One of them raised, or left a graph that is not sound.
         GateError: One of them found work in fewer places than the config expects.
     """
-    if not all(_is_built_in(rule.transformation) for rule in rules):
+    if not all(is_built_in(rule.transformation) for rule in rules):
         graph_module = DeepCopy()(graph_module)  # whose weights are those of the caller's model
     applied: list[Applied] = []
     undoable: list[NamedRule] = []
@@ -131,27 +132,3 @@ def _check_expectation(rule: NamedRule, report: Report) -> None:
             place=rule.name,
             mend="Mend the model, or lower expect.min of the rule.",
         )
-
-
-def blame(graph_module: fx.GraphModule, rules: Sequence[NamedRule], passes: Callable[[fx.GraphModule], bool]) -> str:
-    """Applies transformations to a fresh graph one by one, and says after which it no longer passes."""
-    if not passes(graph_module):
-        return (
-            "The trace itself already differs from the model: no transformation is to blame. Where only sizes that "
-            "were not traced fail, the model bakes one in, or a trace cannot hold them: narrow the range in "
-            "inputs.dynamic, or leave the dimension out of it."
-        )
-    for rule in rules:
-        transformed = transform(graph_module, [rule])
-        graph_module, (applied,) = transformed.graph_module, transformed.applied
-        if not passes(graph_module):
-            nodes = [node for change in applied.report.changes for node in change.nodes or change.replaced]
-            shown = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
-            blamed = f"{rule.name} is to blame, which changed {shown}"
-            if rule.transformation.preserves_computation:
-                return f"{blamed}. Run again with --without {rule.name}."
-            return (
-                f"{blamed}. It does not preserve the computation: set parity.atol and parity.rtol, and the gates of "
-                f"parity.decisions, to what the task allows, or run again with --without {rule.name}."
-            )
-    return "Each transformation passes when it is applied alone."

@@ -33,7 +33,7 @@ def verify(folder: Path) -> Proof:
     manifest = bundle.read_manifest(folder)
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
-    bounds = {name: _bound(record) for name, record in manifest.parity.bounds.items()}
+    bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
     records = [record for record in manifest.parity.gates if not record.measure.startswith(METRIC)]
     if not all(record.measure in MEASURES and record.output in outputs for record in records):
         raise BundleError("it has a gate on what is no measure, or no output", place=bundle.MANIFEST)
@@ -48,7 +48,8 @@ def verify(folder: Path) -> Proof:
     return proof
 
 
-def _bound(record: BoundRecord) -> Bound:
+def bound_of(record: BoundRecord) -> Bound:
+    """The bound that a manifest holds."""
     extremes = {case: math.inf if limit is None else limit for case, limit in record.extremes.items()}
     return Bound(record.floor, record.limit, record.atol, record.rtol, extremes)
 

@@ -118,7 +118,7 @@ def test_a_mistake_that_a_run_finds_ends_it_with_its_code_and_one_message(
     before = sorted(path.name for path in tmp_path.iterdir())
     told = message(call("run", text), code)
     assert words in told
-    left = {path.name for path in tmp_path.rglob("*") if path.is_dir()} - {"__pycache__", "build"}
+    left = {path.name for path in tmp_path.rglob("*") if path.is_dir()} - {"__pycache__", "build", "model-failure"}
     assert left <= set(before), "nothing is left of a run that failed"
 
 

@@ -66,7 +66,7 @@ def save(program: ExportedProgram, signature: Signature, example: Mapping[str, t
     assert isinstance(graph_module, fx.GraphModule)
     with transformers_exporters.quiet():  # TorchScript is deprecated, and asked for
         try:
-            module: torch.jit.ScriptModule = torch.jit.script(_scriptable(graph_module, signature))
+            module: torch.jit.ScriptModule = torch.jit.script(scriptable(graph_module, signature))
             reason = None
         except Exception as error:  # the TorchScript compiler raises many kinds
             reason = first_line(error)
@@ -75,13 +75,18 @@ def save(program: ExportedProgram, signature: Signature, example: Mapping[str, t
     return reason
 
 
-def _scriptable(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModule:
-    """The graph as TorchScript reads it: operators without overload names, a plain signature, no assertions."""
+def scriptable(graph_module: fx.GraphModule, signature: Signature | None = None) -> fx.GraphModule:
+    """The graph as TorchScript reads it: operators without overload names, a plain signature, no assertions.
+
+    Args:
+        signature: Names the inputs; without it they keep their names.
+    """
     graph = fx.Graph()
     output = graph.graph_copy(graph_module.graph, {})
     graph.output(tuple(torch.utils._pytree.tree_leaves(output)))
-    for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
-        placeholder.target = spec.name
+    if signature is not None:
+        for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
+            placeholder.target = spec.name
     for node in list(graph.nodes):
         if node.target in _ASSERTIONS or (node.op == "call_module" and node.target == "_guards_fn"):
             graph.erase_node(node)

@@ -1,0 +1,74 @@
+"""Says of a bundle by itself which of its files fail, at what, and where their values part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import fx
+
+from optexport import archives, bundle, failure, runtimes, sealed_json
+from optexport.blame_files import blame_files
+from optexport.errors import BundleError, ExportError, SourceError
+from optexport.failure import Finding
+from optexport.manifest import Manifest
+from optexport.parity import Proof
+from optexport.verification import bound_of
+
+
+def blame_bundle(folder: Path) -> str:
+    """Runs a bundle's files on its stored inputs, also where they were changed, and explains what fails.
+
+    Returns:
+        That nothing does.
+
+    Raises:
+        ConfigError: The folder is no bundle.
+        BundleError: It is damaged, though what can be run gives the stored outputs.
+        ParityError: A file does not give the stored outputs; what shows it is left in ``<folder>-failure``.
+    """
+    folder = folder.resolve()
+    damage: BundleError | None = None
+    try:
+        manifest = bundle.read_manifest(folder)
+    except BundleError as error:
+        damage, manifest = error, _read_anyway(folder, error)
+    outputs = [output.name for output in manifest.outputs]
+    reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
+    proof = Proof(reference, {name: bound_of(record) for name, record in manifest.parity.bounds.items()})
+    files: dict[str, Path] = {artifact.format: folder / artifact.path for artifact in manifest.artifacts}
+    for artifact in manifest.artifacts:
+        fixed = artifact.fixed_shape is not None
+        try:
+            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
+                proof.check(place, run, traced_shape_only=fixed)
+        except (ExportError, SourceError) as error:  # whose mends are for those who export
+            damage = damage or BundleError(error.cause, place=error.place)
+    if not proof.passed:
+
+        def find() -> Finding:
+            found = blame_files(_passing_graph(files, proof), files, proof)
+            note = "" if damage is None else f"{damage.place}: {damage.cause}.\n"
+            return Finding(found.place, found.case, note + found.explanation, found.reproductions)
+
+        raise failure.error(proof, folder.with_name(f"{folder.name}-failure"), None, find)
+    if damage is not None:
+        raise damage
+    return f"nothing to blame: {failure.standing(proof.places)}"
+
+
+def _read_anyway(folder: Path, damage: BundleError) -> Manifest:
+    """The manifest of a bundle whose files are no longer what it vouches for."""
+    try:
+        return Manifest.model_validate(sealed_json.read(folder / bundle.MANIFEST))
+    except ValueError as error:
+        raise damage from error
+
+
+def _passing_graph(files: dict[str, Path], proof: Proof) -> fx.GraphModule | None:
+    """The graph of the bundle's ``.pt2`` file, if that passes."""
+    passing = {place.place for place in proof.places if place.passed}
+    if "pt2" not in passing or "pt2" not in files:
+        return None
+    module = archives.load_pt2(files["pt2"]).module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    return module

@@ -1,0 +1,75 @@
+"""Cuts the piece around one node out of a graph or a file, so that it can be looked at alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import onnx
+import torch
+from torch import fx
+
+
+def cut(graph_module: fx.GraphModule, node_name: str, known: Collection[str]) -> tuple[fx.GraphModule, list[str]]:
+    """The part of a graph that computes one node from what is known; it shares the graph's modules.
+
+    Args:
+        known: Nodes whose values are given from outside.
+
+    Returns:
+        The piece, whose one output is the node, and the names of what it reads, in the graph's order.
+    """
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    wanted, inputs, waiting = {node_name}, set[str](), [node_name]
+    while waiting:
+        for need in nodes[waiting.pop()].all_input_nodes:
+            if need.name in known:
+                inputs.add(need.name)
+            elif need.name not in wanted:
+                wanted.add(need.name)
+                waiting.append(need.name)
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    ordered = [name for name in nodes if name in inputs]
+    for name in ordered:
+        made[nodes[name]] = graph.placeholder(name)
+    for name, node in nodes.items():
+        if name in wanted:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output((made[nodes[node_name]],))
+    return fx.GraphModule(graph_module, graph), ordered
+
+
+def cut_onnx(path: Path, value: str, known: Mapping[str, torch.Tensor]) -> tuple[onnx.ModelProto, list[str]]:
+    """The part of an ONNX file that computes one value from what is known; its weights come with it.
+
+    Returns:
+        The piece, whose one output is the value, and the names of what it reads.
+    """
+    model = onnx.load(path)
+    made = {name: node for node in model.graph.node for name in node.output if name}
+    weights = {weight.name: weight for weight in model.graph.initializer}
+    wanted, inputs, waiting = {value}, list[str](), [value]
+    while waiting:
+        for need in made[waiting.pop()].input:
+            if need in wanted or need in inputs or not need:
+                continue
+            if need in known and need not in weights:
+                inputs.append(need)
+            else:
+                wanted.add(need)
+                waiting += [need] if need in made else []
+    infos = [onnx.helper.make_tensor_value_info(name, _onnx_dtype(known[name]), known[name].shape) for name in inputs]
+    graph = onnx.helper.make_graph(
+        [node for node in model.graph.node if wanted & set(node.output)],
+        "piece",
+        infos,
+        [onnx.ValueInfoProto(name=value)],
+        [weight for name, weight in weights.items() if name in wanted],
+    )
+    piece = onnx.helper.make_model(graph, opset_imports=model.opset_import, functions=model.functions)
+    piece.ir_version = model.ir_version
+    return piece, inputs
+
+
+def _onnx_dtype(tensor: torch.Tensor) -> int:
+    return onnx.helper.np_dtype_to_tensor_dtype(tensor.numpy().dtype)
