@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport import bundle, cases, pipeline
-from optexport.config import FORMATS, checked_settings
+from optexport.config import FORMATS, Effort, checked_settings
 from optexport.errors import ConfigError, TraceError
 from optexport.pipeline import Job, Result
 from optexport.raising import unlift
@@ -35,6 +35,7 @@ def export(
     multiple: float = 4.0,
     atol: float | None = None,
     rtol: float | None = None,
+    effort: Effort = "standard",
     opset: int | None = None,
     stages: Stages | None = None,
 ) -> Result:
@@ -51,6 +52,7 @@ def export(
             that the model leaves dynamic.
         multiple: How many times farther from float64 than the original a result may be.
         atol: With rtol, a fixed tolerance against the original instead.
+        effort: How much is checked: "quick", "standard" or "exhaustive".
         opset: The ONNX opset; the exporter's own choice by default.
         stages: Is told of every stage.
 
@@ -100,7 +102,7 @@ def export(
     config = checked_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
-            "parity": {"multiple": multiple, "atol": atol, "rtol": rtol},
+            "parity": {"multiple": multiple, "atol": atol, "rtol": rtol, "effort": effort},
             "export": {"formats": list(formats), "output": output.name, "opset": opset},
         },
         "export",

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from optexport import bundle, cases, floor, inputs, records, registry, runtimes, sources, tracking
+from optexport import bundle, cases, floor, inputs, records, registry, runtimes, shards, sources, tracking
 from optexport.cases import Batch
 from optexport.config import Config, SourceKind, TransformationConfig, load_config, source_kind
 from optexport.errors import ConfigError, ParityError, TrackingError, did_you_mean, redact
@@ -21,11 +21,15 @@ from optexport.parity import GRAPH, PlaceParity, Proof
 from optexport.reference import Reference, run_original
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
+from optexport.special_values import special_cases
 from optexport.stages import Stages
 from optexport.trace import Traced, trace
 from optexport.transform import Applied, NamedRule, blame, transform
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import no_cache
+from optexport.vocabulary import vocabularies
+
+_Call = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
 
 _FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
 
@@ -38,6 +42,7 @@ class Job:
         example: The batch to trace with.
         real: The user's batches to check on.
         dump: A folder to write the graph to, before and after every transformation.
+        rows: How many rows the user's data have, where they were cut into batches.
     """
 
     config: Config
@@ -49,6 +54,7 @@ class Job:
     output: Path
     config_text: str | None = None
     dump: Path | None = None
+    rows: int = 0
 
     @property
     def sizes_declared(self) -> bool:
@@ -137,7 +143,7 @@ def run(
         with stages.stage("inputs"):
             given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
-        job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump)
+        job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, given.rows)
         if baseline:
             produce(
                 replace(job, config=_resolved(config, (), plain), rules=(), output=plain, dump=None),
@@ -163,10 +169,7 @@ def produce(job: Job, stages: Stages) -> Result:
             signature = traced.signature
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
-            checked = cases.cases(job.example, job.real, signature, traced.doubtful)
-            reference = run_original(
-                call, job.loaded.model, checked, declared=job.sizes_declared, batched=signature.batched
-            )
+            reference = _reference(job, traced, call)
             proof = Proof(reference, _bounds(job.config, reference))
         with stages.stage("transform"):
             graph_module, applied = transform(traced.graph_module, job.rules, job.dump)
@@ -273,11 +276,26 @@ def _load(config: Config, folder: Path, downloads: Path) -> Loaded:
     return sources.load(config.model, folder, downloaded)
 
 
+def _reference(job: Job, traced: Traced, call: _Call) -> Reference:
+    """Runs the original on all that is checked; how much that is depends on the effort."""
+    signature, effort = traced.signature, job.config.parity.effort
+    checked = cases.cases(job.example, job.real, signature, traced.doubtful, effort)
+    ids = vocabularies(traced.graph_module, signature)
+    checked += special_cases(job.example, ids, effort, job.config.parity.seed)
+    reference = run_original(
+        call,
+        job.loaded.model,
+        checked,
+        declared=job.sizes_declared,
+        batched=signature.batched,
+        in_other_ways=effort != "quick",
+    )
+    unchecked = shards.why_unchecked(job.real, job.rows, reference.cases)
+    return replace(reference, left_out=(*unchecked, *reference.left_out))
+
+
 def _bounds(config: Config, reference: Reference) -> dict[str, Bound]:
     return floor.bounds(reference, config.parity.multiple, config.parity.atol, config.parity.rtol)
-
-
-_Call = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
 
 
 def _trace(job: Job) -> tuple[Traced, _Call]:

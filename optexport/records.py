@@ -133,6 +133,7 @@ def parity_record(proof: Proof) -> ParityRecord:
         ways=list(proof.reference.ways),
         fallback=proof.reference.fallback,
         unguided=list(proof.reference.unguided),
+        left_out=list(proof.reference.left_out),
         places=[
             PlaceRecord(
                 place=place.place, made_from=place.made_from, outputs=[_output(output) for output in place.outputs]
