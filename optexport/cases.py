@@ -70,16 +70,23 @@ def cases(
         if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
             break
         most = max(budget, _BUDGET_AT_ENDS if sizes in ends else 0, _BUDGET_IN_DOUBT if sizes in doubtful else 0)
-        while effort != "exhaustive" and _numbers(example, signature, sizes) > most:
-            largest = max(sizes, key=lambda name: sizes[name] / traced[name])
-            if sizes[largest] <= max(signature.dims[largest].min, 1):
-                break
-            sizes = {**sizes, largest: max(sizes[largest] // 2, signature.dims[largest].min)}
+        sizes = sizes if effort == "exhaustive" else cut_to(most, example, signature, sizes)
         if sizes not in seen:
             seen.append(sizes)
             name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
             found.append(Case(name, with_padding(resize(example, signature, sizes), UNTRACED_PADDING)))
     return found
+
+
+def cut_to(most: float, batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Halves the sizes, that first which is the largest beside the batch's own, until it holds that many numbers."""
+    cut, given = dict(sizes), signature.sizes(batch)
+    while cut and _numbers(batch, signature, cut) > most:
+        largest = max(cut, key=lambda name: cut[name] / given[name])
+        if cut[largest] <= max(signature.dims[largest].min, 1):
+            break
+        cut[largest] = max(cut[largest] // 2, signature.dims[largest].min)
+    return cut
 
 
 def _numbers(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
@@ -187,7 +194,7 @@ def with_padding(batch: Batch, kinds: Sequence[str]) -> Batch:
 
     Padding that is there already stays. Rows of fewer than three tokens are left alone.
     """
-    masks = {name: tensor.clone() for name, tensor in batch.items() if _is_padding_mask(name, tensor)}
+    masks = {name: tensor.clone() for name, tensor in batch.items() if is_padding_mask(name, tensor)}
     for mask in masks.values():
         for row, kind in zip(mask, itertools.cycle(kinds), strict=False):
             kept = row.nonzero().flatten()
@@ -199,7 +206,7 @@ def with_padding(batch: Batch, kinds: Sequence[str]) -> Batch:
 _LEAST_PADDED = 3
 
 
-def _is_padding_mask(name: str, tensor: torch.Tensor) -> bool:
+def is_padding_mask(name: str, tensor: torch.Tensor) -> bool:
     """Whether it says which tokens are padding: of all that is called a mask, what holds a 1 for each other token."""
     named = name == "mask" or name.endswith("attention_mask")
     return named and tensor.dim() == 2 and bool(((tensor == 0) | (tensor == 1)).all())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
 from optexport.special_values import special_cases
 from optexport.stages import Stages
+from optexport.suspects import Suspects
 from optexport.trace import Traced, trace
 from optexport.transform import Applied, NamedRule, blame, transform
 from optexport.transformations import KeepOutputs
@@ -169,14 +170,16 @@ def produce(job: Job, stages: Stages) -> Result:
             signature = traced.signature
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
-            reference = _reference(job, traced, call)
+            ids = vocabularies(traced.graph_module, signature)
+            reference = _reference(job, traced, call, ids)
             proof = Proof(reference, _bounds(job.config, reference))
         with stages.stage("transform"):
             graph_module, applied = transform(traced.graph_module, job.rules, job.dump)
             records.write_graph(draft / "graph_after.txt", graph_module)
         with stages.stage("check graph"):
-            if not proof.check(GRAPH, _runner(graph_module, call)).passed:
-                raise _failure(proof, _blame(job, proof))
+            suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
+            if not suspects.check(GRAPH, _runner(graph_module, call)).passed:
+                raise _failure(proof, _blame(job, proof), suspects.smallest())
         artifacts = []
         for artifact in _export(graph_module, signature, job, applied, draft, stages):
             artifacts.append(artifact)
@@ -185,9 +188,10 @@ def produce(job: Job, stages: Stages) -> Result:
                 for place, candidate in runtimes.open_file(
                     draft / artifact.path, artifact.format, signature.output_names
                 ):
-                    proof.check(place, candidate, traced_shape_only=fixed)
+                    suspects.check(place, candidate, traced_shape_only=fixed)
         if not proof.passed:
-            raise _failure(proof, "The transformed graph passes: the exporter or the runtime changed the numbers.")
+            explanation = "The transformed graph passes: the exporter or the runtime changed the numbers."
+            raise _failure(proof, explanation, suspects.smallest())
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:
@@ -276,11 +280,10 @@ def _load(config: Config, folder: Path, downloads: Path) -> Loaded:
     return sources.load(config.model, folder, downloaded)
 
 
-def _reference(job: Job, traced: Traced, call: _Call) -> Reference:
+def _reference(job: Job, traced: Traced, call: _Call, ids: Mapping[str, int]) -> Reference:
     """Runs the original on all that is checked; how much that is depends on the effort."""
     signature, effort = traced.signature, job.config.parity.effort
     checked = cases.cases(job.example, job.real, signature, traced.doubtful, effort)
-    ids = vocabularies(traced.graph_module, signature)
     checked += special_cases(job.example, ids, effort, job.config.parity.seed)
     reference = run_original(
         call,
@@ -328,11 +331,12 @@ def _blame(job: Job, proof: Proof) -> str:
     return blame(traced.graph_module, job.rules, passes)
 
 
-def _failure(proof: Proof, explanation: str) -> ParityError:
+def _failure(proof: Proof, explanation: str, smallest: str | None) -> ParityError:
     lines = [
         f"{place.place}: {output.output}, {output.failure}"
         for place in proof.places
         for output in place.outputs
         if output.failure is not None
     ]
+    lines += [f"it still fails at {smallest}"] if smallest else []
     return ParityError("the results differ from the original's\n  " + "\n  ".join(lines), mend=explanation)

@@ -142,7 +142,7 @@ def run_original(
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
                     double = copy.deepcopy(model).double()
-                exact = tuple(run(double, _double(case.batch)) for case in checked)
+                exact = tuple(run(double, in_double(case.batch)) for case in checked)
         except Exception as error:  # likewise; it may also hold a dtype of its own
             reason, double = f"{type(error).__name__}: {first_line(error)}", None
         reference = Reference(tuple(checked), tuple(outputs), exact, reason, left_out=tuple(left_out))
@@ -176,8 +176,8 @@ def _run_in_other_ways(
             torch.set_num_threads(threads)
     first = reference.cases[0].batch
     if double is not None and batched and all(first[name].shape[0] > 1 for name in batched):
-        whole = run(double, _double(first))
-        halves = _in_halves(run, double, _double(first), batched)
+        whole = run(double, in_double(first))
+        halves = _in_halves(run, double, in_double(first), batched)
         if all(_is_close(halves[name], tensor) for name, tensor in whole.items()):
             ways.append("half the rows at a time")
             measure(0, _in_halves(run, model, first, batched))
@@ -279,5 +279,6 @@ def _check_repeatable(first: Outputs, second: Outputs, place: str) -> None:
             )
 
 
-def _double(batch: Batch) -> Batch:
+def in_double(batch: Batch) -> Batch:
+    """A batch whose real numbers are float64."""
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in batch.items()}

@@ -7,29 +7,8 @@ from torch import fx, nn
 from optexport.signature import Signature
 
 # What hands ids on as they are, but for their shape and dtype.
-_PASSES_ON = frozenset(
-    [
-        "alias",
-        "clone",
-        "contiguous",
-        "detach",
-        "expand",
-        "flatten",
-        "int",
-        "long",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "squeeze",
-        "t",
-        "to",
-        "transpose",
-        "unflatten",
-        "unsqueeze",
-        "view",
-    ]
-)
+_SHAPING = {"expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t", "transpose", "unflatten"}
+_PASSES_ON = {*_SHAPING, "unsqueeze", "view", "alias", "clone", "contiguous", "detach", "int", "long", "to"}
 
 
 def vocabularies(graph_module: fx.GraphModule, signature: Signature) -> dict[str, int]:
