@@ -11,17 +11,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from optexport import distances
-from optexport.cases import PADDINGS, Batch, Case, cut_to, is_padding_mask, resize, with_padding
+from optexport.cases import Batch, Case, cut_to, is_padding_mask, resize, with_padding
 from optexport.floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
 from optexport.parity import Proof
 from optexport.reference import Outputs, Reference, in_double
 from optexport.runtimes import Run
 from optexport.signature import Signature
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 Fails = Callable[[Batch], bool]
 
@@ -59,12 +64,16 @@ def smallest_failing(
     sizes = signature.sizes(failing.batch)
     ranges = {name: (dim.min, max(dim.min, sizes[name])) for name, dim in signature.dims.items() if name in sizes}
     choices = {name: _choices(name, tensor, vocabularies) for name, tensor in failing.batch.items()}
-    choices = choices if values else dict.fromkeys(choices, (_GIVEN,))
     space = _Space(failing, signature, ranges, choices)
-    found = _find(fails, space, seconds=seconds, examples=2 * _EXAMPLES, seed=0)
-    if found is None or (found == (tuple(sizes.values()), (_GIVEN,) * len(choices))):
+    check = _Check(fails, space, seconds)
+    given = (tuple(sizes[name] for name in ranges), (_GIVEN,) * len(choices))
+    if not check(given):
         return None
-    return space.case(found)
+    found = _with_smaller_sizes(check, given)
+    if values:
+        found = _with_simpler_values(check, found)
+        found = _with_smaller_sizes(check, found)
+    return None if found == given else space.case(found)
 
 
 def find_failing(
@@ -91,8 +100,13 @@ def find_failing(
     ranges = {name: (dim.min, max(dim.min, dim.max or 4 * traced[name])) for name, dim in signature.dims.items()}
     seeds = tuple(f"random {turn}" for turn in range(_SEEDS))
     choices = {name: (*_choices(name, tensor, vocabularies), *seeds) for name, tensor in example.items()}
+    from hypothesis import strategies as st
+
     space = _Space(Case("traced", example), signature, ranges, choices, vocabularies, most_numbers)
-    found = _find(fails, space, seconds=math.inf, examples=examples, seed=seed)
+    check = _Check(fails, space, math.inf)
+    sizes = st.tuples(*(st.integers(low, high) for low, high in ranges.values()))
+    kinds = st.tuples(*(st.sampled_from(kinds) for kinds in choices.values()))
+    found = _find(check, st.tuples(sizes, kinds), examples, seed)
     return None if found is None else space.case(found)
 
 
@@ -196,7 +210,7 @@ class _Space:
 def _choices(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> tuple[str, ...]:
     """What an input may hold, the simplest first."""
     if is_padding_mask(name, tensor):
-        return ("all 1", *(f"padded {kind}" for kind in PADDINGS), _GIVEN)
+        return ("all 1", "padded right", "padded left", "all 0", _GIVEN)
     if tensor.is_floating_point():
         return ("all 0", "all 1", _GIVEN)
     if tensor.dtype is torch.bool:
@@ -216,24 +230,45 @@ def _random(tensor: torch.Tensor, count: int | None, seed: int) -> torch.Tensor:
     return known[torch.randint(len(known), tensor.shape, generator=generator)].to(tensor.dtype)
 
 
-def _find(fails: Fails, space: _Space, *, seconds: float, examples: int, seed: int) -> _Choice | None:
-    """The simplest choice that fails, as far as it is found; hypothesis makes the choices."""
-    import hypothesis  # here, since most runs have no use for it
+class _Check:
+    """Whether a choice fails, each asked once, and when time is up none that is new."""
+
+    def __init__(self, fails: Fails, space: _Space, seconds: float) -> None:
+        self.fails, self.space, self.end = fails, space, time.monotonic() + seconds
+        self.known: dict[_Choice, bool] = {}
+
+    def __call__(self, choice: _Choice) -> bool:
+        if choice not in self.known:
+            if time.monotonic() > self.end:
+                return False
+            self.known[choice] = self.fails(self.space.batch(choice))
+        return self.known[choice]
+
+
+def _with_smaller_sizes(check: _Check, choice: _Choice) -> _Choice:
+    """The same values at the smallest sizes that are found to fail."""
     from hypothesis import strategies as st
 
-    known: dict[_Choice, bool] = {}
-    end = time.monotonic() + seconds
+    # Most sizes are the largest, where it fails for sure, so that hypothesis soon has something to make smaller.
+    limits = [(low, size) for (low, _), size in zip(check.space.ranges.values(), choice[0], strict=True)]
+    sizes = (st.integers(low, size + 3 * (size - low + 1)).map(partial(min, size)) for low, size in limits)
+    found = _find(check, st.tuples(st.tuples(*sizes), st.just(choice[1])), _EXAMPLES, seed=0)
+    return choice if found is None else found
 
-    def condition(choice: _Choice) -> bool:
-        if choice not in known:
-            if time.monotonic() > end:
-                return False
-            known[choice] = fails(space.batch(choice))
-        return known[choice]
 
-    sizes = st.tuples(*(st.integers(low, high) for low, high in space.ranges.values()))
-    kinds = st.tuples(*(st.sampled_from(kinds) for kinds in space.choices.values()))
-    given = (tuple(high for _, high in space.ranges.values()), (_GIVEN,) * len(space.choices))
+def _with_simpler_values(check: _Check, choice: _Choice) -> _Choice:
+    """For one input after the other the simplest values that still fail."""
+    sizes, kinds = choice[0], list(choice[1])
+    for index, simpler in enumerate(check.space.choices.values()):
+        trials = ((sizes, (*kinds[:index], kind, *kinds[index + 1 :])) for kind in simpler)
+        kinds = list(next((trial for trial in trials if check(trial)), (sizes, tuple(kinds)))[1])
+    return sizes, tuple(kinds)
+
+
+def _find(check: _Check, choices: SearchStrategy[_Choice], examples: int, seed: int) -> _Choice | None:
+    """The simplest choice that fails, as far as hypothesis finds it."""
+    import hypothesis  # here, since most runs have no use for it
+
     settings = hypothesis.settings(
         max_examples=examples,
         database=None,
@@ -241,12 +276,12 @@ def _find(fails: Fails, space: _Space, *, seconds: float, examples: int, seed: i
         phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
         verbosity=hypothesis.Verbosity.quiet,
     )
-    choices = st.tuples(st.one_of(sizes, st.just(given[0])), st.one_of(kinds, st.just(given[1])))
     with _no_files():
         try:
-            return hypothesis.find(choices, condition, settings=settings, random=random.Random(seed))  # noqa: S311
-        except hypothesis.errors.NoSuchExample:
-            return None
+            found: _Choice = hypothesis.find(choices, check, settings=settings, random=random.Random(seed))  # noqa: S311
+        except (hypothesis.errors.NoSuchExample, hypothesis.errors.FailedHealthCheck):
+            return None  # the latter where a test of hypothesis, which may not hold another, is what calls
+    return found
 
 
 @contextmanager
