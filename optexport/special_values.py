@@ -67,7 +67,8 @@ def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
     length = ids.shape[-1] if ids.dim() else 1
     places = torch.arange(ids.numel())
     row, column = places // max(1, length), places % max(1, length)
-    every_second = ids.numel() >= 2 * len(boundary) and length > 1
+    rows = ids.numel() // max(1, length)
+    every_second = length >= 2 * len(boundary) or (length > 1 and rows >= len(boundary))
     chosen = boundary[(column // 2 + row if every_second else places) % len(boundary)]
     kept = (column % 2 == 0) if every_second else torch.zeros_like(places, dtype=torch.bool)
     return torch.where(kept, ids.flatten(), chosen).reshape(ids.shape)
