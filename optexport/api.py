@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport import bundle, cases, pipeline
-from optexport.config import FORMATS, checked_settings
+from optexport.config import FORMATS, Effort, checked_settings
 from optexport.decisions import load_metrics
 from optexport.errors import ConfigError, TraceError
 from optexport.pipeline import Job, Result
@@ -37,6 +37,7 @@ def export(
     atol: float | None = None,
     rtol: float | None = None,
     decisions: Mapping[str, Any] | None = None,
+    effort: Effort = "standard",
     opset: int | None = None,
     stages: Stages | None = None,
 ) -> Result:
@@ -55,6 +56,7 @@ def export(
         atol: With rtol, a fixed tolerance against the original instead.
         decisions: Gates as in ``[parity.decisions]``: ``{"argmax_agreement": 0.999, "cosine": {"min": 0.9999, "output":
             "logits"}}``. The module of a ``python:`` metric is looked for in the working directory first.
+        effort: How much is checked: "quick", "standard" or "exhaustive".
         opset: The ONNX opset; the exporter's own choice by default.
         stages: Is told of every stage.
 
@@ -109,6 +111,7 @@ def export(
                 "multiple": multiple,
                 "atol": atol,
                 "rtol": rtol,
+                "effort": effort,
                 "decisions": None if decisions is None else dict(decisions),
             },
             "export": {"formats": list(formats), "output": output.name, "opset": opset},

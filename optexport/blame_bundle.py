@@ -50,7 +50,7 @@ def blame_bundle(folder: Path) -> str:
             note = "" if damage is None else f"{damage.place}: {damage.cause}.\n"
             return Finding(found.place, found.case, note + found.explanation, found.reproductions)
 
-        raise failure.error(proof, folder.with_name(f"{folder.name}-failure"), None, find)
+        raise failure.error(proof, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)
     if damage is not None:
         raise damage
     return f"nothing to blame: {failure.standing(proof.places)}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from optexport.config import Effort
 from optexport.signature import Dim, Dynamic, Signature
 
 Batch = dict[str, torch.Tensor]
@@ -20,6 +21,8 @@ _BUDGET_TIMES = 4
 _BUDGET_AT_ENDS = 1 << 20
 _BUDGET_IN_DOUBT = 1 << 24
 _LEAST_UNTRACED = 3
+# Where effort is no object: every size up to this, and the powers of two beyond it with their neighbours.
+_EVERY_SIZE_UP_TO = 16
 
 
 @dataclass(frozen=True)
@@ -28,17 +31,23 @@ class Case:
 
     Attributes:
         extreme: Whether its values are unlike data, so that its rounding says nothing of that of other cases.
-        real: Whether it is the user's data as given.
+        optional: Whether nobody declared its values, so that a model may refuse them.
+        data: Whether it is the user's data.
     """
 
     name: str
     batch: Batch
     extreme: bool = False
-    real: bool = False
+    optional: bool = False
+    data: bool = False
 
 
 def cases(
-    example: Batch, real: Sequence[Batch], signature: Signature, doubtful: Sequence[Mapping[str, int]] = ()
+    example: Batch,
+    real: Sequence[Batch],
+    signature: Signature,
+    doubtful: Sequence[Mapping[str, int]] = (),
+    effort: Effort = "standard",
 ) -> list[Case]:
     """The batches to check on: the traced one, the user's data, and at least three sizes that were never traced.
 
@@ -46,28 +55,38 @@ def cases(
 
     Args:
         doubtful: Sizes to check on whatever else is, since the trace may not hold there.
+        effort: With "quick", of the data only the first batch, and of the declared ranges not every end. With
+            "exhaustive", many more sizes, none of them cut for being large.
     """
     found = [Case("traced", example)]
-    found += [Case("data" if len(real) == 1 else f"data {i}", batch, real=True) for i, batch in enumerate(real)]
+    found += [Case("data" if len(real) == 1 else f"data {i}", batch, data=True) for i, batch in enumerate(real)]
+    found = found[:2] if effort == "quick" else found
     traced = signature.sizes(example)
     budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
     seen = [signature.sizes(case.batch) for case in found]
-    ends, others = _untraced_sizes(signature, traced)
+    ends, others = _untraced_sizes(signature, traced, effort)
     given, preferred = len(found), [*doubtful, *ends, *others]
     for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
         if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
             break
         most = max(budget, _BUDGET_AT_ENDS if sizes in ends else 0, _BUDGET_IN_DOUBT if sizes in doubtful else 0)
-        while _numbers(example, signature, sizes) > most:
-            largest = max(sizes, key=lambda name: sizes[name] / traced[name])
-            if sizes[largest] <= max(signature.dims[largest].min, 1):
-                break
-            sizes = {**sizes, largest: max(sizes[largest] // 2, signature.dims[largest].min)}
+        sizes = sizes if effort == "exhaustive" else cut_to(most, example, signature, sizes)
         if sizes not in seen:
             seen.append(sizes)
             name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
-            found.append(Case(name, _with_padding(resize(example, signature, sizes))))
+            found.append(Case(name, with_padding(resize(example, signature, sizes), UNTRACED_PADDING)))
     return found
+
+
+def cut_to(most: float, batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Halves the sizes, that first which is the largest beside the batch's own, until it holds that many numbers."""
+    cut, given = dict(sizes), signature.sizes(batch)
+    while cut and _numbers(batch, signature, cut) > most:
+        largest = max(cut, key=lambda name: cut[name] / given[name])
+        if cut[largest] <= max(signature.dims[largest].min, 1):
+            break
+        cut[largest] = max(cut[largest] // 2, signature.dims[largest].min)
+    return cut
 
 
 def _numbers(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
@@ -79,7 +98,7 @@ def _numbers(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> in
 
 
 def _untraced_sizes(
-    signature: Signature, traced: Mapping[str, int]
+    signature: Signature, traced: Mapping[str, int], effort: Effort
 ) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
     """Sizes at the ends of their ranges, and others."""
     names = list(traced)
@@ -92,6 +111,8 @@ def _untraced_sizes(
     longer = {name: _clamped(dims[name], 4 * traced[name]) for name in names}
     largest = {name: _clamped(dims[name], dims[name].max or 4 * traced[name]) for name in names}
     head, *tail = names
+    if effort == "quick":
+        return [], [smallest, prime, {**longer, head: smallest[head]}]
     ends = [smallest, {**largest, head: smallest[head]}, {**smallest, head: largest[head]}]
     others = [
         prime,
@@ -100,7 +121,17 @@ def _untraced_sizes(
         {**smallest, head: prime[head]},
         {**smallest, **{name: prime[name] for name in tail}},
     ]
+    if effort == "exhaustive":
+        others += [longer, largest, *({**smallest, name: size} for name in names for size in _many(dims[name], traced))]
     return ends, others
+
+
+def _many(dim: Dim, traced: Mapping[str, int]) -> list[int]:
+    """Sizes of a range where what computes them may change: small ones, and those about each power of two."""
+    most = dim.max or 4 * traced[dim.name]
+    about = {2**power + step for power in range(most.bit_length() + 1) for step in (-1, 0, 1)}
+    sizes = {*range(1, _EVERY_SIZE_UP_TO + 1), *about, most}
+    return sorted(size for size in sizes if dim.min <= size <= most)
 
 
 def _nearby_sizes(signature: Signature, traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -153,19 +184,32 @@ def resize_tensor(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tenso
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-def _with_padding(batch: Batch) -> Batch:
-    """Pads some rows of a batch that has an attention mask of ones: at the right, at the left, and one whole row."""
-    for name in ("attention_mask", "decoder_attention_mask"):
-        mask = batch.get(name)
-        if mask is None or mask.dim() != 2 or mask.shape[0] < 2 or mask.shape[1] < 3:
-            continue
-        mask = mask.clone()
-        mask[1::3, (mask.shape[1] + 1) // 2 :] = 0
-        mask[2::3, : mask.shape[1] // 3] = 0
-        if mask.shape[0] > 4:
-            mask[4] = 0
-        batch = {**batch, name: mask}
-    return batch
+# How the rows of a batch are padded, in turn.
+PADDINGS = ("right", "left", "whole")
+UNTRACED_PADDING = ("none", "right", "left", "none", "whole")
+
+
+def with_padding(batch: Batch, kinds: Sequence[str]) -> Batch:
+    """Pads the rows of a batch that has masks of [batch, sequence], in turn: at the right, at the left, or wholly.
+
+    Padding that is there already stays. Rows of fewer than three tokens are left alone.
+    """
+    masks = {name: tensor.clone() for name, tensor in batch.items() if is_padding_mask(name, tensor)}
+    for mask in masks.values():
+        for row, kind in zip(mask, itertools.cycle(kinds), strict=False):
+            kept = row.nonzero().flatten()
+            if (length := len(kept)) >= _LEAST_PADDED:
+                row[{"right": kept[(length + 1) // 2 :], "left": kept[: length // 3], "whole": kept}.get(kind, [])] = 0
+    return {**batch, **masks}
+
+
+_LEAST_PADDED = 3
+
+
+def is_padding_mask(name: str, tensor: torch.Tensor) -> bool:
+    """Whether it says which tokens are padding: of all that is called a mask, what holds a 1 for each other token."""
+    named = name == "mask" or name.endswith("attention_mask")
+    return named and tensor.dim() == 2 and bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def at_least_two(batch: Batch) -> Batch:

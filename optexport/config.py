@@ -31,6 +31,7 @@ from optexport.tasks import AUTO_CLASSES
 
 Format = Literal["torchscript", "onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
+Effort = Literal["quick", "standard", "exhaustive"]
 
 
 def _folder(path: str) -> str:
@@ -165,6 +166,7 @@ class ParityConfig(_Table):
     multiple: float = Field(default=4.0, ge=1, allow_inf_nan=False)
     atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    effort: Effort = "standard"
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     decisions: Decisions | None = None
 

@@ -170,8 +170,8 @@ def make_gates(
     """
     gates: list[Gate] = []
     ordinary = [case for case in reference.cases if not case.extreme]
-    real = any(case.real for case in ordinary)
-    cases = tuple(case.name for case in ordinary if case.real or not real)
+    real = any(case.data for case in ordinary)
+    cases = tuple(case.name for case in ordinary if case.data or not real)
     for measure, config in (demanded or {}).items():
         if measure in metrics:
             gates.append(Gate(measure, None, config.min, cases, real, metric=metrics[measure]))

@@ -126,8 +126,18 @@ class Finding:
     reproductions: Sequence[Reproduction] = field(default=())
 
 
-def error(proof: Proof, folder: Path, config_text: str | None, find: Callable[[], Finding]) -> OptexportError:
+def error(
+    proof: Proof,
+    folder: Path,
+    config_text: str | None,
+    find: Callable[[], Finding],
+    smallest: Callable[[], str | None],
+) -> OptexportError:
     """The error that a failed proof ends with; finds what is to blame, and leaves the folder.
+
+    Args:
+        find: Finds what is to blame.
+        smallest: Finds the smallest input at which it still fails, in words.
 
     Whatever goes wrong on the way is said, and never hides that the proof failed.
     """
@@ -137,6 +147,12 @@ def error(proof: Proof, folder: Path, config_text: str | None, find: Callable[[]
         explanation = finding.explanation
     except Exception as problem:  # a model's and a plugin's own code may raise anything
         explanation = f"What is to blame could not be found: {_told(problem)}."
+    try:
+        still = smallest()
+    except Exception as problem:  # likewise
+        explanation += f"\nA smaller input could not be looked for: {_told(problem)}."
+    else:
+        explanation = f"It still fails at {still}.\n{explanation}" if still else explanation
     try:
         shown = leave(folder, proof, finding, config_text, explanation)
     except Exception as problem:  # a full disk, a folder of somebody's own

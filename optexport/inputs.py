@@ -7,7 +7,7 @@ import json
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from optexport.cases import Batch, at_least_two, traceable
 from optexport.config import InputsConfig, TensorConfig
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, did_you_mean, first_line
+from optexport.shards import shards
 from optexport.signature import Dim, Dynamic, conventional_axes
 from optexport.sources import Pretrained
 
@@ -32,13 +33,15 @@ class Inputs:
 
     Attributes:
         example: The batch to trace with; each dynamic axis at least 2 long, as tracing needs it.
-        real: The user's data, as given; empty where there is none.
+        real: The user's data, as given, or cut into batches; empty where there is none.
         dynamic: The dynamic dimension of each axis, by input; None to find out.
+        rows: How many rows the data has, where they were cut into batches; else 0.
     """
 
     example: Batch
     real: tuple[Batch, ...]
     dynamic: Dynamic | None
+    rows: int = 0
 
 
 def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pretrained | None, seed: int) -> Inputs:
@@ -78,8 +81,10 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
                 "there is no such input", place=f"inputs.axes.{name}", mend=did_you_mean(name, list(example))
             )
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
+    real, rows = _cut(real, axes, config, model)
+    example = real[0] if real else example
     if config.dynamic is None:
-        return _undeclared(example, real, config)
+        return replace(_undeclared(example, real, config), rows=rows)
     dims = {name: Dim(name, low, high) for name, (low, high) in config.dynamic.items()}
     known = {axis for names in axes.values() for axis in names}
     for name in dims:
@@ -94,7 +99,28 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
         _check_sizes(batch, every)
     free = {name for name, (low, high) in config.dynamic.items() if low < high}
     dynamic = {name: {axis: dim for axis, dim in dims.items() if dim.name in free} for name, dims in every.items()}
-    return Inputs(traceable(example, every), real, dynamic)
+    return Inputs(traceable(example, every), real, dynamic, rows)
+
+
+def _cut(
+    real: tuple[Batch, ...], axes: Mapping[str, tuple[str, ...]], config: InputsConfig, model: nn.Module
+) -> tuple[tuple[Batch, ...], int]:
+    """Cuts the rows of data into batches, where the first axis is known to be a batch; says how many rows were cut."""
+    head = next((names[0] for names in axes.values() if names), None)
+    if not real or head is None:
+        return real, 0
+    if config.dynamic is not None:
+        low, high = config.dynamic.get(head, (1, 1))
+        if low == high:
+            return real, 0
+        dim = Dim(head, low, high)
+    elif hasattr(model, "main_input_name"):  # of a model of transformers; any other may hold something else there
+        dim = Dim(head)
+    else:
+        return real, 0
+    inputs = [name for name, names in axes.items() if names and names[0] == head]
+    cut = shards(real[0], inputs, dim)
+    return cut, real[0][inputs[0]].shape[0] if len(cut) > 1 else 0
 
 
 def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None:

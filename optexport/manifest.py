@@ -175,7 +175,8 @@ class ParityRecord(_Record):
 
     ``ways`` says how else the original was run for its floor; ``fallback`` why float64 could not be had, where not.
 
-    ``unguided`` names outputs and cases that are compared with the original itself, float64 being no guide there.
+    ``unguided`` names outputs and cases that are compared with the original itself, float64 being no guide there, and
+    ``left_out`` cases that were not checked, with the reason, or how much of the data was.
     """
 
     cases: list[str]
@@ -183,6 +184,7 @@ class ParityRecord(_Record):
     ways: list[str]
     fallback: str | None
     unguided: list[str]
+    left_out: list[str]
     gates: list[GateRecord]
     places: list[PlaceRecord]
 

@@ -27,6 +27,7 @@ def parity_record(proof: Proof) -> ParityRecord:
         ways=list(proof.reference.ways),
         fallback=proof.reference.fallback,
         unguided=list(proof.reference.unguided),
+        left_out=list(proof.reference.left_out),
         gates=[
             GateRecord(
                 measure=gate.measure,

@@ -11,7 +11,20 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from optexport import bundle, cases, decisions, failure, floor, inputs, records, registry, runtimes, sources, tracking
+from optexport import (
+    bundle,
+    cases,
+    decisions,
+    failure,
+    floor,
+    inputs,
+    records,
+    registry,
+    runtimes,
+    shards,
+    sources,
+    tracking,
+)
 from optexport.blame import blame_rules
 from optexport.blame_files import blame_files
 from optexport.cases import Batch
@@ -24,12 +37,17 @@ from optexport.parity_record import parity_record
 from optexport.reference import Reference, run_original
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.sources import Loaded
+from optexport.special_values import special_cases
 from optexport.stages import Stages
+from optexport.suspects import Suspects
 from optexport.trace import Traced, trace
 from optexport.transform import Applied, NamedRule, transform
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import no_cache
 from optexport.undoing import check_undo
+from optexport.vocabulary import vocabularies
+
+_Call = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
 
 _FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
 
@@ -42,6 +60,7 @@ class Job:
         example: The batch to trace with.
         real: The user's batches to check on.
         dump: A folder to write the graph to, before and after every transformation.
+        rows: How many rows the user's data have, where they were cut into batches.
         metrics: The user's own metrics that gates are on, by name.
         beside: What a failed proof leaves its folder beside, where that is not the output.
     """
@@ -55,6 +74,7 @@ class Job:
     output: Path
     config_text: str | None = None
     dump: Path | None = None
+    rows: int = 0
     metrics: Mapping[str, decisions.Metric] = field(default_factory=dict)
     beside: Path | None = None
 
@@ -156,7 +176,9 @@ def run(
         with stages.stage("inputs"):
             given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
-        job = Job(config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, metrics)
+        job = Job(
+            config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, given.rows, metrics
+        )
         if not keep:
             job = replace(job, output=Path(downloads) / "bundle", beside=output)
         if baseline:
@@ -184,19 +206,18 @@ def produce(job: Job, stages: Stages) -> Result:
             signature = traced.signature
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
-            checked = cases.cases(job.example, job.real, signature, traced.doubtful)
-            reference = run_original(
-                call, job.loaded.model, checked, declared=job.sizes_declared, batched=signature.batched
-            )
+            ids = vocabularies(traced.graph_module, signature)
+            reference = _reference(job, traced, call, ids)
             proof = _proof(job, reference)
         with stages.stage("transform"):
             transformed = transform(traced.graph_module, job.rules, job.dump)
             graph_module, applied = transformed.graph_module, transformed.applied
             records.write_graph(draft / "graph_after.txt", graph_module)
         with stages.stage("check graph"):
-            if not proof.check(GRAPH, _runner(graph_module, call)).passed:
+            suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
+            if not suspects.check(GRAPH, _runner(graph_module, call)).passed:
                 find = partial(blame_rules, lambda: _trace(job), job.rules, proof)
-                raise failure.error(proof, job.failure, job.config_text, find)
+                raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
         artifacts = []
         for artifact in _export(graph_module, signature, job, applied, draft, stages):
             artifacts.append(artifact)
@@ -205,11 +226,13 @@ def produce(job: Job, stages: Stages) -> Result:
                 for place, candidate in runtimes.open_file(
                     draft / artifact.path, artifact.format, signature.output_names
                 ):
-                    proof.check(place, candidate, traced_shape_only=fixed)
+                    suspects.check(place, candidate, traced_shape_only=fixed)
         if not proof.passed:
             flat = exported_program.flatten(graph_module, signature)
             files: dict[str, Path] = {artifact.format: draft / artifact.path for artifact in artifacts}
-            raise failure.error(proof, job.failure, job.config_text, partial(blame_files, flat, files, proof))
+            raise failure.error(
+                proof, job.failure, job.config_text, partial(blame_files, flat, files, proof), suspects.smallest
+            )
         with stages.stage("undo"):
             check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
         with stages.stage("bundle"):
@@ -311,7 +334,21 @@ def _proof(job: Job, reference: Reference) -> Proof:
     return proof
 
 
-_Call = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
+def _reference(job: Job, traced: Traced, call: _Call, ids: Mapping[str, int]) -> Reference:
+    """Runs the original on all that is checked; how much that is depends on the effort."""
+    signature, effort = traced.signature, job.config.parity.effort
+    checked = cases.cases(job.example, job.real, signature, traced.doubtful, effort)
+    checked += special_cases(job.example, ids, effort, job.config.parity.seed)
+    reference = run_original(
+        call,
+        job.loaded.model,
+        checked,
+        declared=job.sizes_declared,
+        batched=signature.batched,
+        in_other_ways=effort != "quick",
+    )
+    unchecked = shards.why_unchecked(job.real, job.rows, reference.cases)
+    return replace(reference, left_out=(*unchecked, *reference.left_out))
 
 
 def _trace(job: Job) -> tuple[Traced, _Call]:

@@ -19,6 +19,8 @@ from optexport.errors import TraceError, first_line
 
 Outputs = dict[str, torch.Tensor]
 
+# The results of more of the user's data than this are not held, and compared, for every place at once.
+_DATA_BYTES = 128 << 20
 # Noise this many times that of a quiet case that leaves fewer than half the digits is no noise: float64 goes another
 # way there. The noise of a trained encoder was seen to differ by 120 times between sizes.
 _UNGUIDED_TIMES = 64
@@ -35,6 +37,7 @@ class Reference:
         unguided: Outputs and cases of which float64 says nothing, so that `exact` holds the original's own values.
         ways: How else the original was run, in its own precision, to see how it rounds.
         other_noise: Its distance from float64 there, per case and output the largest over the ways and all elements.
+        left_out: The cases that are not among these, and why.
     """
 
     cases: tuple[Case, ...]
@@ -44,6 +47,7 @@ class Reference:
     unguided: tuple[str, ...] = ()
     ways: tuple[str, ...] = ()
     other_noise: tuple[Mapping[str, float], ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @cached_property
     def noise(self) -> tuple[dict[str, float], ...]:
@@ -80,6 +84,7 @@ def run_original(
     *,
     declared: bool = True,
     batched: Collection[str] = (),
+    in_other_ways: bool = True,
 ) -> Reference:
     """Runs the original on all cases, in its own precision and in float64.
 
@@ -87,27 +92,36 @@ def run_original(
     one thread only, and on each half of the rows of the first case; the latter where float64 shows that no row has a
     say in another's result.
 
+    Optional cases that the original refuses are left out, and so are extreme ones of which it makes NaN or infinity,
+    and the user's data beyond what there is room for.
+
     Args:
         run: Runs a model on a batch and names its outputs.
         model: The original; a copy of it is made for float64.
         declared: Whether the user declared the sizes. If not, those that the original itself refuses are left out.
         batched: The inputs whose first axis is the batch, if it is that of all outputs too.
+        in_other_ways: Whether it is also run with one thread and by halves.
 
     Raises:
         TraceError: The original itself fails on a case that the user declared.
     """
     checked: list[Case] = []
     outputs: list[Outputs] = []
+    left_out: list[str] = []
+    data_bytes = 0
     with torch.no_grad(), _buffers_kept(model):
         for case in cases:
+            if case.data and data_bytes > _DATA_BYTES:
+                continue
             try:
-                outputs.append(run(model, case.batch))
+                results = run(model, case.batch)
                 if not checked:
-                    _check_repeatable(outputs[0], run(model, case.batch), type(model).__name__)
+                    _check_repeatable(results, run(model, case.batch), type(model).__name__)
             except TraceError:
                 raise
             except Exception as error:  # a model's own code may raise anything
-                if not declared and checked:
+                if checked and (case.optional or not declared):
+                    left_out.append(f"{case.name}: the model itself fails, {type(error).__name__}: {first_line(error)}")
                     continue
                 raise TraceError(
                     f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
@@ -116,9 +130,14 @@ def run_original(
                     if checked
                     else "Give inputs of the dtypes, ranges and sizes that it takes.",
                 ) from error
+            if case.extreme and checked and _is_finite(outputs[0]) and not _is_finite(results):
+                left_out.append(f"{case.name}: the model itself gives NaN or infinity")
+                continue
+            data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
             checked.append(case)
+            outputs.append(results)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *outputs[0].values()]):
-            return Reference(tuple(checked), tuple(outputs), tuple(outputs))
+            return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(left_out))
         double: nn.Module | None = None
         reason, exact = _why_no_room(model), tuple(outputs)
         try:
@@ -126,11 +145,13 @@ def run_original(
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
                     double = copy.deepcopy(model).double()
-                exact = tuple(run(double, _double(case.batch)) for case in checked)
+                exact = tuple(run(double, in_double(case.batch)) for case in checked)
         except Exception as error:  # likewise; it may also hold a dtype of its own
             reason, double = f"{type(error).__name__}: {first_line(error)}", None
-        reference = Reference(tuple(checked), tuple(outputs), exact, reason)
+        reference = Reference(tuple(checked), tuple(outputs), exact, reason, left_out=tuple(left_out))
         reference = reference if reason else _guided(reference)
+        if not in_other_ways:
+            return reference
         return _run_in_other_ways(run, model, double, reference, batched)
 
 
@@ -158,12 +179,16 @@ def _run_in_other_ways(
             torch.set_num_threads(threads)
     first = reference.cases[0].batch
     if double is not None and batched and all(first[name].shape[0] > 1 for name in batched):
-        whole = run(double, _double(first))
-        halves = _in_halves(run, double, _double(first), batched)
+        whole = run(double, in_double(first))
+        halves = _in_halves(run, double, in_double(first), batched)
         if all(_is_close(halves[name], tensor) for name, tensor in whole.items()):
             ways.append("half the rows at a time")
             measure(0, _in_halves(run, model, first, batched))
     return replace(reference, ways=tuple(ways), other_noise=tuple(noise))
+
+
+def _is_finite(outputs: Outputs) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in outputs.values())
 
 
 def _in_halves(
@@ -257,5 +282,6 @@ def _check_repeatable(first: Outputs, second: Outputs, place: str) -> None:
             )
 
 
-def _double(batch: Batch) -> Batch:
+def in_double(batch: Batch) -> Batch:
+    """A batch whose real numbers are float64."""
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in batch.items()}

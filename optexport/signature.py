@@ -59,15 +59,21 @@ class Signature:
 
     @property
     def batched(self) -> tuple[str, ...]:
-        """The inputs whose first axis is the batch, if it is that of all outputs too; else none."""
+        """The inputs whose first axis is the batch, if it is that of all outputs too, and no other is; else none."""
         dynamic = [spec for spec in self.inputs if spec.shape and isinstance(spec.shape[0], str)]
         firsts = {spec.shape[0] if spec.shape else None for spec in (*dynamic, *self.outputs)}
-        return tuple(spec.name for spec in dynamic) if len(firsts) == 1 and dynamic else ()
+        twice = any(spec.shape[0] in spec.shape[1:] for spec in self.outputs if spec.shape)
+        return tuple(spec.name for spec in dynamic) if len(firsts) == 1 and dynamic and not twice else ()
 
     def keeping(self, outputs: Collection[str]) -> Signature:
         """The same with only these outputs; with all where none are named."""
         kept = tuple(spec for spec in self.outputs if not outputs or spec.name in outputs)
         return Signature(self.inputs, kept, self.dims)
+
+    def at(self, inputs: Mapping[str, torch.Tensor]) -> Signature:
+        """The same with inputs of these sizes only, as a file of fixed shape takes them."""
+        fixed = tuple(TensorSpec(spec.name, spec.dtype, tuple(inputs[spec.name].shape)) for spec in self.inputs)
+        return Signature(fixed, self.outputs, {})
 
     @property
     def output_names(self) -> list[str]:

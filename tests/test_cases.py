@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import get_args
 
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optexport.cases import Batch, cases, resize, resize_tensor, traceable
+from optexport.config import Effort
 from optexport.signature import Dim, Signature, TensorSpec
 
+EFFORTS = get_args(Effort)
 BUDGET = 8192
 AT_ENDS = 1 << 20
 LONGEST = 12  # above this, the ranges below have no end for these tests
@@ -71,21 +74,21 @@ def untraced(example: Batch, signature: Signature, wanted: int = 3) -> int:
     return sum(1 for _ in itertools.islice(others, wanted))
 
 
-@given(checked())
-@example(with_data(texts(2, 5, Dim("batch", 2, 64))))
-@example(with_data(texts(8, 5, Dim("batch", 1, 8))))
-@example(with_data(texts(2, 5, Dim("batch", 1, 4))))
+@given(checked(), st.sampled_from(EFFORTS))
+@example(with_data(texts(2, 5, Dim("batch", 2, 64))), "standard")
+@example(with_data(texts(8, 5, Dim("batch", 1, 8))), "standard")
+@example(with_data(texts(2, 5, Dim("batch", 1, 4))), "quick")
 def test_three_sizes_are_checked_that_were_never_traced_wherever_there_are_three(
-    checks: Checks,
+    checks: Checks, effort: Effort
 ) -> None:
     batch, real, signature = checks
-    sizes = [tuple(signature.sizes(case.batch).items()) for case in cases(batch, real, signature)]
+    sizes = [tuple(signature.sizes(case.batch).items()) for case in cases(batch, real, signature, effort=effort)]
     assert len(set(sizes) - {tuple(signature.sizes(batch).items())}) >= untraced(batch, signature)
 
 
-@given(checked())
-def test_every_size_is_inside_its_declared_range(checks: Checks) -> None:
-    for case in cases(*checks):
+@given(checked(), st.sampled_from(EFFORTS))
+def test_every_size_is_inside_its_declared_range(checks: Checks, effort: Effort) -> None:
+    for case in cases(*checks, effort=effort):
         for name, size in checks[2].sizes(case.batch).items():
             dim = checks[2].dims[name]
             assert dim.min <= size <= (dim.max or size)
@@ -160,9 +163,26 @@ def test_no_two_cases_are_called_alike_or_have_the_same_sizes(checks: Checks) ->
 def test_a_case_holds_no_more_numbers_than_the_budget(batch: int, sequence: int, low: int, high: int) -> None:
     made, signature = texts(batch, sequence, Dim("batch", low, 1000), Dim("sequence", low, high))
     most = max(BUDGET, 4 * 2 * batch * sequence)
+    for case in cases(made, [], signature, effort="quick"):
+        assert sum(tensor.numel() for tensor in case.batch.values()) <= most
     for case in cases(made, [], signature):
         at_an_end = any(tensor.shape[axis] in (1, 2) for tensor in case.batch.values() for axis in (0, 1))
         assert sum(tensor.numel() for tensor in case.batch.values()) <= (AT_ENDS if at_an_end else most)
+
+
+def test_no_size_is_cut_where_no_effort_is_spared() -> None:
+    made, signature = texts(2, 9, Dim("batch", 1, 40), Dim("sequence", 2, 300))
+    found = [signature.sizes(case.batch) for case in cases(made, [], signature, effort="exhaustive")]
+    assert {"batch": 40, "sequence": 300} in found
+    assert {1, 2, 15, 16, 17, 31, 32, 33, 40} <= {sizes["batch"] for sizes in found}
+    assert {2, 3, 16, 127, 128, 129, 255, 256, 257, 300} <= {sizes["sequence"] for sizes in found}
+
+
+@given(checked())
+def test_more_effort_never_checks_fewer_sizes(checks: Checks) -> None:
+    batch, real, signature = checks
+    quick, standard, exhaustive = (len(cases(batch, real, signature, effort=effort)) for effort in EFFORTS)
+    assert quick <= standard <= exhaustive
 
 
 def test_a_model_without_dynamic_dimensions_is_checked_on_what_is_given() -> None:

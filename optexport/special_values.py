@@ -1,0 +1,96 @@
+"""Cases at the traced sizes whose values find faults that data seldom does: padding, boundary ids, zeros, large ones.
+
+What is not here finds nothing that these do not. Rows that are alike, or constant, are computed as any others; and in a
+normalisation of a constant row only rounding is left, by which honest exports differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from optexport.cases import PADDINGS, Batch, Case, with_padding
+from optexport.config import Effort
+
+# Normal numbers times 64 reach 200: beyond what exp takes in float32, and beyond every clamp of usual activations.
+_LARGE_TIMES = 64
+_LARGE_TIMES_IN_HALF = 8  # float16 ends at 65504
+_SEEDS = 4
+
+
+def special_cases(example: Batch, vocabularies: Mapping[str, int], effort: Effort, seed: int) -> list[Case]:
+    """The cases of special values.
+
+    Args:
+        example: The traced batch.
+        vocabularies: The number of ids that an input may hold, of those that go into an embedding.
+        effort: With "quick", padding alone; with "exhaustive" also random values.
+        seed: For the random values.
+    """
+    found = _padded(example)
+    if effort == "quick":
+        return found
+    if vocabularies:
+        ids = {name: _with_boundary_ids(example[name], count) for name, count in vocabularies.items()}
+        found.append(Case("boundary ids", {**example, **ids}, optional=True))
+    if values := {name: tensor for name, tensor in example.items() if _holds_values(name, tensor)}:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
+        large = {name: tensor * _times(tensor.dtype) for name, tensor in values.items()}
+        times = max(_times(tensor.dtype) for tensor in values.values())
+        found.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
+        found.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
+    for turn in range(_SEEDS if effort == "exhaustive" and (values or vocabularies) else 0):
+        drawn = _random(example, [*values], vocabularies, seed + turn)
+        found.append(Case(f"random values {turn}", drawn, optional=True))
+    return found
+
+
+def _padded(example: Batch) -> list[Case]:
+    """The traced batch with every kind of padding: as one case, or as several where it has fewer rows than kinds."""
+    found: list[Case] = []
+    rows = max(1, next((tensor.shape[0] for tensor in example.values() if tensor.dim()), 1))
+    for start in range(0, len(PADDINGS), rows):
+        kinds = PADDINGS[start : start + rows]
+        padded = with_padding(example, (*kinds, "none"))
+        if any(padded[name] is not tensor for name, tensor in example.items()):
+            found.append(Case(f"padded {', '.join(kinds)}", padded, optional=True))
+    return found
+
+
+def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
+    """The first two ids and the last two at every second place, at each place all of them in turn over the rows.
+
+    Where the tensor is so small that not all of them would appear, at every place.
+    """
+    boundary = torch.tensor(sorted({0, min(1, count - 1), max(0, count - 2), count - 1}), dtype=ids.dtype)
+    length = ids.shape[-1] if ids.dim() else 1
+    places = torch.arange(ids.numel())
+    row, column = places // max(1, length), places % max(1, length)
+    rows = ids.numel() // max(1, length)
+    every_second = length >= 2 * len(boundary) or (length > 1 and rows >= len(boundary))
+    chosen = boundary[(column // 2 + row if every_second else places) % len(boundary)]
+    kept = (column % 2 == 0) if every_second else torch.zeros_like(places, dtype=torch.bool)
+    return torch.where(kept, ids.flatten(), chosen).reshape(ids.shape)
+
+
+def _holds_values(name: str, tensor: torch.Tensor) -> bool:
+    """Whether it holds real numbers: not a mask, of which 0 and the smallest number are marks."""
+    return tensor.is_floating_point() and "mask" not in name and bool(torch.isfinite(tensor).all())
+
+
+def _times(dtype: torch.dtype) -> int:
+    return _LARGE_TIMES_IN_HALF if dtype is torch.float16 else _LARGE_TIMES
+
+
+def _random(example: Batch, values: list[str], vocabularies: Mapping[str, int], seed: int) -> Batch:
+    """Any ids of the vocabulary, and normal numbers of the mean and the spread of the example."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    drawn = dict(example)
+    for name, count in vocabularies.items():
+        drawn[name] = torch.randint(0, count, example[name].shape, generator=generator).to(example[name].dtype)
+    for name in values:
+        known = example[name].double()
+        noise = torch.randn(known.shape, generator=generator, dtype=torch.float64)
+        drawn[name] = (known.mean() + noise * known.std(correction=0)).to(example[name].dtype)
+    return drawn

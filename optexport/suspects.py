@@ -1,0 +1,85 @@
+"""Checks the places of a run, looks for more inputs that fail where asked to, and makes small those that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from optexport import search
+from optexport.cases import Batch
+from optexport.config import ParityConfig
+from optexport.errors import ParityError
+from optexport.parity import PlaceParity, Proof
+from optexport.reference import Outputs
+from optexport.runtimes import Run
+from optexport.signature import Signature
+
+
+class Suspects:
+    """Checks each place of a run.
+
+    Args:
+        proof: Compares places on the cases.
+        run: Runs the original on a batch and names its outputs.
+        vocabularies: The number of ids that an input may hold, of those that go into an embedding.
+        config: How far results may be from the original's, and how much effort is made to find those that are not.
+    """
+
+    def __init__(
+        self,
+        proof: Proof,
+        run: Callable[[nn.Module, Batch], Outputs],
+        model: nn.Module,
+        signature: Signature,
+        vocabularies: Mapping[str, int],
+        config: ParityConfig,
+    ) -> None:
+        self.proof, self.run, self.model = proof, run, model
+        self.signature, self.vocabularies, self.config = signature, vocabularies, config
+        self._failing: tuple[PlaceParity, Run, Signature] | None = None
+
+    def check(self, place: str, candidate: Run, *, traced_shape_only: bool = False) -> PlaceParity:
+        """Checks a place on the cases; with exhaustive effort, on others too.
+
+        Raises:
+            ParityError: It passes on the cases, and fails on another input that was found.
+        """
+        parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only)
+        example = self.proof.reference.cases[0].batch
+        signature = self.signature.at(example) if traced_shape_only else self.signature
+        if not parity.passed:
+            self._failing = self._failing or (parity, candidate, signature)
+        elif self.config.effort == "exhaustive":
+            # Of random values an integer may be a tie, which says nothing of the candidate.
+            outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
+            fails = self._test(candidate, outputs)
+            found = search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
+            if found is not None:
+                raise ParityError(
+                    f"the results differ from the original's at an input that was searched for: {found.name}",
+                    place=place,
+                    mend="They are the same at everything that is always checked. If no such input will come, "
+                    'narrow inputs.dynamic, or set parity.effort = "standard".',
+                )
+        return parity
+
+    def smallest(self) -> str | None:
+        """The smallest input that was found at which the first place that failed still fails."""
+        assert self._failing is not None
+        place, candidate, signature = self._failing
+        outputs = [output for output in place.outputs if not output.passed]
+        if not outputs:  # it is the decisions at all cases together that fail
+            return None
+        name = next(case.case for case in outputs[0].cases if case.failure is not None)
+        reference = self.proof.reference
+        case = next(case for case in reference.cases if case.name == name)
+        real = all(reference.outputs[0][output.output].is_floating_point() for output in outputs)
+        fails = self._test(candidate, [output.output for output in outputs])
+        found = search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
+        return None if found is None else found.name
+
+    def _test(self, candidate: Run, outputs: Sequence[str]) -> search.Fails:
+        bounds = {name: self.proof.bounds[name] for name in outputs}
+        fallback = self.proof.reference.fallback is not None
+        return search.failure_test(self.run, self.model, candidate, bounds, self.config.multiple, fallback=fallback)

@@ -1,0 +1,55 @@
+"""Which inputs hold the ids of an embedding, and how many ids there are."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from optexport.signature import Signature
+
+# What hands ids on as they are, but for their shape and dtype.
+_SHAPING = {"expand", "flatten", "permute", "reshape", "select", "slice", "squeeze", "t", "transpose", "unflatten"}
+_PASSES_ON = {*_SHAPING, "unsqueeze", "view", "alias", "clone", "contiguous", "detach", "int", "long", "to"}
+
+
+def vocabularies(graph_module: fx.GraphModule, signature: Signature) -> dict[str, int]:
+    """The number of ids that each input may hold: the rows of the smallest embedding that it goes into.
+
+    Only what goes there directly, or through casts and changes of shape, counts: of positions that the model computes
+    from an input nothing is known.
+    """
+    found: dict[str, int] = {}
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for spec, placeholder in zip(signature.inputs, placeholders, strict=True):
+        if spec.torch_dtype.is_floating_point:
+            continue
+        rows = [_rows(graph_module, node) for node in _embeddings(graph_module, placeholder)]
+        if rows:
+            found[spec.name] = min(rows)
+    return found
+
+
+def _embeddings(graph_module: fx.GraphModule, placeholder: fx.Node) -> list[fx.Node]:
+    """The embeddings that a placeholder goes into as their ids."""
+    found, seen, waiting = [], {placeholder}, [placeholder]
+    while waiting:
+        node = waiting.pop()
+        for user in [user for user in node.users if user.args and user.args[0] is node and user not in seen]:
+            seen.add(user)
+            if user.op == "call_module":
+                if isinstance(graph_module.get_submodule(str(user.target)), nn.Embedding):
+                    found.append(user)
+            elif _operator(user) in _PASSES_ON:
+                waiting.append(user)
+    return found
+
+
+def _rows(graph_module: fx.GraphModule, node: fx.Node) -> int:
+    embedding = graph_module.get_submodule(str(node.target))
+    assert isinstance(embedding, nn.Embedding)
+    return embedding.num_embeddings
+
+
+def _operator(node: fx.Node) -> str:
+    """The bare name of what a node calls: ``view`` of ``aten.view.default``, and of a tensor's method ``view``."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(node.target if packet is None else packet.__name__)

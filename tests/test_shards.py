@@ -1,0 +1,95 @@
+"""The rows of data are cut into batches that fit in memory; how many were checked is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optexport import pipeline, reference
+from optexport.cases import Case
+from optexport.shards import shards, why_unchecked
+from optexport.signature import Dim
+
+MODULE = """
+from torch import nn
+
+def load():
+    return nn.Linear(4, 2).eval()
+"""
+
+CONFIG = """
+[model]
+source = "python:rows:load"
+[inputs]
+data = "rows.npz"
+[inputs.dynamic]
+batch = [1, 64]
+[parity]
+effort = "{effort}"
+[export]
+formats = ["pt2"]
+output = "bundle"
+[tracking]
+enabled = false
+"""
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 60) | st.none())
+def test_every_row_is_in_a_batch_of_a_size_that_is_declared(rows: int, low: int, more: int | None) -> None:
+    dim = Dim("batch", low, None if more is None else low + more)
+    batch = {"x": torch.arange(rows * 3).reshape(rows, 3), "ids": torch.arange(rows), "scale": torch.ones(4)}
+    cut = shards(batch, ["x", "ids"], dim)
+    assert torch.cat([shard["ids"] for shard in cut]).unique().tolist() == list(range(rows))
+    assert len({shard["ids"].shape for shard in cut}) == 1
+    assert all(torch.equal(shard["x"][:, 0], 3 * shard["ids"]) for shard in cut)
+    assert all(torch.equal(shard["scale"], batch["scale"]) for shard in cut)
+    size = cut[0]["ids"].shape[0]
+    assert size <= max(32, low)
+    if len(cut) > 1 and dim.max != 1:
+        assert dim.min <= size <= (dim.max or size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 60), st.sampled_from([1 << 14, 1 << 16, 1 << 18, 1 << 21]))
+def test_a_batch_holds_no_more_numbers_than_its_budget_unless_two_rows_do(rows: int, numbers: int) -> None:
+    batch = {"x": torch.zeros(1, numbers, dtype=torch.uint8).expand(rows, -1)}
+    cut = shards(batch, ["x"], Dim("batch"))
+    assert all(shard["x"].numel() <= max(1 << 20, 2 * numbers) for shard in cut)
+
+
+def test_what_was_not_checked_is_counted_in_rows_or_batches() -> None:
+    cut = shards({"x": torch.zeros(100, 3)}, ["x"], Dim("batch"))
+    checked = [Case(f"data {i}", batch, data=True) for i, batch in enumerate(cut)]
+    assert len(cut) == 4
+    assert why_unchecked(cut, 100, checked) == ()
+    assert why_unchecked(cut, 100, [Case("traced", cut[0]), *checked[:2]]) == ("data: 64 of 100 rows are checked",)
+    assert why_unchecked(cut, 0, checked[:1]) == ("data: 1 of 4 batches are checked",)
+
+
+def run(folder: Path, effort: str, rows: int = 100) -> pipeline.Result:
+    (folder / "rows.py").write_text(MODULE, encoding="utf-8")
+    np.savez(folder / "rows.npz", input=np.random.default_rng(0).normal(size=(rows, 4)).astype("float32"))
+    (folder / "mine.toml").write_text(CONFIG.format(effort=effort), encoding="utf-8")
+    return pipeline.run(folder / "mine.toml")
+
+
+def test_all_rows_are_checked_unless_effort_is_spared(tmp_path: Path) -> None:
+    standard = run(tmp_path, "standard").manifest.parity
+    assert [case for case in standard.cases if case.startswith("data")] == ["data 0", "data 1", "data 2", "data 3"]
+    assert standard.left_out == []
+    quick = run(tmp_path, "quick").manifest.parity
+    assert [case for case in quick.cases if case.startswith("data")] == ["data 0"]
+    assert quick.left_out == ["data: 32 of 100 rows are checked"]
+
+
+def test_rows_whose_results_would_not_fit_in_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_DATA_BYTES", 300)
+    found = run(tmp_path, "standard").manifest.parity
+    assert [case for case in found.cases if case.startswith("data")] == ["data 0", "data 1"]
+    assert found.left_out == ["data: 64 of 100 rows are checked"]

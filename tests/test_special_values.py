@@ -1,0 +1,267 @@
+"""Padding, boundary ids, zeros and large values: that they are checked, and the faults that nothing else finds."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from optexport.cases import Batch, Case, cases
+from optexport.config import Effort
+from optexport.floor import bounds
+from optexport.parity import Proof
+from optexport.reference import run_original
+from optexport.signature import Dim, Signature, TensorSpec
+from optexport.special_values import special_cases
+
+EFFORTS = get_args(Effort)
+IDS = 40
+
+
+def text(rows: int, columns: int, *, decoder: bool = False) -> Batch:
+    ids = torch.arange(4, 4 + rows * columns).reshape(rows, columns) % (IDS - 10) + 5
+    made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**made, "decoder_attention_mask": torch.ones(rows, columns + 2, dtype=torch.int64)} if decoder else made
+
+
+def signature(batch: Batch, *dims: Dim) -> Signature:
+    names = [dim.name for dim in dims]
+    specs = tuple(
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), (*names, *tensor.shape[len(names) :]))
+        for name, tensor in batch.items()
+    )
+    return Signature(specs, (), {dim.name: dim for dim in dims})
+
+
+def kinds_of_padding(masks: list[torch.Tensor]) -> set[str]:
+    found = set()
+    for row in (row for mask in masks for row in mask):
+        if not row.any():
+            found.add("whole")
+        elif row[0] == 1 and row[-1] == 0:
+            found.add("right")
+        elif row[0] == 0 and row[-1] == 1:
+            found.add("left")
+    return found
+
+
+def failing(model: nn.Module, wrong: nn.Module, checked: list[Case]) -> set[str]:
+    """The cases at which a wrong model is not taken for the right one."""
+
+    def call(module: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"y": module(**batch)}
+
+    reference = run_original(call, model, checked)
+    (output,) = Proof(reference, bounds(reference, 4.0)).check("here", lambda batch: call(wrong, dict(batch))).outputs
+    return {case.case for case in output.cases if case.failure is not None}
+
+
+# What is checked
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("decoder", [False, True])
+@settings(max_examples=20)
+@given(rows=st.integers(1, 9), columns=st.integers(3, 40))
+def test_every_kind_of_padding_is_checked_at_the_traced_size(
+    effort: Effort, decoder: bool, rows: int, columns: int
+) -> None:
+    example = text(rows, columns, decoder=decoder)
+    found = special_cases(example, {}, effort, 0)
+    for name in [name for name in example if "mask" in name]:
+        assert all(case.batch[name].shape == example[name].shape for case in found)
+        assert kinds_of_padding([case.batch[name] for case in found]) == {"right", "left", "whole"}
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_every_kind_of_padding_is_checked_at_sizes_that_were_never_traced(effort: Effort) -> None:
+    example = text(4, 9)
+    found = cases(example, [], signature(example, Dim("batch", 1, 64), Dim("sequence", 1, 64)), effort=effort)
+    masks = [case.batch["attention_mask"] for case in found if case.batch["input_ids"].shape != (4, 9)]
+    assert kinds_of_padding(masks) == {"right", "left", "whole"}
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**20))
+def test_padding_only_takes_tokens_away(rows: int, columns: int, seed: int) -> None:
+    example = text(rows, columns)
+    example["attention_mask"] = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    for case in special_cases(example, {}, "standard", 0):
+        assert bool((case.batch["attention_mask"] <= example["attention_mask"]).all())
+        assert torch.equal(case.batch["input_ids"], example["input_ids"])
+
+
+def test_what_is_no_padding_mask_is_left_alone() -> None:
+    example = {"scale": torch.ones(4, 5), "attention_mask": torch.zeros(4, 1, 5, 5), "position_ids": torch.ones(4, 5)}
+    for case in special_cases(example, {}, "quick", 0):
+        assert all(torch.equal(case.batch[name], tensor) for name, tensor in example.items())
+    assert special_cases(example, {}, "quick", 0) == []
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 50), st.sampled_from([torch.int64, torch.int32]))
+def test_the_ids_at_the_ends_of_a_vocabulary_appear_wherever_there_is_room_and_none_beyond(
+    rows: int, columns: int, count: int, dtype: torch.dtype
+) -> None:
+    ids = torch.full((rows, columns), min(9, count - 1), dtype=dtype)
+    (case,) = special_cases({"ids": ids}, {"ids": count}, "standard", 0)
+    made, ends = case.batch["ids"], {0, min(1, count - 1), max(0, count - 2), count - 1}
+    assert made.dtype is dtype
+    assert made.shape == ids.shape
+    assert 0 <= int(made.min()) <= int(made.max()) < count
+    if rows * columns >= len(ends):
+        assert ends <= set(made.flatten().tolist())
+    if columns >= 8:
+        assert all(ends <= set(row) for row in made.tolist())
+        assert bool((made == ids).any())  # and data beside them
+
+
+def test_zeros_and_large_values_are_extreme_and_leave_masks_and_integers_alone() -> None:
+    example = {"x": torch.randn(2, 3), "mask": torch.ones(2, 3), "ids": torch.tensor([1, 2])}
+    for case in [case for case in special_cases(example, {}, "standard", 0) if not case.name.startswith("padded")]:
+        assert case.extreme
+        assert case.optional
+        assert torch.equal(case.batch["mask"], example["mask"])
+        assert torch.equal(case.batch["ids"], example["ids"])
+
+
+def test_large_values_of_every_dtype_are_finite() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        found = special_cases({"x": torch.randn(64, 64).to(dtype)}, {}, "standard", 0)
+        assert all(bool(torch.isfinite(case.batch["x"]).all()) for case in found)
+        assert all(case.batch["x"].dtype is dtype for case in found)
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_no_two_cases_are_called_alike_and_all_are_the_same_every_time(effort: Effort) -> None:
+    example = {**text(2, 6), "x": torch.randn(2, 4)}
+    first, second = (special_cases(example, {"input_ids": IDS}, effort, 3) for _ in range(2))
+    assert len({case.name for case in first}) == len(first)
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one.batch[name], other.batch[name]) for name in example)
+
+
+def test_a_case_that_nobody_declared_may_be_refused_and_is_told() -> None:
+    class Picky(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not x.any():
+                raise ValueError("nothing but zeros")
+            return torch.log(x.abs().sum() / 300)
+
+    def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"y": model(**batch)}
+
+    example = {"x": torch.rand(3, 4) + 1}
+    given = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
+    reference = run_original(call, Picky(), given)
+    assert [case.name for case in reference.cases] == ["traced", "values 64 times as large"]
+    assert reference.left_out == ("zeros: the model itself fails, ValueError: nothing but zeros",)
+
+
+def test_an_extreme_case_that_the_original_itself_cannot_compute_is_left_out() -> None:
+    class Exponential(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.exp()
+
+    example = {"x": torch.randn(3, 4) + 2}
+    given = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
+    reference = run_original(lambda model, batch: {"y": model(**batch)}, Exponential(), given)
+    assert [case.name for case in reference.cases] == ["traced", "zeros"]
+    assert reference.left_out == ("values 64 times as large: the model itself gives NaN or infinity",)
+
+
+# The faults that they find, and nothing else does
+
+
+class Words(nn.Module):
+    """Means of the embeddings of what is no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(IDS, 6)
+
+    def weights(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask / mask.sum(1, keepdim=True).clamp(min=1)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return (self.words(input_ids) * self.weights(attention_mask)[..., None]).sum(1)
+
+
+class CountsFromTheLeft(Words):
+    """Takes it that padding is at the right."""
+
+    def weights(self, mask: torch.Tensor) -> torch.Tensor:
+        return super().weights((torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True)).long())
+
+
+class DividesByNothing(Words):
+    """Leaves out what keeps a row of nothing but padding from 0 / 0."""
+
+    def weights(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask / mask.sum(1, keepdim=True)
+
+
+def words(kind: type[Words] = Words) -> Words:
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("wrong", [CountsFromTheLeft, DividesByNothing])
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_a_wrong_use_of_the_mask_shows_in_a_file_of_fixed_shape_too(
+    effort: Effort, wrong: type[Words], rows: int
+) -> None:
+    example = text(rows, 7)
+    sizes = cases(example, [example], signature(example), effort=effort)
+    special = special_cases(example, {"input_ids": IDS}, effort, 0)
+    found = failing(words(), words(wrong), [*sizes, *special])
+    assert found
+    assert all(name.startswith("padded") for name in found)
+
+
+@pytest.mark.parametrize("row", [0, 1, IDS - 2, IDS - 1])
+def test_a_wrong_row_at_the_end_of_a_vocabulary_shows_at_the_boundary_ids_alone(row: int) -> None:
+    wrong = words()
+    with torch.no_grad():
+        wrong.words.weight[row] += 0.1
+    example = text(4, 9)
+    sizes = cases(example, [example], signature(example, Dim("batch", 1, 16), Dim("sequence", 1, 40)))
+    special = special_cases(example, {"input_ids": IDS}, "standard", 0)
+    assert failing(words(), wrong, [*sizes, *special]) == {"boundary ids"}
+
+
+class Apply(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.function(x)  # type: ignore[operator]
+        return result
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "where"),
+    [
+        (lambda x: functional.normalize(x, dim=-1), lambda x: x / x.norm(dim=-1, keepdim=True), "zeros"),
+        (
+            lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-10),
+            lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)),
+            "zeros",
+        ),
+        (lambda x: x.softmax(-1), lambda x: x.exp() / x.exp().sum(-1, keepdim=True), "values 64 times as large"),
+        (functional.softplus, lambda x: (1 + x.exp()).log(), "values 64 times as large"),
+        (lambda x: functional.hardtanh(x, -8, 8), lambda x: x, "values 64 times as large"),
+    ],
+    ids=["normalisation without eps", "RMS norm without eps", "softmax that overflows", "softplus", "clamp"],
+)
+def test_a_guard_that_is_left_out_shows_at_an_extreme_case_alone(right: object, wrong: object, where: str) -> None:
+    example = {"x": torch.randn(3, 8)}
+    sizes = cases(example, [example], signature(example, Dim("batch", 1, 16)))
+    special = special_cases(example, {}, "standard", 0)
+    assert failing(Apply(right), Apply(wrong), [*sizes, *special]) == {where}
+    assert failing(Apply(right), Apply(right), [*sizes, *special]) == set()
