@@ -336,6 +336,10 @@ def raises(candidate, original):
     return 1.0
 
 
+def low(candidate, original):
+    return 0.25
+
+
 number = 3
 """
 CONFIG = """
@@ -429,11 +433,12 @@ def test_a_metric_of_the_users_own_is_a_gate(folder: Path) -> None:
     ("gate", "code", "words"),
     [
         ('"python:my_metrics:raises" = 0.5', 6, "my_metrics:raises, at data: it raised LookupError: no label"),
+        ('"python:my_metrics:low" = 0.5', 2, "my_metrics:low: the original itself does not pass"),
         ('"python:my_metrics:agrement" = 0.5', 2, 'my_metrics has no agrement\n  Did you mean "agreement"?'),
         ('"python:my_metrics:number" = 0.5', 2, "number: it is a int, not a function"),
         ("cosine = { min = 0.5, output = 'logit' }", 2, 'there is no output "logit"\n  Did you mean "logits"?'),
     ],
-    ids=["raises", "unknown", "no function", "unknown output"],
+    ids=["raises", "low", "unknown", "no function", "unknown output"],
 )
 def test_a_gate_that_cannot_be_measured_is_one_clear_message(folder: Path, gate: str, code: int, words: str) -> None:
     result = call(folder, gate)
