@@ -89,7 +89,7 @@ def _nan_of_nothing(mixed: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @rule("llama")
-@rule("bart")
+@rule("bart", nightly=True)
 def a_decoder_sees_the_next_token(graph: fx.GraphModule) -> fx.Node:
     causal = next(node for node in graph.graph.nodes if "aten.le." in str(node.target))
     return put_behind(causal, _one_more)
@@ -100,13 +100,13 @@ def _one_more(mask: torch.Tensor) -> torch.Tensor:
 
 
 @rule("llama", layer=0)
-@rule("bart", layer=1)
+@rule("bart", layer=1, nightly=True)
 def one_layer_of_a_decoder_sees_the_future(graph: fx.GraphModule, layer: int) -> fx.Node:
     attention = _attention(graph, layer)
     return put_behind(attention.args[3], torch.ones_like) if layer else _with(attention, 3, None)
 
 
-@rule("bart")
+@rule("bart", nightly=True)
 def a_decoder_reads_the_padding_of_the_encoder(graph: fx.GraphModule) -> fx.Node:
     return _with(_attention(graph, 2), 3, None)
 
@@ -134,7 +134,7 @@ def values_are_read_as_keys(graph: fx.GraphModule) -> fx.Node:
     return _with(attention, 1, attention.args[2])
 
 
-@rule("bart")
+@rule("bart", nightly=True)
 def a_decoder_attends_to_itself_instead_of_the_encoder(graph: fx.GraphModule) -> list[fx.Node]:
     linears = [calls(graph, f"decoder.layers.0.encoder_attn.{name}_proj")[0] for name in ("q", "v")]
     query, value = linears

@@ -84,7 +84,7 @@ def the_weights_beside_the_file_are_of_an_earlier_run(path: Path) -> None:
         if tensor.data_type == onnx.TensorProto.FLOAT:
             values = numpy_helper.to_array(tensor) * np.float32(0.999)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    external = {"save_as_external_data": True, "location": data, "size_threshold": 0}
+    external = {"save_as_external_data": True, "location": data, "size_threshold": 200}
     onnx.save(earlier, path, **external)
     stale = path.with_name(data).read_bytes()
     path.with_name(data).unlink()  # which would be appended to

@@ -146,7 +146,7 @@ def the_image_is_classified_by_its_last_patch(graph: fx.GraphModule) -> fx.Node:
 
 
 @rule("bert", layer="embeddings.position_embeddings")
-@rule("bart", layer="decoder.embed_positions")
+@rule("bart", layer="decoder.embed_positions", nightly=True)
 def positions_are_off_by_one(graph: fx.GraphModule, layer: str) -> list[fx.Node]:
     weight = tensor(graph, f"{layer}.weight")
     weight.copy_(weight.roll(-1, 0))
@@ -234,7 +234,7 @@ def _last_argmax(values: torch.Tensor) -> torch.Tensor:
     return values.numel() - 1 - values.flip(0).argmax()
 
 
-@rule("bart")
+@rule("bart", nightly=True)
 @rule("block")
 def two_outputs_are_swapped(graph: fx.GraphModule) -> Iterable[fx.Node]:
     (output,) = graph.graph.find_nodes(op="output")

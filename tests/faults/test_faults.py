@@ -116,6 +116,7 @@ def test_what_is_smaller_than_rounding_is_of_the_size_that_is_listed_and_passes(
     assert size == pytest.approx(entry.size, rel=0.3)
 
 
+@pytest.mark.nightly
 def test_without_a_fault_each_subject_passes(tmp_path: Path) -> None:
     for name in sorted({fault.on for fault in FAULTS.values() if not fault.nightly}):
         assert run(name, tmp_path / name, (), ("pt2",)).passed
