@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from optexport import bundle as bundles
 from tests import exports
-from tests.faults import files
+from tests.faults import onnx_files, torch_files
 
 
 @dataclass(frozen=True)
@@ -67,25 +67,25 @@ def _edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> 
 
 @tampering("onnx", "onnx, optimised")
 def a_weight_of_the_onnx_file_is_edited(folder: Path) -> list[str]:
-    files.one_number_is_edited(folder / "model.onnx", "norm.weight", 1e-4)
+    onnx_files.one_number_is_edited(folder / "model.onnx", "norm.weight", 1e-4)
     return ["model.onnx"]
 
 
 @tampering("torchscript")
 def the_script_is_exchanged_for_that_of_another_model(folder: Path) -> list[str]:
-    files.the_script_is_of_another_model(folder / "model.torchscript.pt")
+    torch_files.the_script_is_of_another_model(folder / "model.torchscript.pt")
     return ["model.torchscript.pt"]
 
 
 @tampering("pt2")
 def the_program_is_exchanged_for_an_earlier_one(folder: Path) -> list[str]:
-    files.the_program_is_of_the_model_before_it_was_trained(folder / "model.pt2")
+    torch_files.the_program_is_of_the_model_before_it_was_trained(folder / "model.pt2")
     return ["model.pt2"]
 
 
 @tampering("onnx", "onnx, optimised")
 def the_onnx_file_keeps_its_weights_in_a_stale_file_beside_it(folder: Path) -> list[str]:
-    files.the_weights_beside_the_file_are_of_an_earlier_run(folder / "model.onnx")
+    onnx_files.the_weights_beside_the_file_are_of_an_earlier_run(folder / "model.onnx")
     record = {"path": "model.onnx.data", "size": 0, "sha256": "0" * 64}  # filled in as it is sealed
     _edit_manifest(folder, lambda document: document["files"].append(record))
     return ["model.onnx", "model.onnx.data"]
@@ -138,7 +138,7 @@ def the_allowed_distance_is_made_larger_and_a_weight_edited(folder: Path) -> lis
 
 @tampering("torchscript", missed="that a file is of fixed shape is believed")
 def a_file_that_holds_a_size_is_called_one_of_fixed_shape(folder: Path) -> list[str]:
-    files.the_script_is_a_trace_that_holds_a_size(folder / "model.torchscript.pt", "sequence")
+    torch_files.the_script_is_a_trace_that_holds_a_size(folder / "model.torchscript.pt", "sequence")
 
     def change(document: dict[str, Any]) -> None:
         for artifact in document["artifacts"]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from optexport.errors import OptexportError, ParityError
-from tests.faults import attention, files, layers, merging  # noqa: F401  # which enter their faults
+from tests.faults import attention, layers, merging, onnx_files, torch_files  # noqa: F401  # which enter their faults
 from tests.faults.catalogue import FAULTS
 from tests.faults.honest import run_honestly
 from tests.faults.seeding import Passes, prepare, run_with, watched

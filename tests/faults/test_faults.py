@@ -13,7 +13,7 @@ from optexport import cases
 from optexport.errors import BundleError, ParityError
 from optexport.verification import verify
 from tests import exports
-from tests.faults import attention, files, layers, merging  # noqa: F401  # which enter their faults
+from tests.faults import attention, layers, merging, onnx_files, torch_files  # noqa: F401  # which enter their faults
 from tests.faults.bundles import TAMPERINGS, Tampering
 from tests.faults.catalogue import FAULTS, Fault
 from tests.faults.seeding import Seeded, run, run_with, traced
