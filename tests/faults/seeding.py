@@ -1,0 +1,185 @@
+"""Puts a fault into a run of the pipeline, which must then find it by itself."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch import fx
+
+from optexport import export, parity, pipeline, runtimes
+from optexport.formats import exported_program, onnx, torchscript
+from optexport.pipeline import Result
+from optexport.reference import Reference
+from optexport.trace import Traced
+from optexport.trace import trace as trace_model
+from optexport.transformations import RemoveNoOps, ShareEqual, Transformation
+from tests.faults.catalogue import Fault
+from tests.faults.subjects import Subject, subject
+
+_WRITERS = {"onnx": onnx, "torchscript": torchscript, "pt2": exported_program}
+# Removed when the tests end.
+_PLACE = tempfile.TemporaryDirectory(prefix="optexport-faults-")
+
+
+class Seeded(Transformation):
+    """A rule with a mistake in it: what an honest rule does, if one is named, and then what is wrong."""
+
+    preserves_computation = True
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault.name
+        self._fault = fault
+
+    @property
+    def signature(self) -> str:
+        return self.fault
+
+    def transform(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        if self._fault.after is not None:
+            graph_module = self._fault.after(graph_module)
+        changed = self._fault.mistake(graph_module, **self._fault.options)
+        for node in [changed] if isinstance(changed, fx.Node) else changed:
+            self.mark_as_transformed(node)
+        return graph_module
+
+
+@functools.cache
+def traced(name: str) -> Traced:
+    """The trace of a subject; it is shared, so nothing may change it."""
+    given = subject(name)
+    return trace_model(given.model, given.inputs, given.dynamic)
+
+
+@contextmanager
+def traced_once(given: Subject) -> Iterator[None]:
+    """Within it, the subject is traced only once: a trace takes longer than all that comes after it here."""
+
+    def trace(*args: Any, **kwargs: Any) -> Traced:
+        found = traced(given.name)
+        return replace(found, graph_module=copy.deepcopy(found.graph_module))
+
+    with patch.object(pipeline, "trace", trace):
+        yield
+
+
+def run(name: str, output: Path, rules: tuple[Transformation, ...], formats: tuple[str, ...]) -> Result:
+    """Runs the pipeline on a subject.
+
+    Raises:
+        ParityError: The proof failed.
+    """
+    given = subject(name)
+    with traced_once(given):
+        return export(given.model, given.inputs, output, transformations=rules, formats=formats, dynamic=given.dynamic)
+
+
+def prepare(fault: Fault) -> None:
+    """Traces and exports what a fault is put into, so that only the fault is left to run."""
+    traced(fault.on)
+    if not fault.by_a_rule:
+        _honest(fault.on, fault.fails[0].partition(",")[0])
+
+
+def run_with(fault: Fault, output: Path) -> Result:
+    """Runs the pipeline with a fault in it; an honest rule comes before and after the wrong one.
+
+    Raises:
+        ParityError: The proof caught the fault.
+    """
+    before, after = RemoveNoOps(), ShareEqual()
+    if fault.by_a_rule:
+        return run(fault.on, output, (before, Seeded(fault), after), ("pt2",))
+    file_format = fault.fails[0].partition(",")[0]
+    honest = _honest(fault.on, file_format)
+    with ExitStack() as patches:
+        if fault.fails == ("onnx, optimised",):
+            patches.enter_context(_spoilt_runtime(fault))
+            mistake: Callable[..., None] = _do_nothing
+        else:
+            mistake = functools.partial(fault.mistake, **fault.options)
+        patches.enter_context(_spoilt_writer(file_format, honest, mistake))
+        return run(fault.on, output, (before, after), (file_format,))
+
+
+def _do_nothing(path: Path) -> None:
+    pass
+
+
+@functools.cache
+def _honest(name: str, file_format: str) -> Path:
+    """A folder with the file that the honest exporter writes for a subject, and what belongs to it."""
+    folder = Path(_PLACE.name) / f"{name} {file_format}"
+    run(name, folder, (RemoveNoOps(), ShareEqual()), (file_format,))
+    return folder
+
+
+@contextmanager
+def _spoilt_writer(file_format: str, honest: Path, mistake: Callable[[Path], None]) -> Iterator[None]:
+    """Within it, an exporter writes what it wrote before, and the mistake is made in that."""
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        (path,) = [value for value in (*args, *kwargs.values()) if isinstance(value, Path)]
+        shutil.copy(honest / path.name, path)
+        mistake(path)
+
+    with patch.object(_WRITERS[file_format], "save", save):
+        yield
+
+
+@contextmanager
+def _spoilt_runtime(fault: Fault) -> Iterator[None]:
+    """Within it, ONNX Runtime makes the mistake where it optimises, and only there."""
+    honest = runtimes.open_onnx
+
+    def open_onnx(path: Path, *args: Any, optimised: bool, **kwargs: Any) -> runtimes.Run:
+        if not optimised:
+            return honest(path, *args, optimised=optimised, **kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            copied = Path(shutil.copy(path, folder))
+            fault.mistake(copied, **fault.options)
+            return honest(copied, *args, optimised=optimised, **kwargs)
+
+    with patch.object(runtimes, "open_onnx", open_onnx):
+        yield
+
+
+@dataclass
+class Passes:
+    """Which multiples of the floor each place passes at, in the order in which the places were first checked."""
+
+    places: dict[str, dict[float, bool]]
+
+    def caught(self, multiple: float) -> bool:
+        """Whether the proof raises the alarm at a multiple."""
+        return any(not passed[multiple] for passed in self.places.values())
+
+
+@contextmanager
+def watched(multiples: tuple[float, ...]) -> Iterator[Passes]:
+    """Within it, every check of a place is made at other multiples too, and noted."""
+    honest, noted = parity.check, Passes({})
+
+    def passes(place: str, run: runtimes.Run, reference: Reference, multiple: float) -> bool:
+        try:
+            return honest(place, run, reference, parity.bounds(reference, multiple)).passed
+        except parity.ParityError:  # so wide a limit would let anything pass, and is refused
+            return False
+
+    def check(
+        place: str, run: runtimes.Run, reference: Reference, bounds: Mapping[str, parity.Bound], **kwargs: Any
+    ) -> parity.PlaceParity:
+        if place and place not in noted.places:  # the search for the rule to blame names no place
+            noted.places[place] = {multiple: passes(place, run, reference, multiple) for multiple in multiples}
+        return honest(place, run, reference, bounds, **kwargs)
+
+    with patch.object(parity, "check", check):
+        yield noted

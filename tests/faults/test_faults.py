@@ -1,0 +1,130 @@
+"""Every fault of the catalogue is caught, at the place where it was made, and laid at the right door."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from optexport import cases
+from optexport.errors import BundleError, ParityError
+from optexport.verification import verify
+from tests import exports
+from tests.faults import attention, layers, merging, onnx_files, torch_files  # noqa: F401  # which enter their faults
+from tests.faults.bundles import TAMPERINGS, Tampering
+from tests.faults.catalogue import FAULTS, Fault
+from tests.faults.seeding import Seeded, run, run_with, traced
+from tests.faults.subjects import subject
+from tests.faults.unseen import BELOW_THE_FLOOR, CANNOT_SHOW, LostInRounding, double, in_float64
+
+PLACES = ("original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2")
+BLAMED = f"{Seeded.__module__}:{Seeded.__qualname__} is to blame"
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
+
+
+def parameter(name: str, entry: object, *, nightly: bool = False, missed: str | None = None) -> object:
+    """A case of a test; one that is known to be missed must go on being missed, or leave the list of these."""
+    marks = [pytest.mark.nightly] if nightly else []
+    if missed is not None:
+        marks.append(pytest.mark.xfail(reason=missed, strict=True, raises=pytest.fail.Exception))
+    return pytest.param(entry, id=name, marks=marks)
+
+
+def failing(error: ParityError) -> tuple[str, ...]:
+    """The places that a failed proof names, in the order of the pipeline."""
+    return tuple(place for place in PLACES if f"\n  {place}: " in str(error))
+
+
+@pytest.mark.parametrize(
+    "fault", [parameter(name, fault, nightly=fault.nightly, missed=fault.missed) for name, fault in FAULTS.items()]
+)
+def test_a_fault_is_caught_and_laid_at_the_right_door(fault: Fault, tmp_path: Path) -> None:
+    with pytest.raises(ParityError) as caught:
+        run_with(fault, tmp_path / "bundle")
+    assert failing(caught.value) == fault.fails
+    if fault.by_a_rule:
+        assert BLAMED in str(caught.value)
+        assert "remove-no-ops" not in str(caught.value)
+        assert "share-equal" not in str(caught.value)
+    else:
+        assert "The transformed graph passes: the exporter or the runtime" in str(caught.value)
+        assert "is to blame" not in str(caught.value)
+    assert not list(tmp_path.iterdir()), "nothing is left to be shipped"
+
+
+@pytest.mark.parametrize("entry", [parameter(name, t, missed=t.missed) for name, t in TAMPERINGS.items()])
+def test_a_bundle_that_was_sealed_again_does_not_verify(entry: Tampering, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    entry.act(folder)
+    if entry.fails:
+        found = tuple(place.place for place in verify(folder) if not place.passed)
+        if not found:
+            pytest.fail("it verifies")
+        assert found == entry.fails
+    else:
+        with pytest.raises(BundleError):
+            verify(folder)
+
+
+def size_in_float64(fault: Fault, *, made_there: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """How far a fault moves each output in float64, and the largest value of each, over the check inputs.
+
+    Args:
+        made_there: Whether the fault is put into the graph in float64, or in the model's own precision.
+    """
+    of, spoil = traced(fault.on), Seeded(fault)
+    honest = in_float64(of.graph_module)
+    spoilt = spoil(in_float64(of.graph_module)) if made_there else in_float64(spoil(copy.deepcopy(of.graph_module)))
+    distance, largest = (dict.fromkeys(of.signature.output_names, 0.0) for _ in range(2))
+    for case in cases.cases(subject(fault.on).inputs, (), of.signature, of.doubtful):
+        with torch.no_grad():
+            results = [flat(graph(**double(case.batch))) for graph in (honest, spoilt)]
+        for name, one, other in zip(of.signature.output_names, *results, strict=True):
+            distance[name] = max(distance[name], float((one.double() - other.double()).abs().max()))
+            largest[name] = max(largest[name], float(one.abs().max()))
+    return distance, largest
+
+
+def flat(outputs: object) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("fault", [parameter(name, fault) for name, fault in CANNOT_SHOW.items()])
+def test_what_cannot_show_is_not_there_in_float64_and_passes(fault: Fault, tmp_path: Path) -> None:
+    distance, largest = size_in_float64(fault, made_there=True)
+    for name in distance:
+        assert distance[name] <= 1e-12 * largest[name], name
+    assert run_with(fault, tmp_path / "bundle").passed
+
+
+@pytest.mark.parametrize("entry", [parameter(name, entry) for name, entry in BELOW_THE_FLOOR.items()])
+def test_what_is_smaller_than_rounding_is_of_the_size_that_is_listed_and_passes(
+    entry: LostInRounding, tmp_path: Path
+) -> None:
+    distance, _ = size_in_float64(entry.fault, made_there=False)
+    result = run_with(entry.fault, tmp_path / "bundle")
+    floors = {output.output: output.limit / 4 for output in result.parity[0].outputs}
+    size = max(distance[name] / floors[name] for name in distance if floors[name])
+    assert 0 < size < 4
+    assert size == pytest.approx(entry.size, rel=0.3)
+
+
+@pytest.mark.nightly
+def test_without_a_fault_each_subject_passes(tmp_path: Path) -> None:
+    for name in sorted({fault.on for fault in FAULTS.values() if not fault.nightly}):
+        assert run(name, tmp_path / name, (), ("pt2",)).passed
+
+
+def test_the_catalogue_holds_sixty_faults_and_each_kind_of_them() -> None:
+    caught = [fault for fault in FAULTS.values() if fault.missed is None]
+    assert len(caught) >= 60
+    assert {fault.fails for fault in caught} == {
+        ("transformed graph",), ("onnx", "onnx, optimised"), ("onnx, optimised",), ("torchscript",), ("pt2",)
+    }  # fmt: skip

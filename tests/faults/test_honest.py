@@ -1,0 +1,29 @@
+"""Honest work raises no alarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.honest import run_honestly
+
+PLACES = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
+
+
+def _raises_no_alarm(seed: int, output: Path) -> None:
+    result = run_honestly(seed, output)
+    assert [place.place for place in result.parity] == PLACES
+    assert result.passed
+    assert sum(len(changed) for changed in result.transformed_nodes.values()) > 0, "no rule had anything to do"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_honest_run_raises_no_alarm(seed: int, tmp_path: Path) -> None:
+    _raises_no_alarm(seed, tmp_path / "bundle")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(200))
+def test_two_hundred_honest_runs_raise_no_alarm(seed: int, tmp_path: Path) -> None:
+    _raises_no_alarm(seed, tmp_path / "bundle")
