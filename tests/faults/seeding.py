@@ -6,7 +6,7 @@ import copy
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +15,12 @@ from unittest.mock import patch
 
 from torch import fx
 
-from optexport import export, parity, pipeline, runtimes
+from optexport import export, floor, pipeline, runtimes
+from optexport.errors import ParityError
 from optexport.formats import exported_program, onnx, torchscript
+from optexport.parity import PlaceParity, Proof
 from optexport.pipeline import Result
-from optexport.reference import Reference
+from optexport.suspects import Suspects
 from optexport.trace import Traced
 from optexport.trace import trace as trace_model
 from optexport.transformations import RemoveNoOps, ShareEqual, Transformation
@@ -78,7 +80,8 @@ def run(name: str, output: Path, rules: tuple[Transformation, ...], formats: tup
         ParityError: The proof failed.
     """
     given = subject(name)
-    with traced_once(given):
+    # The search for the smallest input that fails has tests of its own, and takes its time.
+    with traced_once(given), patch.object(Suspects, "smallest", lambda self: None):
         return export(given.model, given.inputs, output, transformations=rules, formats=formats, dynamic=given.dynamic)
 
 
@@ -166,20 +169,19 @@ class Passes:
 @contextmanager
 def watched(multiples: tuple[float, ...]) -> Iterator[Passes]:
     """Within it, every check of a place is made at other multiples too, and noted."""
-    honest, noted = parity.check, Passes({})
+    honest, noted = Proof.check, Passes({})
 
-    def passes(place: str, run: runtimes.Run, reference: Reference, multiple: float) -> bool:
+    def passes(proof: Proof, place: str, candidate: runtimes.Run, multiple: float, **kwargs: Any) -> bool:
         try:
-            return honest(place, run, reference, parity.bounds(reference, multiple)).passed
-        except parity.ParityError:  # so wide a limit would let anything pass, and is refused
+            bounds = floor.bounds(proof.reference, multiple)
+        except ParityError:  # so wide a limit would let anything pass, and is refused
             return False
+        return honest(Proof(proof.reference, bounds), place, candidate, **kwargs).passed
 
-    def check(
-        place: str, run: runtimes.Run, reference: Reference, bounds: Mapping[str, parity.Bound], **kwargs: Any
-    ) -> parity.PlaceParity:
-        if place and place not in noted.places:  # the search for the rule to blame names no place
-            noted.places[place] = {multiple: passes(place, run, reference, multiple) for multiple in multiples}
-        return honest(place, run, reference, bounds, **kwargs)
+    def check(self: Proof, place: str, candidate: runtimes.Run, **kwargs: Any) -> PlaceParity:
+        if place not in noted.places:  # later checks are those of the search for what is to blame
+            noted.places[place] = {m: passes(self, place, candidate, m, **kwargs) for m in multiples}
+        return honest(self, place, candidate, **kwargs)
 
-    with patch.object(parity, "check", check):
+    with patch.object(Proof, "check", check):
         yield noted
