@@ -69,7 +69,7 @@ def _first_row(mask: torch.Tensor) -> torch.Tensor:
 
 
 @rule("block", value=-10.0)
-@rule("block", value=float("-inf"), missed="no check input has a row of padding alone, where the mask has another name")
+@rule("block", value=float("-inf"))
 def masked_scores_are_filled_with_another_number(graph: fx.GraphModule, value: float) -> fx.Node:
     """Too near; or infinite, which leaves NaN where a row is nothing but padding."""
     (masked,) = calls(graph, "masked_fill")
