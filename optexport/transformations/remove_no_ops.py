@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -131,14 +131,25 @@ def _module(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
 def _view(graph_module: GraphModule, node: Node, source: Node) -> Pass | Skip | None:
     """A view that gives what it got, or two that do together."""
     before = source.args[0] if source.op == "call_function" and source.args else None
+    if _may_squeeze(node):
+        return None
     if _changes_nothing(node, source):
         found = Pass((node,), source)
-    elif isinstance(before, Node) and _cancels(node, source, before):
+    elif isinstance(before, Node) and not _may_squeeze(source) and _cancels(node, source, before):
         found = Pass((source, node) if len(source.users) == 1 else (node,), before)
     else:
         return None
     # What is changed in place may be more than the numbers: the shape of one view, and not that of another.
     return Skip(f"{node.name} is changed in place") if memory.changed_in_place(graph_module, node) else found
+
+
+def _may_squeeze(node: Node) -> bool:
+    """Whether a view has an axis less at some sizes than in the trace, which takes an unknown one to be 2 or more."""
+    if node.target is not aten.squeeze.dim:
+        return False
+    x, axis = cast(tuple[Node, int], node.args)
+    value = x.meta.get("val")
+    return not isinstance(value, torch.Tensor) or (value.dim() > 0 and type(value.shape[axis]) is not int)
 
 
 def _changes_nothing(node: Node, source: Node) -> bool:
