@@ -207,7 +207,7 @@ class _Parts:
         shapes = [node.meta["val"].shape for node in given]
         if len(shapes[0]) not in (3, 4) or len({len(shape) for shape in shapes}) > 1:
             return "its queries, keys and values have other than three or four axes"
-        if any(type(shape[-1]) is not int for shape in (shapes[0], shapes[2])):
+        if not (modules.is_fixed(shapes[0][-1]) and modules.is_fixed(shapes[2][-1])):
             return "its head size is not fixed"
         for leading in zip(*(shape[:-2] for shape in shapes), strict=True):
             if not all(statically_known_true(leading[0] == size) for size in leading[1:]):

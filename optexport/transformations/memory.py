@@ -93,18 +93,18 @@ def constant(graph_module: GraphModule, node: object) -> torch.Tensor | None:
 
 def handed_on(graph_module: GraphModule, node: Node) -> list[Node]:
     """The inputs of a call whose memory its result may lie in."""
-    if _is_number(node):
+    if _is_number(node) or (not mutated(graph_module, node) and _is_fresh(graph_module, node)):
         return []
-    tensors = [source for source in node.all_input_nodes if not _is_number(source)]
-    if mutated(graph_module, node):
-        return tensors
+    return [source for source in node.all_input_nodes if not _is_number(source)]
+
+
+def _is_fresh(graph_module: GraphModule, node: Node) -> bool:
+    """Whether a call gives memory of its own."""
     if node.op == "call_module":
-        fresh = isinstance(called_module(graph_module, node), _FRESH_MODULES)
-    elif isinstance(node.target, torch._ops.OpOverload):
-        fresh = operator_name(node) in _FRESH_NAMES or not _may_view(node.target)
-    else:
-        fresh = node.target in _FRESH or operator_name(node) in _FRESH_NAMES
-    return [] if fresh else tensors
+        return isinstance(called_module(graph_module, node), _FRESH_MODULES)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return operator_name(node) in _FRESH_NAMES or not _may_view(node.target)
+    return node.target in _FRESH or operator_name(node) in _FRESH_NAMES
 
 
 def _is_number(node: Node) -> bool:

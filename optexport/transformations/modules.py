@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.modules.batchnorm import _NormBase
 
 
@@ -43,6 +44,13 @@ def dims(node: Node) -> int | None:
     """The number of dimensions of a node's result, where the trace knows it."""
     value = node.meta.get("val")
     return value.dim() if isinstance(value, torch.Tensor) else None
+
+
+def is_fixed(size: int | torch.SymInt) -> bool:
+    """Whether a size is one number for sure; one that the model turned out to fix is a symbol still."""
+    if not isinstance(size, torch.SymInt):
+        return True
+    return bool(size.node.has_hint()) and statically_known_true(size == size.node.hint)
 
 
 def forget(graph_module: GraphModule, node: Node) -> None:

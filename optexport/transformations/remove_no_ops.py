@@ -155,7 +155,7 @@ def _may_squeeze(node: Node) -> bool:
     value = x.meta.get("val")
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
     squeezed = range(len(sizes)) if not axes else [axes[0]] if isinstance(axes[0], int) else axes[0]
-    return any(type(sizes[axis]) is not int for axis in squeezed if sizes)
+    return any(not modules.is_fixed(sizes[axis]) for axis in squeezed if sizes)
 
 
 def _changes_nothing(node: Node, source: Node) -> bool:

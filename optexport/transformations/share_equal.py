@@ -69,7 +69,8 @@ class ShareEqual(Rule):
 
     Attributes:
         weights: Whether parameters and buffers of equal bits become one tensor too, under all of their names. They are
-            tied then: rules that replace weights leave them alone, and training would change them together.
+            tied then: rules that replace weights leave them alone, and training would change them together. Those that
+            the graph changes, as a norm in train mode does, or that have hooks of their own, stay apart.
     """
 
     weights: bool = False
