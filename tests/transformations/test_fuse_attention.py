@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -489,10 +490,16 @@ def test_a_head_size_that_is_not_fixed_is_left_alone() -> None:
     check_refused(FuseAttention(), graph_module, X, "its head size is not fixed")
 
 
-def test_queries_that_meet_a_mask_of_two_by_and_are_not_changed_in_place() -> None:
-    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (layer(x).view(-1, x.shape[1], 8) for layer in (m.q, m.k, m.v))
-        kept = _causal(x) & (torch.ones(x.shape[1], x.shape[1]) > 0)
-        return torch.bmm(torch.bmm(q, k.transpose(1, 2)).masked_fill(~kept, MINUS).softmax(-1), v)
+class Bmm(nn.Module):
+    """Attention of which torch.export asserts that sizes agree: by operator.and_, which is not in place."""
 
-    check_applied(FuseAttention(), _graph(body), X)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+
+
+def test_sizes_that_are_compared_are_no_queries_that_are_changed() -> None:
+    given = {name: torch.randn(3, 5 + (name != "q"), 8) for name in "qkv"}
+    axes = {"q": {0: "batch", 1: "length"}, "k": {0: "batch", 1: "keys"}, "v": {0: "batch", 1: "keys"}}
+    graph_module = symbolic_trace(Bmm(), example_inputs=given, dynamic=axes)
+    assert graph_module.graph.find_nodes(op="call_function", target=operator.and_)
+    check_applied(FuseAttention(), graph_module, given)
