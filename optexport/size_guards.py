@@ -80,7 +80,10 @@ _FLOATS = (sympy.Float, ToFloat, FloatTrueDiv, IntTrueDiv)
 
 
 def _broken(condition: Any, sizes: dict[sympy.Symbol, int]) -> bool:
-    return bool(condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.false)
+    try:
+        return bool(condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.false)
+    except ZeroDivisionError:
+        return True  # what divides by zero does not hold
 
 
 def _rounded_otherwise(expression: Any, sizes: dict[sympy.Symbol, int]) -> bool:

@@ -335,3 +335,13 @@ def test_a_model_of_another_dtype_gets_inputs_of_it(dtype: torch.dtype) -> None:
     pixels = models.inputs("vit")["pixel_values"].to(dtype)
     with torch.no_grad():
         assert torch.equal(graph_module(pixel_values=pixels).logits, model(pixel_values=pixels).logits)
+
+
+def test_a_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.layer(x).transpose(0, 1).contiguous().view(-1, 6).view(2, -1, 3, 6)
+
+    x = torch.randn(4, 2, 3, 6)
+    traced = trace(randomise(Program(body, layer=nn.Linear(6, 6))), {"x": x})
+    assert traced.doubtful
+    assert outputs(traced.graph_module, x)[0].shape == (2, 4, 3, 6)

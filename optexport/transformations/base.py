@@ -36,6 +36,10 @@ def set_marks(node: Node, values: Mapping[str, tuple[tuple[int, Any], ...]]) -> 
             del node.meta[_META]
 
 
+class IrreversibleError(TransformationError, TypeError):
+    """``reverse=True`` for what cannot be undone. In Optimum this is a TypeError, and so it is one here too."""
+
+
 class Transformation(ABC):
     """A transformation of a ``torch.fx`` graph.
 
@@ -52,14 +56,24 @@ class Transformation(ABC):
     def transform(self, graph_module: GraphModule) -> GraphModule:
         """Changes the graph; returns the GraphModule to go on with."""
 
-    def __call__(self, graph_module: GraphModule, lint_and_recompile: bool = True) -> GraphModule:
+    def __call__(
+        self, graph_module: GraphModule, lint_and_recompile: bool = True, reverse: bool = False
+    ) -> GraphModule:
         """Transforms a graph; one that fails leaves it as it was.
 
         Args:
             graph_module: The graph to transform.
             lint_and_recompile: Whether to check the graph and generate its code afterwards. False saves time where
                 another transformation follows that does.
+            reverse: For those that can be undone; see `ReversibleTransformation`.
+
+        Raises:
+            IrreversibleError: It is asked to be undone, and cannot be.
         """
+        if reverse:
+            raise IrreversibleError(
+                "it cannot be undone", place=self._irreversible(), mend="Leave reverse=True away, or keep a deepcopy."
+            )
         return _call(self.transform, graph_module, lint_and_recompile)
 
     @property
@@ -78,6 +92,10 @@ class Transformation(ABC):
                 mend="Keep plain data in them, or define the property signature.",
             ) from error
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _irreversible(self) -> str:
+        """The name of what cannot be undone."""
+        return type(self).__name__
 
     def mark_as_transformed(self, node: Node) -> None:
         """Marks a node as transformed by this transformation."""

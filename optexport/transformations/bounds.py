@@ -30,7 +30,7 @@ _JOINS = {
 }
 _FILLED = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
 # What holds values of its first argument, all of them, or some, in another shape, or another dtype.
-_COPIES = ("contiguous", "clone", "alias", "detach", "to", "_to_copy")
+_COPIES = ("contiguous", "clone", "alias", "detach", "detach_", "lift_fresh_copy", "to", "_to_copy")
 _VIEWS = ("expand", "unsqueeze", "squeeze", "slice", "select", "view", "reshape", "transpose", "permute", "index")
 _DEPTH = 100
 
@@ -65,7 +65,9 @@ class _Reader:
         if node.op == "get_attr":
             return _of_constant(memory.constant(self._graph_module, node), first)
         known = isinstance(node.target, torch._ops.OpOverload) or getattr(node.target, "__module__", "") == "_operator"
-        if not known or memory.changed_in_place(self._graph_module, node) or node.target is torch.ops.aten.view.dtype:
+        if not known or node.target is torch.ops.aten.view.dtype:
+            return None
+        if memory.changed_in_place(self._graph_module, node, detached=False):
             return None
         name, args = modules.operator_name(node), node.args
         if name in _FILLED:
@@ -86,7 +88,10 @@ class _Reader:
             return _either(self.of(args[0], first, depth), (0.0, 0.0))
         if node.kwargs:
             return None
-        return self._of_operation(name, [self.of(argument, first, depth) for argument in args], node.meta["val"].dtype)
+        found = [self.of(argument, first, depth) for argument in args]
+        if len(args) == 2:
+            found = _promoted(args, found)
+        return self._of_operation(name, found, node.meta["val"].dtype)
 
     def _of_operation(self, name: str, found: list[Bounds | None], dtype: torch.dtype) -> Bounds | None:
         match name, found:
@@ -114,6 +119,16 @@ class _Reader:
                 ends = [_ARITHMETIC[name](a, b) for a in one for b in other]
                 return None if any(math.isnan(end) for end in ends) else (min(ends), max(ends))
         return None
+
+
+def _promoted(args: tuple[Any, ...], found: list[Bounds | None]) -> list[Bounds | None]:
+    """Bounds of two operands that also hold them in the dtype that both are computed in, or compared."""
+    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
+    if not all(isinstance(value, torch.Tensor | bool | int | float) for value in values):
+        return found
+    dtype = torch.result_type(*values)
+    # Whether a number is rounded first is up to the kernel in half precision.
+    return [_either(each, _within(each, dtype)) for each in found] if dtype.is_floating_point else found
 
 
 def _of_constant(held: torch.Tensor | None, first: bool) -> Bounds | None:

@@ -59,6 +59,10 @@ class Composition(Transformation):
             graph_module = transformation(graph_module, lint_and_recompile=False)
         return graph_module
 
+    def _irreversible(self) -> str:
+        members = (each for each in self.transformations if not isinstance(each, ReversibleTransformation))
+        return next((member._irreversible() for member in members), type(self).__name__)
+
 
 class ReversibleComposition(Composition, ReversibleTransformation):
     """A composition of reversible transformations, undone last to first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 _CASTS = (aten.to.dtype, aten._to_copy.default)
+_FACTORS = (operator.mul, operator.truediv, aten.mul_.Tensor, aten.div_.Tensor)
 # From here on every score is lost beside a number that is added to it, whatever the precision.
 _DROWNS = -1e30
 # What hides a position: no softmax gives anything to a score so far below the others.
@@ -62,13 +63,15 @@ class FuseAttention(Rule):
     infinity or a great negative number; casts to float32 around the softmax and a dropout that is off may be there.
 
     Skips:   what the trace does not know the shape of; weights or scores that are used elsewhere too; a dropout in
-             train mode; q, k and v of other than three or four axes, or of different dtypes or leading sizes; more
-             than one mask, one before the factor, or of another dtype; a mask that may hide all positions of a row
-             by minus infinity, where written-out attention gives NaN and the call 0, or by a number that does not
-             drown the scores; a factor that is not a positive constant; an input that is changed in place in between;
-             a result that is viewed in a shape that only contiguous memory can take.
-    Exact:   to rounding, as long as no score comes near to those that are masked (-1e4 or less). In half precision the
-             call keeps more digits of the scores.
+             train mode; q, k and v of other than three or four axes, or of different dtypes or leading sizes, or with
+             a head size that is not fixed; scores in another dtype than theirs or float32; more than one mask, one
+             before the factor, of another dtype, or filled with a number that the scores cannot hold; a mask that may
+             hide all positions of a row by minus infinity, where written-out attention gives NaN and the call 0, or by
+             a number that does not drown the scores; a factor that is not a positive constant; an input that is changed
+             in place in between; a result that is viewed in a shape that only contiguous memory can take.
+    Exact:   to rounding, as long as every score is finite, also where it is masked (a NaN that a fill replaced is
+             added to now, and a row of minus infinity, which gave NaN, gives 0), and none comes near to those that are
+             masked (-1e4 or less). In half precision the call keeps more digits of the scores.
     Inverse: none, because the nodes are gone, and with them their names and places.
     """
 
@@ -160,8 +163,8 @@ class _Parts:
             if (inner := _cast(scores)) is not None:
                 if torch.promote_types(_dtype(scores), _dtype(inner)) != _dtype(scores):
                     self.refuse("its scores are cast to a narrower dtype")
-            elif (factor := _factor(self._graph_module, scores)) is not None:
-                inner, scale = factor
+            elif (constant := _factor(self._graph_module, scores)) is not None:
+                inner, scale = constant
                 self.scale, scaled = self.scale * scale, True
             elif (masking := _masking(self._graph_module, scores)) is not None:
                 inner, mask, self.kept, self.fill = masking
@@ -170,7 +173,11 @@ class _Parts:
                 if scaled:
                     self.refuse("it is masked before it is scaled")
                 self.mask, self._added = mask, self.fill is None
+                if self.fill is not None and -math.inf < self.fill < torch.finfo(_dtype(scores)).min:
+                    self.refuse(f"its scores are filled with {self.fill}, which is beyond their dtype")
             else:
+                if (factor := _tensor_factor(self._graph_module, scores)) is not None:
+                    self.refuse(f"its scores are multiplied or divided by {factor.name}, which is no constant number")
                 return None
             chain.append(scores)
             scores = inner
@@ -200,15 +207,19 @@ class _Parts:
         shapes = [node.meta["val"].shape for node in given]
         if len(shapes[0]) not in (3, 4) or len({len(shape) for shape in shapes}) > 1:
             return "its queries, keys and values have other than three or four axes"
+        if not (modules.is_fixed(shapes[0][-1]) and modules.is_fixed(shapes[2][-1])):
+            return "its head size is not fixed"
         for leading in zip(*(shape[:-2] for shape in shapes), strict=True):
             if not all(statically_known_true(leading[0] == size) for size in leading[1:]):
                 return "its queries, keys and values differ in their leading sizes"
         dtypes = {_dtype(node) for node in (*given, chain[0], chain[-1])}
         if len(dtypes) > 1 or not _dtype(value).is_floating_point:
             return "its queries, keys and values differ in dtype"
-        wide = {_dtype(value), torch.promote_types(_dtype(value), torch.float32)}
-        if not {_dtype(node) for node in chain} <= wide:
-            return "its scores are cast to a narrower dtype"
+        wide = torch.promote_types(_dtype(value), torch.float32)
+        for dtype in {_dtype(node) for node in chain} - {_dtype(value), wide}:
+            return (
+                f"its scores are cast to a {'wider' if torch.promote_types(dtype, wide) == dtype else 'narrower'} dtype"
+            )
         for node in chain[1:]:
             sizes = zip(node.meta["val"].shape, chain[-1].meta["val"].shape, strict=False)
             if modules.dims(node) != len(shapes[0]) or not all(statically_known_true(a == b) for a, b in sizes):
@@ -297,7 +308,7 @@ def _swapped(node: Node) -> Node | None:
 
 def _factor(graph_module: GraphModule, node: Node) -> tuple[Node, float] | None:
     """What a node multiplies, and by which constant number."""
-    if node.target not in (operator.mul, operator.truediv, aten.mul_.Tensor, aten.div_.Tensor) or len(node.args) != 2:
+    if node.target not in _FACTORS or len(node.args) != 2:
         return None
     if node.kwargs or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
@@ -307,6 +318,16 @@ def _factor(graph_module: GraphModule, node: Node) -> tuple[Node, float] | None:
         if isinstance(x, Node) and number is not None and isinstance(x.meta.get("val"), torch.Tensor):
             return (x, (1 / number if number else math.inf) if divides else number)
     return None
+
+
+def _tensor_factor(graph_module: GraphModule, node: Node) -> Node | None:
+    """What scores are multiplied or divided by that is no constant number."""
+    if node.target not in _FACTORS or len(node.args) != 2 or not all(isinstance(arg, Node) for arg in node.args):
+        return None
+    one, other = cast(tuple[Node, Node], node.args)
+    if _comes_from_product(graph_module, one):
+        return other
+    return one if node.target is operator.mul and _comes_from_product(graph_module, other) else None
 
 
 def _number(graph_module: GraphModule, value: Any) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +50,23 @@ class KeepOutputs(Rule):
         # Methods that change their tensor in place look pure to torch.fx.
         changes = {change for change in modules.uses(graph_module).mutations if not change._erased}
         graph.eliminate_dead_code(lambda candidate: candidate.is_impure() or candidate in changes)
-        graph_module.delete_all_unused_submodules()
+        _remove_unused(graph_module)
         return [(node, None)]
+
+
+def _remove_unused(graph_module: GraphModule) -> None:
+    """Takes out the modules that the graph neither calls nor reads from; not out of those that a caller holds too."""
+    nodes = [node for node in graph_module.graph.nodes if node.op in ("call_module", "get_attr")]
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    needed = {prefix for node in nodes for prefix in _prefixes(str(node.target))}
+    for name, _ in list(graph_module.named_modules(remove_duplicate=False))[1:]:
+        parent = name.rpartition(".")[0]
+        if name not in needed and parent in {*needed, ""} and called.isdisjoint(_prefixes(name)):
+            modules.remove_module(graph_module, name)
+
+
+def _prefixes(target: str) -> Iterable[str]:
+    return itertools.accumulate(target.split("."), "{}.{}".format)
 
 
 def _outputs(graph_module: GraphModule, node: Node) -> dict[str, Node]:

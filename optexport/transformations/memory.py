@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations.modules import called_module, mutated, operator_name, uses
+from optexport.transformations.modules import called_module, mutated, operator_name, own_changes, uses
 
 # What gives memory of its own: layers, operators of Python, and functions, methods and ATen operators by name.
 _FRESH_MODULES = (
@@ -28,6 +28,10 @@ _FRESH_MODULES = (
     nn.Embedding,
 )
 _FRESH = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg, operator.pow)
+# What gives sizes and the like, as a method, an ATen operator, or an attribute of a tensor.
+_SIZES = ("size", "stride", "dim", "numel", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset")
+_ATTRIBUTES = ("shape", "ndim", "dtype", "device")
+_NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 _FRESH_NAMES = ("matmul", "bmm", "linear", "softmax", "layer_norm", "scaled_dot_product_attention", "cat", "stack")
 
 
@@ -37,21 +41,32 @@ def changed_between(graph_module: GraphModule, x: Node, first: Node, last: Node)
     return next((change for change in between if _changes_memory_of(graph_module, change, x)), None)
 
 
-def changed_in_place(graph_module: GraphModule, x: Node) -> bool:
-    """Whether memory that a node's result may lie in is changed anywhere in the graph."""
-    return any(_changes_memory_of(graph_module, change, x) for change in uses(graph_module).mutations)
+def changed_in_place(graph_module: GraphModule, x: Node, *, detached: bool = True) -> bool:
+    """Whether memory that a node's result may lie in is changed anywhere in the graph.
+
+    Args:
+        detached: Whether it counts as a change to be cut off from gradients, with all numbers staying.
+    """
+    changes = uses(graph_module).mutations
+    counted = (change for change in changes if detached or operator_name(change) != "detach_")
+    return any(_changes_memory_of(graph_module, change, x) for change in counted)
 
 
-def changes_constant(graph_module: GraphModule, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether the graph changes one of these parameters and buffers in place."""
+def changes_constant(graph_module: GraphModule, tensors: Iterable[torch.Tensor]) -> list[Node]:
+    """The nodes that change one of these parameters and buffers in place, under whatever name."""
     owners: set[object] = {_storage(tensor) for tensor in tensors}
     changes = uses(graph_module).mutations
-    return any(not owners.isdisjoint(_memory(graph_module, mutated(graph_module, change))) for change in changes)
+    return [change for change in changes if not owners.isdisjoint(_changed(graph_module, change))]
 
 
 def _changes_memory_of(graph_module: GraphModule, change: Node, x: Node) -> bool:
-    changed = _memory(graph_module, mutated(graph_module, change))
-    return not changed.isdisjoint(_memory(graph_module, [x]))
+    return not _changed(graph_module, change).isdisjoint(_memory(graph_module, [x]))
+
+
+def _changed(graph_module: GraphModule, change: Node) -> set[object]:
+    """The memory that a node changes in place."""
+    own = {_storage(tensor) for tensor in own_changes(graph_module, change)}
+    return own | _memory(graph_module, mutated(graph_module, change))
 
 
 def reaches_output(graph_module: GraphModule, x: Node) -> bool:
@@ -78,15 +93,28 @@ def constant(graph_module: GraphModule, node: object) -> torch.Tensor | None:
 
 def handed_on(graph_module: GraphModule, node: Node) -> list[Node]:
     """The inputs of a call whose memory its result may lie in."""
-    if mutated(graph_module, node):
-        return node.all_input_nodes
+    if _is_number(node) or (not mutated(graph_module, node) and _is_fresh(graph_module, node)):
+        return []
+    return [source for source in node.all_input_nodes if not _is_number(source)]
+
+
+def _is_fresh(graph_module: GraphModule, node: Node) -> bool:
+    """Whether a call gives memory of its own."""
     if node.op == "call_module":
-        fresh = isinstance(called_module(graph_module, node), _FRESH_MODULES)
-    elif isinstance(node.target, torch._ops.OpOverload):
-        fresh = operator_name(node) in _FRESH_NAMES or not _may_view(node.target)
-    else:
-        fresh = node.target in _FRESH or operator_name(node) in _FRESH_NAMES
-    return [] if fresh else node.all_input_nodes
+        return isinstance(called_module(graph_module, node), _FRESH_MODULES)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return operator_name(node) in _FRESH_NAMES or not _may_view(node.target)
+    return node.target in _FRESH or operator_name(node) in _FRESH_NAMES
+
+
+def _is_number(node: Node) -> bool:
+    """Whether a node gives sizes or other numbers, which lie in the memory of no tensor."""
+    if "val" in node.meta:
+        return all(isinstance(value, _NUMBERS) for value in torch.utils._pytree.tree_leaves(node.meta["val"]))
+    if node.target is getattr:
+        return node.args[1] in _ATTRIBUTES
+    inputs = node.all_input_nodes if getattr(node.target, "__module__", "") == "_operator" else []
+    return operator_name(node) in _SIZES or (bool(inputs) and all(map(_is_number, inputs)))
 
 
 def _may_view(target: torch._ops.OpOverload) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.modules.batchnorm import _NormBase
 
 
 def called_module(graph_module: GraphModule, node: object) -> nn.Module | None:
@@ -44,6 +46,13 @@ def dims(node: Node) -> int | None:
     return value.dim() if isinstance(value, torch.Tensor) else None
 
 
+def is_fixed(size: int | torch.SymInt) -> bool:
+    """Whether a size is one number for sure; one that the model turned out to fix is a symbol still."""
+    if not isinstance(size, torch.SymInt):
+        return True
+    return bool(size.node.has_hint()) and statically_known_true(size == size.node.hint)
+
+
 def forget(graph_module: GraphModule, node: Node) -> None:
     """Takes a constant out of the graph that no node reads any more, and out of the module tree."""
     if node.users:
@@ -64,6 +73,7 @@ class Uses:
     """
 
     def __init__(self, graph_module: GraphModule) -> None:
+        self._graph_module = graph_module
         self.calls: dict[str, list[Node]] = defaultdict(list)
         self._mutations: list[Node] = []
         self._reads: set[str] = set()
@@ -74,7 +84,7 @@ class Uses:
                 self.calls[node.target].append(node)
             elif node.op == "get_attr":
                 self._reads.add(node.target)
-            if mutated(graph_module, node):
+            if mutated(graph_module, node) or own_changes(graph_module, node):
                 self._mutations.append(node)
         for name, module in graph_module.named_modules(remove_duplicate=False):
             self._module_names[module].append(name)
@@ -92,6 +102,8 @@ class Uses:
 
     def why_shared(self, target: str, module: nn.Module) -> str | None:
         """Why a module cannot be replaced without changing something else; None where it can."""
+        from optexport.transformations import memory  # which is made of what stands here
+
         names = self._module_names.get(module, [])
         if len(names) > 1:
             return f"the same module is known as {' and '.join(sorted(names))}"
@@ -105,6 +117,10 @@ class Uses:
         for name in (*module._parameters, *module._buffers):
             if f"{target}.{name}" in self._reads:
                 return f"the graph reads its {name} elsewhere"
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            changes = [] if tensor is None else memory.changes_constant(self._graph_module, [tensor])
+            if change := next((change for change in changes if change.target != target), None):
+                return f"its {name} is changed in place by {change.name}"
         return None
 
 
@@ -177,13 +193,15 @@ def parent_of(graph_module: GraphModule, target: str) -> tuple[nn.Module, str]:
     """The module that holds a target, safe to change, and the target's name in it.
 
     A GraphModule shares its leaves with the model that it was traced from. A container on the way that is more than
-    the bare ``nn.Module`` that ``torch.fx`` makes may be such a leaf, and is replaced by a shallow copy first.
+    the bare ``nn.Module`` that ``torch.fx`` makes may be such a leaf, with all that is in it, and is replaced by a
+    shallow copy first.
     """
     *path, name = target.split(".")
-    parent: nn.Module = graph_module
+    parent, shared = cast(nn.Module, graph_module), False
     for part in path:
         child = parent.get_submodule(part)
-        if type(child) is not nn.Module:
+        if type(child) is not nn.Module or shared:
+            shared = True
             child = copy.copy(child)
             child._modules = dict(child._modules)
             parent._modules[part] = child
@@ -230,7 +248,13 @@ def operator_name(node: Node) -> str:
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
-_MUTATING = ("setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor")
+# Operators of Python, as functions; as methods they have underscores around them.
+_MUTATING = (
+    *("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor", "ilshift", "irshift"),
+)
+# Functions for layers that change running statistics, or rescale rows of a weight.
+_LEARNING = ("batch_norm", "instance_norm", "embedding", "embedding_bag")
 
 
 def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
@@ -243,14 +267,37 @@ def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
         if getattr(module, "inplace", False) is True and not idle:
             return node.all_input_nodes
     elif isinstance(node.target, torch._ops.OpOverload):
-        for index, argument in enumerate(node.target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written.append(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+        arguments = node.target._schema.arguments
+        given = {**node.kwargs, **dict(zip((argument.name for argument in arguments), node.args, strict=False))}
+        changed = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+        written += [*map(given.get, changed), *_learned(given)]
     elif node.op in ("call_method", "call_function"):
         name = operator_name(node)
-        in_place = name.endswith("_") and not name.endswith("__")
+        if name in _LEARNING and (known := node.normalized_arguments(graph_module, normalize_to_only_use_kwargs=True)):
+            written += _learned(known.kwargs)
+        home = getattr(node.target, "__module__", "")
+        # Python has operators with an underscore for another reason: and_, or_, not_.
+        in_place = name.endswith("_") and not name.endswith("__") and home != "_operator"
         # Of a function for layers, a flag by position may be the one for doing it in place.
-        flagged = getattr(node.target, "__module__", "") == "torch.nn.functional" and True in node.args[1:]
-        if in_place or name in _MUTATING or node.kwargs.get("inplace") is True or flagged:
+        flagged = home == "torch.nn.functional" and True in node.args[1:]
+        if in_place or name.strip("_") in _MUTATING or node.kwargs.get("inplace") is True or flagged:
             written.append(first)
     return [leaf for leaf in torch.utils._pytree.tree_leaves(written) if isinstance(leaf, Node)]
+
+
+def _learned(given: Mapping[str, Any]) -> list[Any]:
+    """What a function for a layer changes of what it is given, though it does not say so."""
+    learns = any(given.get(flag) for flag in ("training", "train", "use_input_stats"))
+    statistics = [given.get("running_mean"), given.get("running_var")] if learns else []
+    return [*statistics, given.get("weight")] if given.get("max_norm") is not None else statistics
+
+
+def own_changes(graph_module: GraphModule, node: Node) -> list[torch.Tensor]:
+    """What the call of a module changes of its own: running statistics, or rows of a weight that are rescaled."""
+    module, changed = called_module(graph_module, node), list[torch.Tensor]()
+    for part in () if module is None else module.modules():
+        if isinstance(part, _NormBase) and (part.training or not part.track_running_stats):
+            changed += part.buffers(recurse=False)
+        elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            changed.append(part.weight)
+    return changed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ _COPIES = (aten._to_copy.default, aten.clone.default)
 _SAME_ORDER = (aten.view.default, aten.unsqueeze.default, aten.squeeze.dim)
 _SAME_SHAPE = (*_SAME_ORDER, aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.alias.default)
 _PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _CONTIGUOUS = (torch.contiguous_format, 0)  # as it is given, and as a schema writes it
 
 
@@ -50,6 +51,8 @@ class RemoveNoOps(Rule):
     ``clone`` of what is contiguous; views, reshapes, expansions, slices and permutations that give what they got, also
     at sizes that are not known; and two of them that cancel. A graph that lost a cast is one for the dtype that it was
     traced in.
+
+    Views stay where the trace cannot know their shape: where an axis of unknown size is squeezed, which may be 1.
 
     Skips:   a dropout in train mode; a module with hooks, of a subclass or with another forward; a view or copy in
              memory that is changed in place, and a copy that becomes an output; an output that would then be an input,
@@ -131,6 +134,11 @@ def _module(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
 def _view(graph_module: GraphModule, node: Node, source: Node) -> Pass | Skip | None:
     """A view that gives what it got, or two that do together."""
     before = source.args[0] if source.op == "call_function" and source.args else None
+    squeezes = (
+        squeeze for target in _SQUEEZES for squeeze in graph_module.graph.find_nodes(op="call_function", target=target)
+    )
+    if any(map(_may_squeeze, squeezes)):
+        return None  # from there on shapes are not those of the trace
     if _changes_nothing(node, source):
         found = Pass((node,), source)
     elif isinstance(before, Node) and _cancels(node, source, before):
@@ -139,6 +147,15 @@ def _view(graph_module: GraphModule, node: Node, source: Node) -> Pass | Skip | 
         return None
     # What is changed in place may be more than the numbers: the shape of one view, and not that of another.
     return Skip(f"{node.name} is changed in place") if memory.changed_in_place(graph_module, node) else found
+
+
+def _may_squeeze(node: Node) -> bool:
+    """Whether a result has an axis less at some sizes than in the trace, which takes an unknown one to be 2 or more."""
+    x, *axes = cast(tuple[Node, int | list[int]], node.args)
+    value = x.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    squeezed = range(len(sizes)) if not axes else [axes[0]] if isinstance(axes[0], int) else axes[0]
+    return any(not modules.is_fixed(sizes[axis]) for axis in squeezed if sizes)
 
 
 def _changes_nothing(node: Node, source: Node) -> bool:

@@ -82,7 +82,9 @@ def _of_operator(node: Node, axis: int, value: torch.Tensor, whole: bool) -> dic
         case operator.getitem if isinstance(args[1], tuple):
             return its_own if len(args[1]) == 2 and args[1][0] is Ellipsis and axis < rank - 1 else None
         case aten.cat.default:
-            return dict.fromkeys(first, axis) if (args[1] if len(args) > 1 else 0) % rank != axis else None
+            # An empty part may have a single axis, whatever the rank of the others.
+            alike = all(modules.dims(part) == rank for part in first)
+            return dict.fromkeys(first, axis) if alike and (args[1] if len(args) > 1 else 0) % rank != axis else None
         case aten.matmul.default:
             rows = axis == rank - 2 == first.meta["val"].dim() - 2
             return its_own if rows and first is not args[1] else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
 from collections.abc import Iterator
@@ -70,7 +69,8 @@ class ShareEqual(Rule):
 
     Attributes:
         weights: Whether parameters and buffers of equal bits become one tensor too, under all of their names. They are
-            tied then: rules that replace weights leave them alone, and training would change them together.
+            tied then: rules that replace weights leave them alone, and training would change them together. Those that
+            the graph changes, as a norm in train mode does, or that have hooks of their own, stay apart.
     """
 
     weights: bool = False
@@ -141,8 +141,8 @@ def _written(value: Any) -> Any:
     """An argument so that it is equal to no other: 1 is not 1.0, and 0.0 not -0.0."""
     if isinstance(value, Node):
         return ("node", value.name)
-    if isinstance(value, (list, tuple)):
-        return ("list", [_written(item) for item in value])
+    if isinstance(value, (list, tuple)):  # x[0, 1] is not x[[0, 1]]
+        return ("tuple" if isinstance(value, tuple) else "list", [_written(item) for item in value])
     if isinstance(value, dict):
         return ("dict", sorted((key, _written(item)) for key, item in value.items()))
     if isinstance(value, slice):
@@ -199,7 +199,8 @@ def _weights(graph_module: GraphModule) -> Iterator[tuple[Node, str, torch.Tenso
                 continue
             assert isinstance(tensor, torch.Tensor)
             plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and tensor.numel()
-            if plain and not memory.changes_constant(graph_module, [tensor]):
+            hooked = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+            if plain and not hooked and not memory.changes_constant(graph_module, [tensor]):
                 seen.add(name)
                 yield node, name, tensor
 
@@ -218,11 +219,6 @@ def _tensor(graph_module: GraphModule, name: str) -> torch.Tensor:
 
 
 def _replace(graph_module: GraphModule, name: str, tensor: torch.Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    owner = graph_module.get_submodule(path)
+    owner, last = modules.parent_of(graph_module, name)
     kind = "_parameters" if last in owner._parameters else "_buffers"
-    tensors = {**getattr(owner, kind), last: tensor}
-    if path and type(owner) is not nn.Module:
-        owner = copy.copy(owner)
-        modules.replace_module(graph_module, path, owner)
-    setattr(owner, kind, tensors)
+    setattr(owner, kind, {**getattr(owner, kind), last: tensor})

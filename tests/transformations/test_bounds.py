@@ -13,6 +13,7 @@ from optexport.transformations.bounds import bounds
 from tests.transformations.programs import by_export, by_fx
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
+F32 = lambda number: torch.tensor(number).item()  # noqa: E731
 MINUS = torch.finfo(torch.float32).min
 
 
@@ -60,6 +61,13 @@ def _ones(x: torch.Tensor) -> torch.Tensor:
         (lambda m, x: x.long() * 2, (-(2**63), 2**63), (-(2**63), 2**63)),
         (lambda m, x: _ones(x)[:1].long().to(torch.uint8) - 2, (0, 255), (0, 255)),
         (lambda m, x: (_ones(x) * 0.4).long(), (0, 1), (0, 1)),
+        (lambda m, x: torch.full((3, 3), 0.1) == 0.1, (0, 1), (0, 1)),
+        (lambda m, x: torch.full((3, 3), 0.1) < 0.1, (0, 0), (0, 0)),
+        (lambda m, x: torch.full((3, 3), 0.5) == 0.5, (1, 1), (1, 1)),
+        (lambda m, x: torch.full((3, 3), 2**24 + 1) == 2.0**24, (0, 1), (0, 1)),
+        (lambda m, x: torch.full((3, 3), 2**24 + 1) == 2**24, (0, 0), (0, 0)),
+        (lambda m, x: torch.full((3, 3), 0.1) * 0.1 == 0.1 * 0.1, (0, 1), (0, 1)),
+        (lambda m, x: torch.tensor(-1e38) * 1, (F32(-1e38), F32(-1e38)), (F32(-1e38), F32(-1e38))),
         (lambda m, x: _ones(x).float().view(torch.int32), (-(2**31), 2**31 - 1), (-(2**31), 2**31 - 1)),
     ],
 )

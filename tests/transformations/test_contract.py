@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from optexport.errors import TransformationError
 from optexport.testing import check_laws, outputs, written
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
@@ -325,8 +326,11 @@ def test_a_composition_can_be_undone_if_all_its_members_can() -> None:
         mixed = compose(MergeLinears(), member)
         assert not isinstance(mixed, ReversibleTransformation)
         options: dict[str, Any] = {"reverse": True}
-        with pytest.raises(TypeError, match="reverse"):
+        with pytest.raises(TypeError, match="reverse"):  # as in Optimum
             mixed(_two_linears(), **options)
+        irreversible = "AddInsteadOfMul" if isinstance(member, AddInsteadOfMul) else "FuseBatchNorm1dInLinear"
+        with pytest.raises(TransformationError, match=f"{irreversible}: it cannot be undone"):
+            compose(mixed)(_two_linears(), **options)
 
 
 def test_a_member_that_returns_another_graph_is_gone_on_with() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def test_every_place_of_the_factor(scores: Any, scale: float) -> None:
 
 
 def test_before_and_after() -> None:
-    graph_module = by_export(X, lambda m, x: (x @ x.transpose(1, 2) / 4).softmax(-1) @ x)
+    model = Program(lambda m, x: (x @ x.transpose(1, 2) / 4).softmax(-1) @ x)
+    graph_module = symbolic_trace(model, example_inputs={"x": X}, dynamic={"x": {0: "batch", 1: "length"}})
     check_applied(FuseAttention(), graph_module, X)
     changed, _ = run(FuseAttention(), sharing(graph_module))
     assert [(node.name, str(node.target), str(node.args)) for node in changed.graph.nodes][1:-1] == [
@@ -213,6 +215,9 @@ def test_whole_rows_that_are_filled_with_less_are_left_alone() -> None:
     [
         (lambda x, q, k: q @ k.mT * -1.0, "its scores are multiplied by -1.0"),
         (lambda x, q, k: q @ k.mT * 0, "its scores are multiplied by 0.0"),
+        (lambda x, q, k: q @ k.mT * x.mean(), "multiplied or divided by mean, which is no constant number"),
+        (lambda x, q, k: x.mean() * (q @ k.mT), "multiplied or divided by mean, which is no constant number"),
+        (lambda x, q, k: (q @ k.mT / 2) / torch.arange(1.0, 3.0)[:, None, None], "which is no constant number"),
         (lambda x, q, k: (q @ k.mT + _causal(x).float()) * 0.5, "it is masked before it is scaled"),
         (lambda x, q, k: q @ k.mT + _causal(x).float() + _causal(x).float(), "it has more than one mask"),
         (lambda x, q, k: q @ k.mT + _causal(x).double().float()[0], "has less than two axes"),
@@ -238,7 +243,7 @@ def test_what_is_left_alone(scores: Any, reason: str) -> None:
         lambda m, x: (m.q(x) @ m.k(x).mT) @ m.v(x),
         lambda m, x: m.q(x).softmax(-1) @ m.k(x).mT,
         lambda m, x: m.v(x).mT @ (m.q(x) @ m.k(x).mT).softmax(-1),
-        lambda m, x: (m.q(x) @ m.k(x).mT * x.mean()).softmax(-1) @ m.v(x),
+        lambda m, x: (m.q(x) * x.mean()).softmax(-1) @ m.v(x).mT,
     ],
 )
 def test_what_is_no_attention(body: Any) -> None:
@@ -451,3 +456,50 @@ def test_the_call_is_exported(tmp_path: Path, name: str) -> None:
         model, given = randomise(Program(_in_three_axes, **{n: nn.Linear(8, 8) for n in "qkv"})), {"x": X}
     result = optexport.export(model, given, tmp_path / "out", transformations=FuseAttention())
     assert {"transformed graph", "torchscript", "onnx"} <= {place.place for place in result.parity}
+
+
+def test_scores_in_a_wider_dtype_are_said_to_be_wider() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.softmax(m.q(x) @ m.k(x).mT, -1, dtype=torch.float64).float() @ m.v(x)
+
+    check_refused(FuseAttention(), _graph(body), X, "its scores are cast to a wider dtype")
+
+
+def test_a_mask_that_only_rounding_makes_hide_a_row_is_left_alone() -> None:
+    def scores(x: torch.Tensor, q: Any, k: Any) -> Any:
+        return (q @ k.mT).masked_fill(torch.full((5, 5), 0.1) == 0.1, -math.inf)
+
+    graph_module = _graph(_attention(scores))
+    assert outputs(graph_module, X)[0].isnan().all()
+    check_refused(FuseAttention(), graph_module, X, "may hide a whole row by minus infinity")
+
+
+def test_a_fill_that_the_scores_cannot_hold_is_left_alone() -> None:
+    graph_module = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(~_causal(x), -1e300)))
+    check_refused(FuseAttention(), graph_module, None, "its scores are filled with -1e+300")
+
+
+def test_a_fill_by_a_tensor_that_is_written_in_the_model() -> None:
+    graph_module = _graph(_attention(lambda x, q, k: torch.where(_causal(x), q @ k.mT, torch.tensor(-1e38))))
+    check_applied(FuseAttention(), graph_module, X)
+
+
+def test_a_head_size_that_is_not_fixed_is_left_alone() -> None:
+    model = Program(lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x)
+    graph_module = symbolic_trace(model, example_inputs={"x": X}, dynamic={"x": {2: "width"}})
+    check_refused(FuseAttention(), graph_module, X, "its head size is not fixed")
+
+
+class Bmm(nn.Module):
+    """Attention of which torch.export asserts that sizes agree: by operator.and_, which is not in place."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+
+
+def test_sizes_that_are_compared_are_no_queries_that_are_changed() -> None:
+    given = {name: torch.randn(3, 5 + (name != "q"), 8) for name in "qkv"}
+    axes = {"q": {0: "batch", 1: "length"}, "k": {0: "batch", 1: "keys"}, "v": {0: "batch", 1: "keys"}}
+    graph_module = symbolic_trace(Bmm(), example_inputs=given, dynamic=axes)
+    assert graph_module.graph.find_nodes(op="call_function", target=operator.and_)
+    check_applied(FuseAttention(), graph_module, given)

@@ -15,7 +15,7 @@ from optexport.testing import assert_same, outputs, owned, sharing
 from optexport.transformations import KeepOutputs
 from tests import models
 from tests.models import randomise
-from tests.transformations.programs import Program, by_export, by_fx
+from tests.transformations.programs import Program, by_export, by_fx, graph_of
 
 X = torch.randn(3, 4)
 
@@ -86,3 +86,54 @@ def test_the_outputs_of_a_model_of_transformers() -> None:
     got = KeepOutputs(outputs=(name,))(sharing(given))(**models.inputs("bert"))
     assert list(got) == [name]
     assert torch.equal(got[name], want)
+
+
+class Holding(nn.TransformerEncoderLayer):
+    """A layer that torch.fx calls as a whole, with a container of the caller's own in it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2, 8, batch_first=True)
+        self.held = nn.Module()
+        self.held.one, self.held.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+Holding.__module__ = "torch.nn"
+
+
+@pytest.mark.parametrize(
+    ("layer", "body"),
+    [
+        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), lambda m, x: {"a": m.t(x), "b": m.t.linear1(x)}),
+        (nn.MultiheadAttention(4, 2), lambda m, x: {"a": m.t(x, x, x)[0], "b": x @ m.t.in_proj_weight.t()}),
+        (Holding(), lambda m, x: {"a": m.t(x), "b": m.t.held.one(x)}),
+    ],
+)
+def test_modules_that_a_caller_holds_keep_their_parts(layer: nn.Module, body: Any) -> None:
+    model = randomise(Program(body, t=layer))
+    given = graph_of(model)
+    before, want = owned(model), outputs(model, X)
+    assert_same(outputs(KeepOutputs(outputs=("b",))(given), X), want[1:], "kept")
+    assert owned(model) == before
+    assert_same(outputs(model, X), want, "the caller's")
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
+def test_statistics_that_are_learned_for_an_output_that_stays_are_kept(norm: nn.Module, trace: str) -> None:
+    x = X[:, :, None].expand(3, 4, 2) * torch.tensor([1.0, 2.0])
+    model = randomise(Program(lambda m, x: {"y": m.norm(x), "b": x + m.norm.running_mean[:, None]}, norm=norm)).train()
+    given = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": x})
+    want = outputs(given, x)[1:]
+    assert_same(outputs(KeepOutputs(outputs=("b",))(sharing(given)), x), want, "kept")
+
+
+def test_rows_that_are_rescaled_for_an_output_that_stays_are_kept() -> None:
+    def body(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": m.e(x), "b": x.float() @ m.e.weight}
+
+    ids = torch.tensor([[0, 1, 2]])
+    for rescaling in (nn.Embedding(3, 4, max_norm=0.1), nn.Embedding(3, 4)):
+        given = graph_of(randomise(Program(body, e=rescaling)))
+        changed = KeepOutputs(outputs=("b",))(sharing(given))
+        assert_same(outputs(changed, ids), outputs(given, ids)[1:], "kept")
+        assert len(changed.graph.find_nodes(op="call_module")) == (rescaling.max_norm is not None)

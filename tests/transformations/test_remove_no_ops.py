@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from optexport import symbolic_trace
 from optexport.testing import assert_same, check_applied, check_laws, check_refused, outputs, sharing
-from optexport.transformations import MergeLinears, RemoveNoOps, compose
+from optexport.transformations import MergeLinears, RemoveNoOps, compose, modules
 from optexport.transformations.rule import run
 from tests import models
 from tests.models import randomise
@@ -249,3 +249,44 @@ def test_the_casts_of_a_norm_stay_in_half_precision() -> None:
     check_laws(RemoveNoOps(), graph_module, inputs, exact=True)
     changed, _ = run(RemoveNoOps(), sharing(graph_module))
     assert len(changed.graph.find_nodes(op="call_function", target=aten.to.dtype)) >= 6
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: (x * 2).squeeze(0) + 1,
+        lambda m, x: (x * 2).squeeze(-2) + 1,
+        lambda m, x: (x * 2).unsqueeze(2).squeeze(1).unsqueeze(1) + 1,
+        lambda m, x: (x * 2).squeeze(1).view(x.shape) + 1,
+        lambda m, x: (x * 2).view(x.shape).squeeze(0) + 1,
+        lambda m, x: ((x * 2).squeeze((0, 1)) + 1).view(x.shape),
+        lambda m, x: ((x * 2).squeeze() + 1).reshape(x.shape),
+    ],
+)
+def test_an_axis_of_a_size_that_may_be_1_is_still_squeezed(body: Any) -> None:
+    graph_module = by_export(X, body)
+    changed, _ = run(RemoveNoOps(), sharing(graph_module))
+    assert "squeeze" in [modules.operator_name(node) for node in changed.graph.nodes]
+    for size in ((2, 3, 4), (1, 3, 4), (1, 1, 4)):
+        x = torch.ones(size)
+        try:
+            want = outputs(graph_module, x)
+        except RuntimeError:
+            continue
+        assert_same(outputs(changed, x), want, str(size))
+
+
+def test_an_axis_that_was_added_is_squeezed_at_any_size() -> None:
+    graph_module = by_export(X, lambda m, x: (x * 2).unsqueeze(1).squeeze(1) + 1)
+    check_applied(RemoveNoOps(), graph_module, X[:1, :1], exact=True)
+    assert _left(graph_module) == ["mul", "add"]
+
+
+def test_views_that_share_nothing_but_their_sizes_are_no_views_of_each_other() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        y, z = (x * 2).view(batch, length, width), (x * 3).view(batch * length, width)
+        return y + z.add_(1.0).view(batch, length, width)
+
+    graph_module = by_export(X, body)
+    check_applied(RemoveNoOps(), graph_module, X, exact=True)

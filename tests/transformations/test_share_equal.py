@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+from optexport import symbolic_trace
 from optexport.testing import check_applied, check_laws, check_refused, sharing
 from optexport.transformations import MergeLinears, RemoveNoOps, ShareEqual, SinkSelect, compose
 from optexport.transformations.rule import run
 from tests import models
-from tests.transformations.programs import Inherited, by_export, by_fx, graph_of
+from tests.models import randomise
+from tests.transformations.programs import Inherited, Program, by_export, by_fx, graph_of
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 aten = torch.ops.aten
@@ -277,3 +280,70 @@ def test_models(name: str, places: int) -> None:
     _, report = run(ShareEqual(), sharing(models.traced(name)))
     assert len(report.changes) == places
     check_laws(compose(RemoveNoOps(), ShareEqual(weights=True)), models.traced(name), models.inputs(name), exact=True)
+
+
+def test_positions_along_two_axes_are_not_two_positions_along_one() -> None:
+    graph_module = by_fx(lambda m, x: x[0, 1] * 2 + x[[0, 1]] * 2)
+    check_refused(ShareEqual(), graph_module, X)
+    assert run(ShareEqual(), by_fx(lambda m, x: x[[0, 1]] * 2 - x[[0, 1]]))[1].changes
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"])
+def test_operators_that_work_in_place_are_seen_as_methods_too(name: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        one = y + 1
+        getattr(y, f"__i{name}__")(3.0)
+        return one - (y + 1)
+
+    given = by_fx(body)
+    in_place = next(node for node in given.graph.nodes if node.target == f"__i{name}__")
+    check_refused(ShareEqual(), given, X, "mul is changed in place by")
+    in_place.op, in_place.target = "call_function", getattr(operator, f"i{name}")
+    given.recompile()
+    check_refused(ShareEqual(), given, X, "mul is changed in place by")
+
+
+def test_operators_with_an_underscore_in_their_name_change_nothing() -> None:
+    graph_module = by_fx(lambda m, x: (x | (x < 1)).float() - (x | (x < 1)).exp())
+    _, report = run(ShareEqual(), sharing(graph_module))
+    assert (len(report.changes), report.near_misses) == (2, ())
+    check_laws(ShareEqual(), graph_module, X > 0, exact=True)
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+def test_a_statistic_that_is_learned_between_is_read_twice(trace: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        first = x + m.norm.running_mean
+        return first.exp() * m.norm(x) - (x + m.norm.running_mean)
+
+    model = randomise(Program(body, norm=nn.BatchNorm1d(4))).train()
+    given = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": X})
+    changed, report = run(ShareEqual(), sharing(given))
+    assert not report.changes
+    assert report.near_misses
+    check_laws(ShareEqual(), given, X, exact=True)
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+def test_weights_that_a_layer_changes_stay_apart(trace: str) -> None:
+    def rescaled(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.e(x) @ m.e.weight.t() + (x[:, None] * m.p.sum()).float()
+
+    def learned(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.one(x) * m.two(x * 2) + m.one.running_mean - m.two.running_mean + x * m.zeros.b
+
+    e, zeros = nn.Embedding(3, 4, max_norm=0.1), nn.Module()
+    zeros.register_buffer("b", torch.zeros(4))
+    table = Program(rescaled, e=e, p=nn.Parameter(e.weight.detach().clone())).eval()
+    norms = Program(learned, one=nn.BatchNorm1d(4), two=nn.BatchNorm1d(4, affine=False), zeros=zeros).train()
+    for model, x in ((table, torch.tensor([0, 1, 2])), (norms, X)):
+        given = graph_of(model) if trace == "fx" else symbolic_trace(model, example_inputs={"x": x})
+        check_refused(ShareEqual(weights=True), given, x)
+
+
+def test_a_weight_with_a_hook_of_its_own_stays() -> None:
+    graph_module = _equal_layers(lambda m, x: m.two(m.one(x).tanh()))
+    for tensor in graph_module.get_submodule("two").parameters():
+        tensor.register_hook(lambda gradient: gradient * 2)
+    check_refused(ShareEqual(weights=True), graph_module, None)

@@ -198,3 +198,10 @@ def test_a_decoder_of_which_the_last_position_is_wanted_computes_its_logits_once
     assert _rows(changed, "model.model.layers.1.mlp.down_proj") == 1
     assert _rows(changed, "model.model.layers.1.self_attn.q_proj") == 1
     assert _rows(changed, "model.model.layers.1.self_attn.k_proj") != 1
+
+
+def test_a_part_of_a_cat_that_has_no_positions_is_not_cut() -> None:
+    graph_module = by_export(X, lambda m, x: torch.cat([torch.tensor([]), m.up(x)], -1)[:, 0], up=nn.Linear(8, 4))
+    check_refused(SinkSelect(), graph_module, X)
+    alike = by_export(X, lambda m, x: torch.cat([x, m.up(x)], -1)[:, 0], up=nn.Linear(8, 4))
+    check_applied(SinkSelect(), alike, X)
