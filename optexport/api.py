@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport import bundle, cases, pipeline
+from optexport import bundle, pipeline
 from optexport.config import FORMATS, Effort, checked_settings
-from optexport.decisions import load_metrics
 from optexport.errors import ConfigError, TraceError
-from optexport.pipeline import Job, Result
+from optexport.job import Job, preset
+from optexport.pipeline import Result
+from optexport.proof import cases
+from optexport.proof.decisions import load_metrics
 from optexport.raising import unlift
 from optexport.signature import Dim, Dynamic, named_inputs
 from optexport.sources import Loaded
@@ -119,7 +121,7 @@ def export(
         "export",
     )
     metrics = load_metrics(config.parity.decisions, Path())
-    rules = pipeline.preset() if transformations is None else NamedRule.of(transformations)
+    rules = preset() if transformations is None else NamedRule.of(transformations)
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
     job = Job(config, loaded, example, batches, dynamic, rules, output, metrics=metrics)
     return pipeline.produce(job, stages or Stages())

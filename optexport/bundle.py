@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from optexport import sealed_json
-from optexport.cases import Case
 from optexport.errors import BundleError, ConfigError
 from optexport.manifest import FileRecord, Manifest
-from optexport.reference import Outputs, Reference
+from optexport.proof.cases import Case
+from optexport.proof.reference import Outputs, Reference
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.json"

@@ -217,7 +217,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
 
     check_writable(junit)
     try:
-        from optexport.parity_record import parity_record
+        from optexport.proof.record import parity_record
         from optexport.verification import verify as verify_bundle
 
         proof = verify_bundle(bundle)
@@ -248,13 +248,14 @@ def blame(path: Path) -> None:
     from optexport.config import load_config
 
     if path.is_dir():
-        from optexport.blame_bundle import blame_bundle
+        from optexport.blame.bundle import blame_bundle
 
         click.echo(f"{path}: {blame_bundle(path)}")
         return
     load_config(path)
     with _progress(quiet=False) as stages:
-        from optexport import failure, pipeline
+        from optexport import pipeline
+        from optexport.blame import failure
 
         with contextlib.redirect_stdout(sys.stderr):
             result = pipeline.run(path, stages=stages, keep=False)

@@ -1,4 +1,4 @@
-"""``[parity.decisions]``: what a config may demand of decisions. `optexport.decisions` defines the measures."""
+"""``[parity.decisions]``: what a config may demand of decisions. `optexport.proof.decisions` defines the measures."""
 
 from __future__ import annotations
 

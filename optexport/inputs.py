@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from optexport.cases import Batch, at_least_two, traceable
 from optexport.config import InputsConfig, TensorConfig
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, did_you_mean, first_line
-from optexport.shards import shards
+from optexport.proof.cases import Batch, at_least_two, traceable
+from optexport.proof.shards import shards
 from optexport.signature import Dim, Dynamic, conventional_axes
 from optexport.sources import Pretrained
 

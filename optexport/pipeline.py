@@ -3,91 +3,37 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import fx
 
-from optexport import (
-    bundle,
-    cases,
-    decisions,
-    failure,
-    floor,
-    inputs,
-    records,
-    registry,
-    runtimes,
-    shards,
-    sources,
-    tracking,
-)
-from optexport.blame import blame_rules
-from optexport.blame_files import blame_files
-from optexport.cases import Batch
-from optexport.config import Config, SourceKind, TransformationConfig, load_config, source_kind
-from optexport.errors import ConfigError, TrackingError, did_you_mean, redact
+from optexport import bundle, inputs, records, runtimes, sources, tracking
+from optexport.blame import failure
+from optexport.blame.files import blame_files
+from optexport.blame.rules import blame_rules
+from optexport.config import Config, SourceKind, load_config, source_kind
+from optexport.errors import ConfigError, TrackingError, redact
 from optexport.formats import exported_program, onnx, torchscript
+from optexport.job import Job, resolved, rules_of
 from optexport.manifest import ArtifactRecord, Manifest
-from optexport.parity import GRAPH, PlaceParity, Proof
-from optexport.parity_record import parity_record
-from optexport.reference import Reference, run_original
-from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
+from optexport.original import graph_runner, run_reference, trace_original
+from optexport.proof import decisions, floor
+from optexport.proof.parity import GRAPH, PlaceParity, Proof
+from optexport.proof.record import parity_record
+from optexport.proof.reference import Reference
+from optexport.proof.suspects import Suspects
+from optexport.proof.vocabulary import vocabularies
+from optexport.signature import Signature
 from optexport.sources import Loaded
-from optexport.special_values import special_cases
 from optexport.stages import Stages
-from optexport.suspects import Suspects
-from optexport.trace import Traced, trace
-from optexport.transform import Applied, NamedRule, transform
-from optexport.transformations import KeepOutputs
-from optexport.transformers_exporters import no_cache
+from optexport.transform import Applied, transform
 from optexport.undoing import check_undo
-from optexport.vocabulary import vocabularies
-
-_Call = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
 
 _FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that a run needs to know, once its config is read and its model is loaded.
-
-    Attributes:
-        example: The batch to trace with.
-        real: The user's batches to check on.
-        dump: A folder to write the graph to, before and after every transformation.
-        rows: How many rows the user's data have, where they were cut into batches.
-        metrics: The user's own metrics that gates are on, by name.
-        beside: What a failed proof leaves its folder beside, where that is not the output.
-    """
-
-    config: Config
-    loaded: Loaded
-    example: Batch
-    real: tuple[Batch, ...]
-    dynamic: Dynamic | None
-    rules: tuple[NamedRule, ...]
-    output: Path
-    config_text: str | None = None
-    dump: Path | None = None
-    rows: int = 0
-    metrics: Mapping[str, decisions.Metric] = field(default_factory=dict)
-    beside: Path | None = None
-
-    @property
-    def failure(self) -> Path:
-        """The folder that is left if the proof fails."""
-        output = self.beside or self.output
-        return output.with_name(f"{output.name}-failure")
-
-    @property
-    def sizes_declared(self) -> bool:
-        """Whether somebody said which sizes the model takes, rather than leaving it to be found out."""
-        return any(isinstance(dim, Dim) for axes in (self.dynamic or {}).values() for dim in axes.values())
 
 
 @dataclass(frozen=True)
@@ -154,9 +100,9 @@ def run(
     """
     stages = stages or Stages()
     config, folder = load_config(path), path.parent
-    rules = _rules(config, folder, without)
+    rules = rules_of(config, folder, without)
     metrics = decisions.load_metrics(config.parity.decisions, folder)
-    config = _resolved(config, rules)
+    config = resolved(config, rules)
     if not keep:
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
     output = (folder / Path(config.export.output).expanduser()).resolve()
@@ -183,7 +129,7 @@ def run(
             job = replace(job, output=Path(downloads) / "bundle", beside=output)
         if baseline:
             produce(
-                replace(job, config=_resolved(config, (), plain), rules=(), output=plain, dump=None),
+                replace(job, config=resolved(config, (), plain), rules=(), output=plain, dump=None),
                 Stages(stages.announce),
             )
         result = produce(job, stages)
@@ -202,12 +148,12 @@ def produce(job: Job, stages: Stages) -> Result:
     """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before."""
     with bundle.drafting(job.output) as draft, torch.random.fork_rng(devices=[]):
         with stages.stage("trace"):
-            traced, call = _trace(job)
+            traced, call = trace_original(job)
             signature = traced.signature
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
             ids = vocabularies(traced.graph_module, signature)
-            reference = _reference(job, traced, call, ids)
+            reference = run_reference(job, traced, call, ids)
             proof = _proof(job, reference)
         with stages.stage("transform"):
             transformed = transform(traced.graph_module, job.rules, job.dump)
@@ -215,8 +161,8 @@ def produce(job: Job, stages: Stages) -> Result:
             records.write_graph(draft / "graph_after.txt", graph_module)
         with stages.stage("check graph"):
             suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
-            if not suspects.check(GRAPH, _runner(graph_module, call)).passed:
-                find = partial(blame_rules, lambda: _trace(job), job.rules, proof)
+            if not suspects.check(GRAPH, graph_runner(graph_module, call)).passed:
+                find = partial(blame_rules, lambda: trace_original(job), job.rules, proof)
                 raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
         artifacts = []
         for artifact in _export(graph_module, signature, job, applied, draft, stages):
@@ -274,48 +220,6 @@ def _export(
         yield ArtifactRecord(format=name, path=path.name, fixed_shape=fixed_shape)
 
 
-def _rules(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedRule, ...]:
-    left_out = {registry.canonical_name(name) or name for name in without}
-    named = [(registry.canonical_name(rule.use) or rule.use, rule) for rule in config.rules()]
-    for name in left_out - {name for name, _ in named}:
-        raise ConfigError(
-            "this run has no such rule",
-            place=f"--without {name}",
-            mend=did_you_mean(name, [n for n, _ in named]),
-        )
-    return tuple(
-        NamedRule(
-            name,
-            rule.options,
-            registry.load(name, rule.options, folder, f"transformations[{index}]"),
-            0 if rule.expect is None else rule.expect.min,
-        )
-        for index, (name, rule) in enumerate(named)
-        if name not in left_out
-    )
-
-
-def _resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
-    """The config with the rules that are applied, and in another place if one is given."""
-    update: dict[str, object] = {
-        "transformations": [
-            TransformationConfig.model_validate(
-                {"use": rule.name, **({"expect": {"min": rule.least}} if rule.least else {}), **rule.options}
-            )
-            for rule in rules
-        ]
-    }
-    if output is not None:
-        name = str(Path(config.export.output).with_name(output.name))
-        update["export"] = config.export.model_copy(update={"output": name})
-    return config.model_copy(update=update)
-
-
-def preset() -> tuple[NamedRule, ...]:
-    """The rules that are applied where none are named."""
-    return tuple(NamedRule(name, {}, registry.load(name, {}, Path(), "preset")) for name in registry.PRESET)
-
-
 def _load(config: Config, folder: Path, downloads: Path) -> Loaded:
     downloaded = None
     if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
@@ -332,41 +236,3 @@ def _proof(job: Job, reference: Reference) -> Proof:
     )
     decisions.check_usable(proof.places[0].decisions)
     return proof
-
-
-def _reference(job: Job, traced: Traced, call: _Call, ids: Mapping[str, int]) -> Reference:
-    """Runs the original on all that is checked; how much that is depends on the effort."""
-    signature, effort = traced.signature, job.config.parity.effort
-    checked = cases.cases(job.example, job.real, signature, traced.doubtful, effort)
-    checked += special_cases(job.example, ids, effort, job.config.parity.seed)
-    reference = run_original(
-        call,
-        job.loaded.model,
-        checked,
-        declared=job.sizes_declared,
-        batched=signature.batched,
-        in_other_ways=effort != "quick",
-    )
-    unchecked = shards.why_unchecked(job.real, job.rows, reference.cases)
-    return replace(reference, left_out=(*unchecked, *reference.left_out))
-
-
-def _trace(job: Job) -> tuple[Traced, _Call]:
-    """Traces the model; says which outputs the rules leave, and how to run it, or a graph of it, for these."""
-    traced = trace(job.loaded.to_trace, job.example, job.dynamic)
-    wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
-    everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
-
-    def call(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
-        with no_cache(model):
-            outputs = flatten_outputs(model(**copied)).values()
-        names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
-        named = dict(zip(names, outputs, strict=True))
-        return {name: named[name] for name in kept.output_names}
-
-    return replace(traced, signature=kept), call
-
-
-def _runner(graph_module: fx.GraphModule, call: _Call) -> runtimes.Run:
-    return lambda batch: call(graph_module, dict(batch))

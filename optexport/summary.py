@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from optexport.manifest import ChangeRecord, Manifest, TensorRecord
-from optexport.parity import PlaceParity
 from optexport.pipeline import Result
+from optexport.proof.parity import PlaceParity
 
 _SHOWN_NEAR_MISSES = 3
 _WIDE = 120

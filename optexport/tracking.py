@@ -63,7 +63,7 @@ class Tracker:
         if failed is not None and self.run_id is not None:
             with contextlib.suppress(Exception):  # what is already known to have failed is the failure that counts
                 self._mlflow.end_run("FAILED")
-                self._mlflow.MlflowClient().set_tag(self.run_id, "optexport.failure", redact(failed)[:5000])
+                self._mlflow.MlflowClient().set_tag(self.run_id, "optexport.blame.failure", redact(failed)[:5000])
 
     def _guarded(self, action: Callable[[], object]) -> None:
         if self._uri is None or self.failure is not None:

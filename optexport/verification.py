@@ -10,11 +10,11 @@ from pathlib import Path
 
 from optexport import bundle, runtimes
 from optexport.config_decisions import MEASURES, METRIC
-from optexport.decisions import CaseDecision, Gate, pooled
 from optexport.errors import BundleError, ExportError, SourceError
-from optexport.floor import Bound
 from optexport.manifest import BoundRecord, GateRecord, Manifest
-from optexport.parity import Proof
+from optexport.proof.decisions import CaseDecision, Gate, pooled
+from optexport.proof.floor import Bound
+from optexport.proof.parity import Proof
 
 
 def verify(folder: Path) -> Proof:

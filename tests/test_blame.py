@@ -23,12 +23,12 @@ from onnx import numpy_helper
 from torch import fx, nn
 
 from optexport import errors, export
-from optexport.blame import _first_failing
+from optexport.blame.parting import compare
+from optexport.blame.rules import _first_failing
+from optexport.blame.values import observe_graph, observe_onnx, observe_torchscript
 from optexport.cli import cli
-from optexport.parting import compare
 from optexport.stages import Stages
 from optexport.transformations import ChangeTrueDivToMulByInverse, Match, MergeLinears, Rule, Transformation
-from optexport.values import observe_graph, observe_onnx, observe_torchscript
 from tests import exports
 from tests.calling import Caller, config, message
 from tests.test_pipeline import bake_torchscript, tamper_onnx, tamper_pt2

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from optexport import bundle, export
-from optexport.cases import Case
 from optexport.errors import BundleError, ConfigError, OptexportError
-from optexport.reference import Reference
+from optexport.proof.cases import Case
+from optexport.proof.reference import Reference
 from tests import exports
 
 

@@ -211,7 +211,7 @@ def test_a_run_that_fails_is_marked_failed_with_the_reason(tmp_path: Path) -> No
         pipeline.run(config)
     run = only_run(uri)
     assert run.info.status == "FAILED"
-    assert run.data.tags["optexport.failure"] == str(caught.value)
+    assert run.data.tags["optexport.blame.failure"] == str(caught.value)
     assert run.data.params["tracking.experiment"] == "tracked"
     assert run.data.metrics == {}
 
@@ -228,7 +228,7 @@ def test_a_run_that_is_interrupted_is_marked_failed_too(tmp_path: Path, error: t
         pipeline.run(stores.project(tmp_path, uri), stages=Stages(announce))
     run = only_run(uri)
     assert run.info.status in ("FAILED", "KILLED")
-    assert run.data.tags["optexport.failure"] == error.__name__
+    assert run.data.tags["optexport.blame.failure"] == error.__name__
 
 
 def test_two_runs_of_one_experiment_stand_side_by_side(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from optexport import export, registry
-from optexport.cases import Batch
 from optexport.pipeline import Result
+from optexport.proof.cases import Batch
 from optexport.signature import Dim, Dynamic
 from optexport.transformations import Transformation
 from tests.exports import Block

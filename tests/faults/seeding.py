@@ -15,12 +15,13 @@ from unittest.mock import patch
 
 from torch import fx
 
-from optexport import export, floor, pipeline, runtimes
+from optexport import export, original, runtimes
 from optexport.errors import ParityError
 from optexport.formats import exported_program, onnx, torchscript
-from optexport.parity import PlaceParity, Proof
 from optexport.pipeline import Result
-from optexport.suspects import Suspects
+from optexport.proof import floor
+from optexport.proof.parity import PlaceParity, Proof
+from optexport.proof.suspects import Suspects
 from optexport.trace import Traced
 from optexport.trace import trace as trace_model
 from optexport.transformations import RemoveNoOps, ShareEqual, Transformation
@@ -69,7 +70,7 @@ def traced_once(given: Subject) -> Iterator[None]:
         found = traced(given.name)
         return replace(found, graph_module=copy.deepcopy(found.graph_module))
 
-    with patch.object(pipeline, "trace", trace):
+    with patch.object(original, "trace", trace):
         yield
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from optexport.cases import Batch
+from optexport.proof.cases import Batch
 from optexport.signature import Dynamic
 from tests import exports, models
 

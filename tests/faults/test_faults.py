@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport import cases
 from optexport.errors import BundleError, ParityError
-from optexport.special_values import special_cases
+from optexport.proof import cases
+from optexport.proof.special_values import special_cases
+from optexport.proof.vocabulary import vocabularies
 from optexport.verification import verify
-from optexport.vocabulary import vocabularies
 from tests import exports
 from tests.faults import attention, layers, merging, onnx_files, torch_files  # noqa: F401  # which enter their faults
 from tests.faults.bundles import TAMPERINGS, Tampering

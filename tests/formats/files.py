@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 
 from optexport import runtimes
 from optexport.formats import exported_program, onnx, torchscript
-from optexport.pipeline import preset
+from optexport.job import preset
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.trace import trace
 from optexport.transform import transform

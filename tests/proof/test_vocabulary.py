@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from optexport.proof.vocabulary import vocabularies
 from optexport.trace import trace
-from optexport.vocabulary import vocabularies
 from tests import models
 
 

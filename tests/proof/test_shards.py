@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optexport import pipeline, reference
-from optexport.cases import Case
-from optexport.shards import shards, why_unchecked
+from optexport import pipeline
+from optexport.proof import reference
+from optexport.proof.cases import Case
+from optexport.proof.shards import shards, why_unchecked
 from optexport.signature import Dim
 
 MODULE = """

@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from optexport import distances
-from optexport.cases import Batch, Case
 from optexport.errors import TraceError, first_line
+from optexport.proof import distances, reference_store
+from optexport.proof.cases import Batch, Case
 
 Outputs = dict[str, torch.Tensor]
+# Runs a model, or a graph of it, on a batch, and names its outputs.
+Call = Callable[[nn.Module, Batch], Outputs]
 
 # The results of more of the user's data than this are not held, and compared, for every place at once.
 _DATA_BYTES = 128 << 20
@@ -78,7 +80,7 @@ class Reference:
 
 
 def run_original(
-    run: Callable[[nn.Module, Batch], Outputs],
+    run: Call,
     model: nn.Module,
     cases: Sequence[Case],
     *,
@@ -105,58 +107,77 @@ def run_original(
     Raises:
         TraceError: The original itself fails on a case that the user declared.
     """
+    with torch.no_grad(), _buffers_kept(model):
+        own = _run_in_own_precision(run, model, cases, declared=declared)
+        if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
+            return own
+        inputs = [case.batch for case in own.cases]
+        name = reference_store.digest(model, inputs, own.outputs, (sorted(batched), in_other_ways))
+        if (kept := reference_store.read(name)) is not None:
+            exact, notes = kept
+            unguided, ways, noise = (tuple(notes[key]) for key in ("unguided", "ways", "other_noise"))
+            return replace(own, exact=tuple(exact), unguided=unguided, ways=ways, other_noise=noise)
+        found = _run_in_float64(run, model, own, batched if in_other_ways else None)
+        if found.fallback is None:
+            notes = {"unguided": found.unguided, "ways": found.ways, "other_noise": found.other_noise}
+            reference_store.write(name, found.exact, notes)
+        return found
+
+
+def _run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, declared: bool) -> Reference:
+    """Runs the original on all cases that it takes, and has its results stand in for those in float64."""
     checked: list[Case] = []
     outputs: list[Outputs] = []
     left_out: list[str] = []
     data_bytes = 0
-    with torch.no_grad(), _buffers_kept(model):
-        for case in cases:
-            if case.data and data_bytes > _DATA_BYTES:
-                continue
-            try:
-                results = run(model, case.batch)
-                if not checked:
-                    _check_repeatable(results, run(model, case.batch), type(model).__name__)
-            except TraceError:
-                raise
-            except Exception as error:  # a model's own code may raise anything
-                if checked and (case.optional or not declared):
-                    left_out.append(f"{case.name}: the model itself fails, {type(error).__name__}: {first_line(error)}")
-                    continue
-                raise TraceError(
-                    f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
-                    place=type(model).__name__,
-                    mend="Declare in inputs.dynamic only the sizes that it takes."
-                    if checked
-                    else "Give inputs of the dtypes, ranges and sizes that it takes.",
-                ) from error
-            if case.extreme and checked and _is_finite(outputs[0]) and not _is_finite(results):
-                left_out.append(f"{case.name}: the model itself gives NaN or infinity")
-                continue
-            data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
-            checked.append(case)
-            outputs.append(results)
-        if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *outputs[0].values()]):
-            return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(left_out))
-        double: nn.Module | None = None
-        reason, exact = _why_no_room(model), tuple(outputs)
+    for case in cases:
+        if case.data and data_bytes > _DATA_BYTES:
+            continue
         try:
-            if reason is None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
-                    double = copy.deepcopy(model).double()
-                exact = tuple(run(double, in_double(case.batch)) for case in checked)
-        except Exception as error:  # likewise; it may also hold a dtype of its own
-            reason, double = f"{type(error).__name__}: {first_line(error)}", None
-        reference = Reference(tuple(checked), tuple(outputs), exact, reason, left_out=tuple(left_out))
-        reference = reference if reason else _guided(reference)
-        if not in_other_ways:
-            return reference
-        return _run_in_other_ways(run, model, double, reference, batched)
+            results = run(model, case.batch)
+            if not checked:
+                _check_repeatable(results, run(model, case.batch), type(model).__name__)
+        except TraceError:
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            if checked and (case.optional or not declared):
+                left_out.append(f"{case.name}: the model itself fails, {type(error).__name__}: {first_line(error)}")
+                continue
+            raise TraceError(
+                f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
+                place=type(model).__name__,
+                mend="Declare in inputs.dynamic only the sizes that it takes."
+                if checked
+                else "Give inputs of the dtypes, ranges and sizes that it takes.",
+            ) from error
+        if case.extreme and checked and _is_finite(outputs[0]) and not _is_finite(results):
+            left_out.append(f"{case.name}: the model itself gives NaN or infinity")
+            continue
+        data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
+        checked.append(case)
+        outputs.append(results)
+    return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(left_out))
+
+
+def _run_in_float64(run: Call, model: nn.Module, own: Reference, batched: Collection[str] | None) -> Reference:
+    """Runs the original in float64, where it can be, and in its own precision in other ways unless batched is None."""
+    double: nn.Module | None = None
+    reason = _why_no_room(model)
+    reference = replace(own, fallback=reason)
+    try:
+        if reason is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
+                double = copy.deepcopy(model).double()
+            exact = tuple(run(double, in_double(case.batch)) for case in own.cases)
+            reference = _guided(replace(own, exact=exact))
+    except Exception as error:  # a model's own code may raise anything; it may also hold a dtype of its own
+        reference, double = replace(own, fallback=f"{type(error).__name__}: {first_line(error)}"), None
+    return reference if batched is None else _run_in_other_ways(run, model, double, reference, batched)
 
 
 def _run_in_other_ways(
-    run: Callable[[nn.Module, Batch], Outputs],
+    run: Call,
     model: nn.Module,
     double: nn.Module | None,
     reference: Reference,
@@ -191,9 +212,7 @@ def _is_finite(outputs: Outputs) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in outputs.values())
 
 
-def _in_halves(
-    run: Callable[[nn.Module, Batch], Outputs], model: nn.Module, batch: Batch, batched: Collection[str]
-) -> Outputs:
+def _in_halves(run: Call, model: nn.Module, batch: Batch, batched: Collection[str]) -> Outputs:
     """Runs a model on either half of a batch's rows, and puts the results together."""
     parts: list[Outputs] = []
     for half in (0, 1):

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from optexport import bundle, distances
+from optexport import bundle
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, first_line
-from optexport.parity import PlaceParity, Proof
-from optexport.parity_record import parity_record
+from optexport.proof import distances
+from optexport.proof.parity import PlaceParity, Proof
+from optexport.proof.record import parity_record
 
 SCRIPT = "reproduce.py"
 _PARITY, _CASE, _PIECE = "parity.json", "case.safetensors", "piece.safetensors"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optexport.measures import (
+from optexport.proof.measures import (
     Tally,
     agreement,
     cosines,

@@ -1,4 +1,4 @@
-"""What can be counted of a model's decisions, and how far to trust the count; `optexport.decisions` has the gates.
+"""What can be counted of a model's decisions, and how far to trust the count; the module ``decisions`` has the gates.
 
 A decision is compared with that of the original in its own precision. It is forgiven where rounding alone could have
 changed it: two values that are at most twice the slack apart may change places, since each may have moved by it, and a
@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import torch
 
-from optexport import distances
+from optexport.proof import distances
 
 _Z = NormalDist().inv_cdf(0.975)
 

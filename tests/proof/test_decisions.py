@@ -17,14 +17,14 @@ import torch
 from click.testing import CliRunner, Result
 
 from optexport import export, pipeline
-from optexport.cases import Batch, Case
 from optexport.cli import cli
 from optexport.config_decisions import DecisionConfig
-from optexport.decisions import Decision, Gate, Metric, check_usable, judge, make_gates
 from optexport.errors import ConfigError
-from optexport.floor import bounds
-from optexport.parity import Proof
-from optexport.reference import Reference
+from optexport.proof.cases import Batch, Case
+from optexport.proof.decisions import Decision, Gate, Metric, check_usable, judge, make_gates
+from optexport.proof.floor import bounds
+from optexport.proof.parity import Proof
+from optexport.proof.reference import Reference
 from optexport.verification import verify
 from tests import exports
 from tests.mistakes import table

@@ -8,23 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from optexport.cases import Batch
-from optexport.cutting import cut
-from optexport.failure import Finding, Reproduction, failing_case, outputs_at
+from optexport.blame.cutting import cut
+from optexport.blame.failure import Finding, Reproduction, failing_case, outputs_at
+from optexport.blame.parting import Comparison, compare, lost, told
+from optexport.blame.values import Observed, observe_graph
 from optexport.formats import exported_program, torchscript
-from optexport.parity import GRAPH, PlaceParity, Proof
-from optexport.parting import Comparison, compare, lost, told
+from optexport.proof.cases import Batch
+from optexport.proof.parity import GRAPH, PlaceParity, Proof
+from optexport.proof.reference import Call
 from optexport.trace import Traced
 from optexport.transform import Applied, NamedRule, is_built_in, transform
 from optexport.transformations import DeepCopy, Match, Rule, Skip
 from optexport.transformations.rule import Change
 from optexport.transformers_exporters import quiet
-from optexport.values import Observed, observe_graph
-
-# Runs a model, or a graph of it, on a batch.
-Call = Callable[[nn.Module, Batch], dict[str, torch.Tensor]]
 
 _SHOWN_NODES = 5
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from optexport.cases import Batch, cases, resize, resize_tensor, traceable
 from optexport.config import Effort
+from optexport.proof.cases import Batch, cases, resize, resize_tensor, traceable
 from optexport.signature import Dim, Signature, TensorSpec
 
 EFFORTS = get_args(Effort)

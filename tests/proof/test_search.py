@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optexport import export
-from optexport.cases import Batch, Case
 from optexport.errors import ParityError
-from optexport.floor import bounds
-from optexport.reference import Outputs, run_original
-from optexport.search import failure_test, find_failing, smallest_failing
+from optexport.proof.cases import Batch, Case
+from optexport.proof.floor import bounds
+from optexport.proof.reference import Outputs, run_original
+from optexport.proof.search import failure_test, find_failing, smallest_failing
 from optexport.signature import Dim, Signature, TensorSpec
 from optexport.transformations import Transformation
 from tests import exports

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from optexport import search
-from optexport.cases import Batch
 from optexport.config import ParityConfig
 from optexport.errors import ParityError
-from optexport.parity import PlaceParity, Proof
-from optexport.reference import Outputs
+from optexport.proof import search
+from optexport.proof.parity import PlaceParity, Proof
+from optexport.proof.reference import Call
 from optexport.runtimes import Run
 from optexport.signature import Signature
 
@@ -29,7 +28,7 @@ class Suspects:
     def __init__(
         self,
         proof: Proof,
-        run: Callable[[nn.Module, Batch], Outputs],
+        run: Call,
         model: nn.Module,
         signature: Signature,
         vocabularies: Mapping[str, int],

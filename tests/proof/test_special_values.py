@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from optexport.cases import Batch, Case, cases
 from optexport.config import Effort
-from optexport.floor import bounds
-from optexport.parity import Proof
-from optexport.reference import run_original
+from optexport.proof.cases import Batch, Case, cases
+from optexport.proof.floor import bounds
+from optexport.proof.parity import Proof
+from optexport.proof.reference import run_original
+from optexport.proof.special_values import special_cases
 from optexport.signature import Dim, Signature, TensorSpec
-from optexport.special_values import special_cases
 
 EFFORTS = get_args(Effort)
 IDS = 40

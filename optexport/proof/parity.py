@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from optexport import distances
-from optexport.decisions import Decision, Gate, judge
 from optexport.errors import first_line
-from optexport.floor import Bound
-from optexport.reference import Outputs, Reference
+from optexport.proof import distances
+from optexport.proof.decisions import Decision, Gate, judge
+from optexport.proof.floor import Bound
+from optexport.proof.reference import Outputs, Reference
 from optexport.runtimes import Run
 
 # The places of the pipeline.

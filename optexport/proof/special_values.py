@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
-from optexport.cases import PADDINGS, Batch, Case, with_padding
 from optexport.config import Effort
+from optexport.proof.cases import PADDINGS, Batch, Case, with_padding
 
 # Normal numbers times 64 reach 200: beyond what exp takes in float32, and beyond every clamp of usual activations.
 _LARGE_TIMES = 64

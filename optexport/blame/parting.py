@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from optexport import distances
+from optexport.blame.values import Observed, Value
 from optexport.errors import first_line
-from optexport.values import Observed, Value
+from optexport.proof import distances
 
 # Values agree up to this many times the rounding of the value itself: a later node may round what it is given more
 # often than the one it is compared with.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from optexport.cases import Batch, Case
+from optexport.proof.cases import Batch, Case
 from tests.models import randomise
 
 Tensors = dict[str, torch.Tensor]

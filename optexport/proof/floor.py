@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from optexport import distances
 from optexport.errors import ParityError
-from optexport.reference import Reference
+from optexport.proof import distances
+from optexport.proof.reference import Reference
 
 # Where float64 could not be had, so many units stand in for the floor.
 FALLBACK_ULPS = 64

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optexport.cases import Case
-from optexport.floor import bounds
-from optexport.parity import OutputParity, Proof
-from optexport.reference import Reference
+from optexport.proof.cases import Case
+from optexport.proof.floor import bounds
+from optexport.proof.parity import OutputParity, Proof
+from optexport.proof.reference import Reference
 
 
 @st.composite

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from torch import fx
 
-from optexport import archives, bundle, failure, runtimes, sealed_json
-from optexport.blame_files import blame_files
+from optexport import archives, bundle, runtimes, sealed_json
+from optexport.blame import failure
+from optexport.blame.failure import Finding
+from optexport.blame.files import blame_files
 from optexport.errors import BundleError, ExportError, SourceError
-from optexport.failure import Finding
 from optexport.manifest import Manifest
-from optexport.parity import Proof
+from optexport.proof.parity import Proof
 from optexport.verification import bound_of
 
 

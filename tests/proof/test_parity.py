@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optexport import parity
-from optexport.cases import Batch, Case
-from optexport.distances import LEAST_FLOOR_ULPS
-from optexport.floor import bounds
-from optexport.parity import OutputParity, Proof
-from optexport.reference import Reference, run_original
-from tests.measuring import EPS, Network, Tensors, call, network
+from optexport.proof import parity
+from optexport.proof.cases import Batch, Case
+from optexport.proof.distances import LEAST_FLOOR_ULPS
+from optexport.proof.floor import bounds
+from optexport.proof.parity import OutputParity, Proof
+from optexport.proof.reference import Reference, run_original
 from tests.models import randomise
+from tests.proof.measuring import EPS, Network, Tensors, call, network
 
 
 def reference(*original: torch.Tensor, exact: tuple[torch.Tensor, ...] | None = None) -> Reference:

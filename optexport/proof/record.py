@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from optexport.decisions import Decision
-from optexport.floor import Bound
 from optexport.manifest import (
     BoundRecord,
     CaseDecisionRecord,
@@ -16,7 +14,9 @@ from optexport.manifest import (
     ParityRecord,
     PlaceRecord,
 )
-from optexport.parity import OutputParity, Proof
+from optexport.proof.decisions import Decision
+from optexport.proof.floor import Bound
+from optexport.proof.parity import OutputParity, Proof
 
 
 def parity_record(proof: Proof) -> ParityRecord:

@@ -10,13 +10,14 @@ from pathlib import Path
 import onnx
 from torch import fx
 
-from optexport import archives, parity, runtimes
-from optexport.cases import Batch
-from optexport.cutting import cut_onnx
-from optexport.failure import Finding, Reproduction, failing_case, outputs_at
-from optexport.parity import Proof
-from optexport.parting import Comparison, compare, lost, told
-from optexport.values import Observed, observe_graph, observe_onnx, observe_torchscript
+from optexport import archives, runtimes
+from optexport.blame.cutting import cut_onnx
+from optexport.blame.failure import Finding, Reproduction, failing_case, outputs_at
+from optexport.blame.parting import Comparison, compare, lost, told
+from optexport.blame.values import Observed, observe_graph, observe_onnx, observe_torchscript
+from optexport.proof import parity
+from optexport.proof.cases import Batch
+from optexport.proof.parity import Proof
 
 _OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
     "onnx": observe_onnx,

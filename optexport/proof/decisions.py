@@ -1,6 +1,6 @@
 """What a model decides: whether a candidate chooses as the original does, and gates on how often it must.
 
-What rounding alone could have changed is forgiven; `optexport.measures` says when. Without an ``output`` a gate is on
+What rounding alone could have changed is forgiven; ``measures`` says when. Without an ``output`` a gate is on
 each floating point output that its measure is defined on. It counts over the user's data, or, where there are none,
 over all cases but extreme ones. The measures:
 
@@ -40,11 +40,12 @@ from typing import Any
 
 import torch
 
-from optexport import distances, registry
+from optexport import registry
 from optexport.config_decisions import DEFAULT_K, METRIC, DecisionConfig
 from optexport.errors import ConfigError, did_you_mean, first_line
-from optexport.floor import Bound, rounding
-from optexport.measures import (
+from optexport.proof import distances
+from optexport.proof.floor import Bound, rounding
+from optexport.proof.measures import (
     Tally,
     agreement,
     cosines,
@@ -54,7 +55,7 @@ from optexport.measures import (
     real_positions,
     wilson,
 )
-from optexport.reference import Outputs, Reference
+from optexport.proof.reference import Outputs, Reference
 
 Metric = Callable[[Outputs, Outputs], Any]
 

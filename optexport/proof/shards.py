@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optexport.cases import Batch, Case
+from optexport.proof.cases import Batch, Case
 from optexport.signature import Dim
 
 # A batch holds at most so many rows, and so many numbers: 32 texts of 512 tokens, or 6 images of 224 by 224.

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.cases import Batch, Case
-from optexport.floor import FALLBACK_ULPS, bounds
-from optexport.reference import run_original
-from tests.measuring import EPS, Tensors, call, network
+from optexport.proof.cases import Batch, Case
+from optexport.proof.floor import FALLBACK_ULPS, bounds
+from optexport.proof.reference import run_original
 from tests.models import randomise
+from tests.proof.measuring import EPS, Tensors, call, network
 
 
 def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:

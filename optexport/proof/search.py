@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from optexport import distances
-from optexport.cases import Batch, Case, cut_to, is_padding_mask, resize, with_padding
-from optexport.floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
-from optexport.parity import Proof
-from optexport.reference import Outputs, Reference, in_double
+from optexport.proof import distances
+from optexport.proof.cases import Batch, Case, cut_to, is_padding_mask, resize, with_padding
+from optexport.proof.floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
+from optexport.proof.parity import Proof
+from optexport.proof.reference import Call, Reference, in_double
 from optexport.runtimes import Run
 from optexport.signature import Signature
 
@@ -111,7 +111,7 @@ def find_failing(
 
 
 def failure_test(
-    run: Callable[[nn.Module, Batch], Outputs],
+    run: Call,
     model: nn.Module,
     candidate: Run,
     bounds: Mapping[str, Bound],

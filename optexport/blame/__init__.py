@@ -1,0 +1,1 @@
+"""What is to blame for a failed proof, and what is left to see it again."""

@@ -1,0 +1,101 @@
+"""What a run is asked to do, once its config is read and its model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from optexport import registry
+from optexport.config import Config, TransformationConfig
+from optexport.errors import ConfigError, did_you_mean
+from optexport.proof.cases import Batch
+from optexport.proof.decisions import Metric
+from optexport.signature import Dim, Dynamic
+from optexport.sources import Loaded
+from optexport.transform import NamedRule
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs to know, once its config is read and its model is loaded.
+
+    Attributes:
+        example: The batch to trace with.
+        real: The user's batches to check on.
+        dump: A folder to write the graph to, before and after every transformation.
+        rows: How many rows the user's data have, where they were cut into batches.
+        metrics: The user's own metrics that gates are on, by name.
+        beside: What a failed proof leaves its folder beside, where that is not the output.
+    """
+
+    config: Config
+    loaded: Loaded
+    example: Batch
+    real: tuple[Batch, ...]
+    dynamic: Dynamic | None
+    rules: tuple[NamedRule, ...]
+    output: Path
+    config_text: str | None = None
+    dump: Path | None = None
+    rows: int = 0
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    beside: Path | None = None
+
+    @property
+    def failure(self) -> Path:
+        """The folder that is left if the proof fails."""
+        output = self.beside or self.output
+        return output.with_name(f"{output.name}-failure")
+
+    @property
+    def sizes_declared(self) -> bool:
+        """Whether somebody said which sizes the model takes, rather than leaving it to be found out."""
+        return any(isinstance(dim, Dim) for axes in (self.dynamic or {}).values() for dim in axes.values())
+
+
+def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedRule, ...]:
+    """The rules that a config names, or the preset, but for those to leave out.
+
+    Raises:
+        ConfigError: A rule is to be left out that the config does not have, or one cannot be made.
+    """
+    left_out = {registry.canonical_name(name) or name for name in without}
+    named = [(registry.canonical_name(rule.use) or rule.use, rule) for rule in config.rules()]
+    for name in left_out - {name for name, _ in named}:
+        raise ConfigError(
+            "this run has no such rule",
+            place=f"--without {name}",
+            mend=did_you_mean(name, [n for n, _ in named]),
+        )
+    return tuple(
+        NamedRule(
+            name,
+            rule.options,
+            registry.load(name, rule.options, folder, f"transformations[{index}]"),
+            0 if rule.expect is None else rule.expect.min,
+        )
+        for index, (name, rule) in enumerate(named)
+        if name not in left_out
+    )
+
+
+def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
+    """The config with the rules that are applied, and in another place if one is given."""
+    update: dict[str, object] = {
+        "transformations": [
+            TransformationConfig.model_validate(
+                {"use": rule.name, **({"expect": {"min": rule.least}} if rule.least else {}), **rule.options}
+            )
+            for rule in rules
+        ]
+    }
+    if output is not None:
+        name = str(Path(config.export.output).with_name(output.name))
+        update["export"] = config.export.model_copy(update={"output": name})
+    return config.model_copy(update=update)
+
+
+def preset() -> tuple[NamedRule, ...]:
+    """The rules that are applied where none are named."""
+    return tuple(NamedRule(name, {}, registry.load(name, {}, Path(), "preset")) for name in registry.PRESET)

@@ -1,0 +1,59 @@
+"""The original of a run: its trace, how to run it or a graph of it, and what it computes on all that is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx, nn
+
+from optexport.job import Job
+from optexport.proof import shards
+from optexport.proof.cases import Batch, cases
+from optexport.proof.reference import Call, Reference, run_original
+from optexport.proof.special_values import special_cases
+from optexport.runtimes import Run
+from optexport.signature import flatten_outputs
+from optexport.trace import Traced, trace
+from optexport.transformations import KeepOutputs
+from optexport.transformers_exporters import no_cache
+
+
+def trace_original(job: Job) -> tuple[Traced, Call]:
+    """Traces the model; says which outputs the rules leave, and how to run it, or a graph of it, for these."""
+    traced = trace(job.loaded.to_trace, job.example, job.dynamic)
+    wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
+    everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
+
+    def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
+        with no_cache(model):
+            outputs = flatten_outputs(model(**copied)).values()
+        names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
+        named = dict(zip(names, outputs, strict=True))
+        return {name: named[name] for name in kept.output_names}
+
+    return replace(traced, signature=kept), call
+
+
+def graph_runner(graph_module: fx.GraphModule, call: Call) -> Run:
+    """How to run a graph of the original as a place of the pipeline."""
+    return lambda batch: call(graph_module, dict(batch))
+
+
+def run_reference(job: Job, traced: Traced, call: Call, ids: Mapping[str, int]) -> Reference:
+    """Runs the original on all that is checked; how much that is depends on the effort."""
+    signature, effort = traced.signature, job.config.parity.effort
+    checked = cases(job.example, job.real, signature, traced.doubtful, effort)
+    checked += special_cases(job.example, ids, effort, job.config.parity.seed)
+    reference = run_original(
+        call,
+        job.loaded.model,
+        checked,
+        declared=job.sizes_declared,
+        batched=signature.batched,
+        in_other_ways=effort != "quick",
+    )
+    unchecked = shards.why_unchecked(job.real, job.rows, reference.cases)
+    return replace(reference, left_out=(*unchecked, *reference.left_out))
