@@ -36,10 +36,10 @@ class MergeLinears(ReversibleRule):
     Any linears of one input are merged: queries, keys and values; gate and up projections; the keys and values that all
     layers of a decoder make of one encoder state; and linears that are called more than once, if always together.
 
-    Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; one that is called elsewhere without
-             the others; linears that differ in dtype, device, requires_grad or mode; a weight that is not contiguous;
-             an input that is changed in place between them; a result that is viewed in a shape that only contiguous
-             memory can take.
+    Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass, or that gives no features; one that
+             is called elsewhere without the others; linears that differ in dtype, device, requires_grad or mode; a
+             weight or bias that is not contiguous; an input that is changed in place between them; a result that is
+             viewed in a shape that only contiguous memory can take, or detached in place.
     Exact:   to rounding (a wider product may be summed in another order).
     Inverse: exact; the weights are cut out of the merged one, and biases that were not there are not added.
     """
@@ -113,7 +113,7 @@ class MergeLinears(ReversibleRule):
         for x, calls in match.sites:
             with graph_module.graph.inserting_before(min(calls)):
                 node = graph_module.graph.call_module(merged_target, (x,))
-            _copy_meta(min(calls), node, merged.out_features)
+            modules.copy_meta(min(calls), node, min(calls), merged.out_features)
             keyword = [bool(call.kwargs) for call in calls]
             start = 0
             for call, width in zip(calls, widths, strict=True):
@@ -175,8 +175,10 @@ def _why_not(graph_module: GraphModule, target: str) -> str | None:
         return "it is called twice on the same input"
     if linear.bias is not None and linear.bias.requires_grad != linear.weight.requires_grad:
         return "its weight and bias differ in requires_grad"
-    if not linear.weight.is_contiguous():
-        return "its weight is not contiguous"
+    if not all(parameter.is_contiguous() for parameter in linear.parameters()):
+        return "its weight or bias is not contiguous"
+    if not linear.out_features:
+        return "it gives no features"
     return None
 
 
@@ -184,7 +186,7 @@ def _merge(linears: list[nn.Linear]) -> nn.Linear:
     first = linears[0]
     biased = any(linear.bias is not None for linear in linears)
     width = sum(linear.out_features for linear in linears)
-    merged: nn.Linear = modules.like(first, nn.Linear, first.in_features, width, bias=biased, dtype=first.weight.dtype)
+    merged: nn.Linear = modules.like(first, nn.Linear, first.in_features, width, bias=biased)
     with torch.no_grad():
         weight = torch.cat(tuple(linear.weight for linear in linears))
         merged.weight = nn.Parameter(weight, requires_grad=first.weight.requires_grad)
@@ -202,7 +204,7 @@ def _split(merged: nn.Linear, widths: list[int], biased: list[bool]) -> list[nn.
     weights = merged.weight.detach().split(widths)
     biases = (None,) * len(widths) if merged.bias is None else merged.bias.detach().split(widths)
     for weight, bias, has_bias in zip(weights, biases, biased, strict=True):
-        linear = modules.like(merged, nn.Linear, merged.in_features, weight.shape[0], bias=has_bias, dtype=weight.dtype)
+        linear = modules.like(merged, nn.Linear, merged.in_features, weight.shape[0], bias=has_bias)
         linear.weight = nn.Parameter(
             weight.clone(memory_format=torch.contiguous_format), requires_grad=merged.weight.requires_grad
         )
@@ -228,13 +230,6 @@ def _put_before(order: list[str], target: str, name: str) -> list[str]:
     return [*order[:position], name, *order[position:]]
 
 
-def _copy_meta(source: Node, merged: Node, width: int) -> None:
-    merged.meta = {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
-    value = source.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        merged.meta["val"] = value.new_empty((*value.shape[:-1], width))
-
-
 def _start(node: Node, user: Node) -> int:
     if user.target is operator.getitem and user.args[0] is node:
         match user.args[1]:
@@ -245,10 +240,10 @@ def _start(node: Node, user: Node) -> int:
     )
 
 
-# What works, or works rightly, only on the strides that the whole result of a linear has.
-_STRICT = ("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "set_", "unfold")
-# What copies where the strides do not fit, and so gives the same as before from there on.
-_COPIES = ("reshape", "contiguous", "flatten", "clone")
+# What works, or works rightly, only on the strides that the whole result of a linear has, or on what is no slice.
+_STRICT = ("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "set_", "unfold", "detach_")
+# What copies a slice where it would be a view of a whole result; what comes after the latter two is as it was before.
+_COPIES = ("reshape", "flatten", "contiguous", "clone")
 
 
 def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
@@ -259,19 +254,21 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
     Args:
         width: The size of the result's last axis; None for what is a view already.
     """
-    for user in call.users:
-        name = modules.operator_name(user)
-        if name in _STRICT and (name != "view" or width is None or not _keeps_last_axis(user, width)):
-            return user
-        if call not in memory.handed_on(graph_module, user):
-            continue
-        if name in _COPIES:
-            if memory.changed_in_place(graph_module, user):
-                return user  # what was a view of the result would be a copy of the slice
-            continue
-        found = needs_contiguous(graph_module, user, None)
-        if found is not None:
-            return found
+    ahead, seen = [call], {call}
+    while ahead:
+        node = ahead.pop()
+        for user in node.users:
+            name = modules.operator_name(user)
+            apart = name == "view" and node is call and width is not None and _keeps_last_axis(user, width)
+            if name in _STRICT and not apart:
+                return user
+            if user in seen or modules.measures(user) or node not in memory.handed_on(graph_module, user):
+                continue
+            seen.add(user)
+            if name in _COPIES and memory.changed_in_place(graph_module, user):
+                return user
+            if name not in _COPIES[2:]:
+                ahead.append(user)
     return None
 
 
