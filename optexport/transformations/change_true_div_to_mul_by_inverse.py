@@ -43,16 +43,17 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
     exact: bool = False
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-        if modules.operator_name(node) not in _NAMES or not node.args:
+        given = (*node.args, *node.kwargs.values())
+        if modules.operator_name(node) not in _NAMES or len(given) < 2:
             return None
-        dividend, divisor, *others = (*node.args, *node.kwargs.values(), None)
+        dividend, divisor, *others = given
         if not isinstance(dividend, Node) or _is_size(dividend):
             return None
         if isinstance(divisor, Node) and divisor.op != "get_attr":
             return None
         if (node.op, node.target) not in _DIVISIONS.values():
             return Skip("it divides in place, or in a way of its own")
-        if len(others) > 1 or node.kwargs:
+        if others or node.kwargs:
             return Skip("it takes more than a dividend and a divisor, or one by keyword")
         if not isinstance(divisor, (int, float)) or isinstance(divisor, bool):
             return Skip(f"the divisor is {'a tensor' if isinstance(divisor, Node) else divisor}, not a number")
@@ -148,8 +149,9 @@ def _gives_fractions(node: Node, name: str) -> bool:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
-    known = (torch.dtype, torch.device, torch.memory_format, bool)
-    return all(isinstance(a, known) for a in given) if name in _CASTS else "dtype" not in node.kwargs or bool(dtypes)
+    if name in _CASTS:
+        return all(isinstance(a, (torch.dtype, torch.device, torch.memory_format, bool)) for a in given)
+    return not isinstance(node.kwargs.get("dtype"), Node)
 
 
 def _is_size(node: Node) -> bool:

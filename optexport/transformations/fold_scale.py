@@ -115,7 +115,7 @@ def _factor(graph_module: GraphModule, node: Node) -> tuple[Node, float, torch.T
         if isinstance(x, Node) and number is not None:
             if node.target is operator.truediv:
                 number = 1 / number if number else math.inf  # type: ignore[operator]
-            return x, float(number) if abs(number) <= sys.float_info.max else math.inf, held  # type: ignore
+            return x, math.inf if abs(number) > sys.float_info.max else float(number), held  # type: ignore
     return None
 
 
@@ -143,7 +143,7 @@ def _down(graph_module: GraphModule, node: Node) -> tuple[list[Node], str | None
                 if modules.operator_name(user) == "view":
                     reason = reason or f"{read.name} is viewed in a shape that only contiguous memory can take"
                 ahead.append(user)
-    return layers, reason
+    return sorted(layers), reason
 
 
 def _moves(graph_module: GraphModule, node: Node) -> bool:

@@ -36,10 +36,10 @@ class MergeLinears(ReversibleRule):
     Any linears of one input are merged: queries, keys and values; gate and up projections; the keys and values that all
     layers of a decoder make of one encoder state; and linears that are called more than once, if always together.
 
-    Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass, or that gives no features; one that
-             is called elsewhere without the others; linears that differ in dtype, device, requires_grad or mode; a
-             weight or bias that is not contiguous; an input that is changed in place between them; a result that is
-             viewed in a shape that only contiguous memory can take, or detached in place.
+    Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; one that is called elsewhere without
+             the others; linears that differ in dtype, device, requires_grad or mode; a weight or bias that is not
+             contiguous; an input that is changed in place between them; a result that is viewed in a shape that only
+             contiguous memory can take, or detached in place.
     Exact:   to rounding (a wider product may be summed in another order).
     Inverse: exact; the weights are cut out of the merged one, and biases that were not there are not added.
     """
@@ -121,7 +121,9 @@ class MergeLinears(ReversibleRule):
                 index: Any = (..., slice(start, start + width))
                 call.args, call.kwargs = (node, index), {}
                 start += width
-            rewritten.append((node, {**record, "keyword": keyword}))
+            # Of those that give no features, the slices alone would not tell whose they are.
+            ranks = [calls.index(call) for call in sorted(calls)]
+            rewritten.append((node, {**record, "keyword": keyword, "ranks": ranks}))
         return rewritten
 
     def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
@@ -138,15 +140,17 @@ class MergeLinears(ReversibleRule):
             ):
                 parent, name = modules.parent_of(graph_module, target)
                 parent.add_module(name, linear)
-        slices = sorted(node.users, key=lambda user: (_start(node, user), user))
-        if len(slices) != len(record["targets"]):
+        users = sorted(node.users)
+        starts = [_start(node, user) for user in users]
+        if len(users) != len(record["targets"]):
             raise TransformationError(
-                f"{node.name} was cut into {len(record['targets'])} results, of which {len(slices)} are left",
+                f"{node.name} was cut into {len(record['targets'])} results, of which {len(users)} are left",
                 place="MergeLinears",
                 mend="Undo it before the graph is freed of dead code.",
             )
         x = modules.sole_input(node)
         assert x is not None
+        slices = [user for _, _, user in sorted(zip(starts, record["ranks"], users, strict=True))]
         for call, target, keyword in zip(slices, record["targets"], record["keyword"], strict=True):
             call.op, call.target = "call_module", target
             modules.call_on(call, x, keyword=keyword)
@@ -177,8 +181,6 @@ def _why_not(graph_module: GraphModule, target: str) -> str | None:
         return "its weight and bias differ in requires_grad"
     if not all(parameter.is_contiguous() for parameter in linear.parameters()):
         return "its weight or bias is not contiguous"
-    if not linear.out_features:
-        return "it gives no features"
     return None
 
 
