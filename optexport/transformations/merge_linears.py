@@ -244,7 +244,7 @@ def _start(node: Node, user: Node) -> int:
 
 # What works, or works rightly, only on the strides that the whole result of a linear has, or on what is no slice.
 _STRICT = ("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "set_", "unfold", "detach_")
-# What copies a slice where it would be a view of a whole result; what comes after the latter two is as it was before.
+# What may copy where it was a view of the result before. What comes after the latter two is contiguous for sure.
 _COPIES = ("reshape", "flatten", "contiguous", "clone")
 
 
@@ -254,9 +254,11 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
     A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it.
 
     Args:
-        width: The size of the result's last axis; None for what is a view already.
+        width: The size of the result's last axis; None where it will be whole, but with its axes in another order in
+            memory: joining them again gives what is contiguous.
     """
     ahead, seen = [call], {call}
+    made_anew = _COPIES if width is None else _COPIES[2:]
     while ahead:
         node = ahead.pop()
         for user in node.users:
@@ -269,7 +271,7 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
             seen.add(user)
             if name in _COPIES and memory.changed_in_place(graph_module, user):
                 return user
-            if name not in _COPIES[2:]:
+            if name not in made_anew:
                 ahead.append(user)
     return None
 
