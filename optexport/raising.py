@@ -45,13 +45,14 @@ class _Call:
         return cls(node, values)
 
 
+# What a builder makes lies nowhere and has yet to be given its tensors, whatever their dtype.
 _Builder = Callable[[dict[str, Any], dict[str, torch.Tensor | None]], nn.Module | None]
 
 
 def _linear(_: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> nn.Module:
     weight, bias = tensors["weight"], tensors["bias"]
     assert weight is not None
-    return nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta", dtype=weight.dtype)
+    return nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
 
 
 def _conv(cls: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> _Builder:
@@ -76,7 +77,6 @@ def _conv(cls: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]) -> _Builder:
             groups=groups,
             bias=bias is not None,
             device="meta",
-            dtype=weight.dtype,
         )
 
     return build
@@ -98,7 +98,6 @@ def _conv_transpose(cls: type[nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvT
             groups=values["groups"],
             bias=bias is not None,
             device="meta",
-            dtype=weight.dtype,
             **sizes,  # type: ignore[arg-type]
         )
 
@@ -114,7 +113,7 @@ def _batch_norm(values: dict[str, Any], tensors: dict[str, torch.Tensor | None])
     if value.dim() not in classes:
         return None
     norm = classes[value.dim()](
-        mean.shape[0], values["eps"], values["momentum"], affine=weight is not None, device="meta", dtype=mean.dtype
+        mean.shape[0], values["eps"], values["momentum"], affine=weight is not None, device="meta"
     )
     # The graph reads no counter; a buffer that nothing reads would only appear in the state_dict.
     norm.num_batches_tracked = None
@@ -131,7 +130,6 @@ def _layer_norm(values: dict[str, Any], tensors: dict[str, torch.Tensor | None])
         elementwise_affine=weight is not None,
         bias=bias is not None,
         device="meta",
-        dtype=None if weight is None else weight.dtype,
     )
 
 
@@ -145,7 +143,6 @@ def _embedding(values: dict[str, Any], tensors: dict[str, torch.Tensor | None]) 
         weight.shape[1],
         padding_idx=None if padding < 0 else padding,
         device="meta",
-        dtype=weight.dtype,
     )
 
 

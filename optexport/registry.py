@@ -114,14 +114,14 @@ RULES: Mapping[str, RuleInfo] = {
         "convolutions of one input whose results are summed become one",
         reversible=False,
         preserves_computation=True,
-        in_preset=False,
+        in_preset=True,
     ),
     "merge-linear-chain": RuleInfo(
         f"{_HERE}.merge_linear_chain:MergeLinearChain",
         "linears that follow each other become one, and so do low-rank adapters with their linear",
         reversible=False,
         preserves_computation=True,
-        in_preset=False,
+        in_preset=True,
     ),
     "fold-scale": RuleInfo(
         f"{_HERE}.fold_scale:FoldScale",

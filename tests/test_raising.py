@@ -73,6 +73,18 @@ def test_layers_of_every_floating_dtype_come_back(name: str, dtype: torch.dtype)
     assert torch.equal(outputs(graph_module, x.to(dtype))[0], outputs(model, x.to(dtype))[0])
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Conv1d(4, 3, 2), nn.Embedding(7, 3)])
+def test_layers_of_whole_numbers_come_back(layer: Any) -> None:
+    for name, parameter in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter((parameter * 9).long(), requires_grad=False))
+    x = torch.arange(24).reshape(2, 4, 3) % 7
+    x = x.mT.contiguous() if isinstance(layer, nn.Linear) else x
+    model = Program(lambda m, x: m.layer(x), layer=layer).eval()
+    graph_module = symbolic_trace(model, example_inputs={"x": x})
+    assert graph_module.graph.find_nodes(op="call_module")
+    assert torch.equal(outputs(graph_module, x)[0], outputs(model, x)[0])
+
+
 _ARITHMETIC: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "add": (lambda x: x + 2, operator.add),
     "add of tensors": (lambda x: x + x.exp(), operator.add),

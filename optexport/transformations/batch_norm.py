@@ -34,6 +34,21 @@ def why_not_affine(norm: _BatchNorm) -> str | None:
     return None
 
 
+def why_not_centred(norm: _BatchNorm) -> str | None:
+    """Why what a norm subtracts is better subtracted from its input than from a sum of products of that; None if not.
+
+    Both are the same but for rounding, which is relative to the mean, while the result is to the deviation.
+    """
+    assert norm.running_mean is not None and norm.running_var is not None
+    mean, variance = norm.running_mean.detach().double(), norm.running_var.detach().double()
+    if bool((mean.abs() * torch.rsqrt(variance + norm.eps) > _FARTHEST).any()):
+        return f"a mean is more than {_FARTHEST} standard deviations from zero, and would cancel late"
+    return None
+
+
+_FARTHEST = 16
+
+
 def why_not_foldable(graph_module: GraphModule, norm_call: Node, layer_call: Node) -> str | None:
     """Why a norm cannot be folded into any layer, or a layer take one; None if they can."""
     for call in (norm_call, layer_call):

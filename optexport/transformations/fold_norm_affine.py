@@ -41,7 +41,8 @@ class FoldNormAffine(Rule):
 
     Skips:   a norm that is used elsewhere too; a norm or linear that is shared, tied, hooked, parametrized, of a
              subclass or called more than once; mixed dtypes or devices; of a product, a shape that is not known; an
-             input of a product that is changed in place before the linears read it; weights that would overflow.
+             input of a product that is changed in place before the linears read it; weights that would overflow
+             or become subnormal.
     Exact:   to rounding (the weights are folded in float64 and rounded once).
     Inverse: none, because the weights are rounded.
     """
@@ -76,7 +77,7 @@ class FoldNormAffine(Rule):
         source, gain, shift = found
         for call in match.linears:
             folded = _folded(modules.called_module(graph_module, call), gain, shift)
-            modules.replace_module(graph_module, str(call.target), folded)
+            modules.replace_module(graph_module, str(call.target), modules.with_weights(*folded))
         norm = modules.called_module(graph_module, match.norm)
         if isinstance(norm, nn.LayerNorm):
             bare = modules.like(norm, nn.LayerNorm, norm.normalized_shape, norm.eps, False, bias=False)
@@ -113,14 +114,16 @@ def _readers(graph_module: GraphModule, node: Node) -> tuple[list[Node], list[No
     """The linears that read a node or positions of it, and what else does."""
     linears: list[Node] = []
     others: list[Node] = []
-    for user in node.users:
-        if isinstance(modules.called_module(graph_module, user), nn.Linear):
-            linears.append(user)
-        elif _keeps_features(graph_module, node, user):
-            more, rest = _readers(graph_module, user)
-            linears, others = linears + more, others + (rest if more or rest else [user])
-        else:
-            others.append(user)
+    ahead = [node]
+    while ahead:
+        read = ahead.pop()
+        for user in read.users:
+            if isinstance(modules.called_module(graph_module, user), nn.Linear):
+                linears.append(user)
+            elif user.users and _keeps_features(graph_module, read, user):
+                ahead.append(user)
+            else:
+                others.append(user)
     return linears, others
 
 
@@ -156,18 +159,15 @@ def _why_not_linear(
     tensors = [gain, *linear.parameters()] + ([] if shift is None else [shift])
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         return f"{call.target}: it differs from the norm in dtype or device"
-    if not linear.weight.is_floating_point():
-        return f"{call.target}: its weight holds no real numbers"
-    if not all(bool(tensor.isfinite().all()) for tensor in _folded(linear, gain, shift).parameters()):
-        return f"{call.target}: its weights would overflow"
-    return None
+    return modules.why_not_held(call.target, *_folded(linear, gain, shift))
 
 
-def _folded(linear: Any, gain: torch.Tensor, shift: torch.Tensor | None) -> nn.Linear:
-    """The linear that takes what the norm gives without gain and shift."""
+def _folded(
+    linear: Any, gain: torch.Tensor, shift: torch.Tensor | None
+) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
+    """A linear, and its weight and bias for what the norm gives without gain and shift, in float64."""
     weight, bias = linear.weight.detach().double(), linear.bias
     if shift is not None:
         moved = weight @ shift.detach().double()
         bias = moved if bias is None else bias.detach().double() + moved
-    folded: nn.Linear = modules.with_weights(linear, weight * gain.detach().double(), bias)
-    return folded
+    return linear, weight * gain.detach().double(), bias

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +52,11 @@ class FoldScale(Rule):
     layers all its users have to be such layers.
 
     Skips:   a result that is used elsewhere too; a layer that is shared, tied, hooked, parametrized, of a subclass or
-             called more than once; a c that is 0 or not finite, or with which a weight would overflow or become
-             subnormal; an input of unknown or another dtype, or that is changed in place before the layer reads it.
-    Exact:   to the bit where c is a positive power of two; else to rounding (the weights are scaled in float64 and
-             rounded once).
+             called more than once; a c that is not between 2**-16 and 2**16, as products that cancel might then
+             overflow, or with which the weights would overflow or become subnormal; an input of unknown or another
+             dtype, or that is changed in place before the layer reads it.
+    Exact:   to the bit where c is a positive power of two and neither weights nor results overflow or are subnormal;
+             else to rounding (the weights are scaled in float64 and rounded once).
     Inverse: none, because the weights are rounded.
     """
 
@@ -92,7 +94,7 @@ class FoldScale(Rule):
         (node,) = (node for node in match.nodes if node not in match.layers)
         for call in match.layers:
             scaled = _scaled(modules.called_module(graph_module, call), match.factor, after=match.after)
-            modules.replace_module(graph_module, str(call.target), scaled)
+            modules.replace_module(graph_module, str(call.target), modules.with_weights(*scaled))
         constants = [source for source in node.all_input_nodes if source is not match.x]
         node.replace_all_uses_with(match.x)
         graph_module.graph.erase_node(node)
@@ -107,13 +109,13 @@ def _factor(graph_module: GraphModule, node: Node) -> tuple[Node, float, torch.T
         return None
     for x, other in (node.args, node.args[::-1])[: 1 if node.target is operator.truediv else 2]:
         held = memory.constant(graph_module, other)
-        if held is not None and (held.numel() != 1 or held.is_complex()):
+        if held is not None and (held.numel() != 1 or held.is_complex() or held.is_meta):
             continue
         number = other if type(other) in (int, float) else None if held is None else held.item()
         if isinstance(x, Node) and number is not None:
             if node.target is operator.truediv:
                 number = 1 / number if number else math.inf  # type: ignore[operator]
-            return x, float(number), held  # type: ignore[arg-type]
+            return x, math.inf if abs(number) > sys.float_info.max else float(number), held  # type: ignore
     return None
 
 
@@ -129,18 +131,19 @@ def _down(graph_module: GraphModule, node: Node) -> tuple[list[Node], str | None
     """The layers that read a node, through views or not, and why they cannot have it multiplied for them."""
     layers: list[Node] = []
     reason: str | None = None
-    for user in node.users:
-        if isinstance(modules.called_module(graph_module, user), _LAYERS):
-            layers.append(user)
-            continue
-        read, why = _down(graph_module, user) if _moves(graph_module, user) and user.args[0] is node else ([], None)
-        layers += read
-        if not read:
-            reason = reason or f"{node.name} is used elsewhere too"
-        elif modules.operator_name(user) == "view":
-            reason = reason or f"{node.name} is viewed in a shape that only contiguous memory can take"
-        reason = reason or why
-    return layers, reason
+    ahead = [node]
+    while ahead:
+        read = ahead.pop()
+        for user in read.users:
+            if isinstance(modules.called_module(graph_module, user), _LAYERS):
+                layers.append(user)
+            elif not user.users or not _moves(graph_module, user) or user.args[0] is not read:
+                reason = reason or f"{read.name} is used elsewhere too"
+            else:
+                if modules.operator_name(user) == "view":
+                    reason = reason or f"{read.name} is viewed in a shape that only contiguous memory can take"
+                ahead.append(user)
+    return sorted(layers), reason
 
 
 def _moves(graph_module: GraphModule, node: Node) -> bool:
@@ -186,24 +189,14 @@ def _why_not_scaled(graph_module: GraphModule, call: Node, factor: float, *, aft
         return reason
     target, layer = str(call.target), modules.called_module(graph_module, call)
     assert layer is not None
-    if not factor or not math.isfinite(factor):
+    if not 2**-16 <= abs(factor) <= 2**16:
         return f"the factor beside {target} is {factor}"
-    if not all(own.is_floating_point() for own in layer.parameters()):
-        return f"{target}: its weight or bias holds no real numbers"
-    changed = dict(_scaled(layer, factor, after=after).named_parameters())
-    for name, own in layer.named_parameters():
-        limits = torch.finfo(own.dtype)
-        before, size = own.detach().abs(), changed[name].detach().abs()
-        subnormal = (before > 0) & (size < limits.tiny) & (size != before)
-        if bool(((before <= limits.max) & (size > limits.max) | subnormal).any()):
-            return f"{target}: with {factor} its {name} would overflow or become subnormal"
-    return None
+    return modules.why_not_held(target, *_scaled(layer, factor, after=after))
 
 
-def _scaled(layer: Any, factor: float, *, after: bool) -> nn.Module:
-    """A layer with its parameters multiplied, as far as the factor reaches them."""
+def _scaled(layer: Any, factor: float, *, after: bool) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
+    """A layer, and its parameters multiplied in float64, as far as the factor reaches them."""
     weight, bias = layer.weight.detach().double() * factor, layer.bias
     if after and bias is not None:
         bias = bias.detach().double() * factor
-    scaled: nn.Module = modules.with_weights(layer, weight, bias)
-    return scaled
+    return layer, weight, bias

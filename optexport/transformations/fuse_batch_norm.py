@@ -46,8 +46,9 @@ class FuseBatchNorm(Rule):
     Skips:   a first of the two whose result is used elsewhere too; a norm in train mode or without running statistics;
              either of them shared, tied, hooked, parametrized, of a subclass or called more than once; mixed dtypes or
              devices; an input of unknown rank, or of one where the channels of the norm are not the features of the
-             linear; before a convolution that pads with zeros, or a transposed one, a norm that shifts; an input
-             that is changed in place between them.
+             linear; before a convolution that pads with zeros, or a transposed one, a norm that shifts; before any
+             layer a norm with a mean of more than 16 standard deviations; an input that is changed in place between
+             them; weights that would overflow or become subnormal.
     Exact:   to rounding (the weights are folded in float64 and rounded once).
     Inverse: none, because the norm's statistics are gone.
     """
@@ -61,9 +62,10 @@ class FuseBatchNorm(Rule):
         if not isinstance(second, (*self.norms, *self.layers)):
             return None
         start, between = _first(graph_module, node)
+        if start is None:
+            return None
         first = modules.called_module(graph_module, start)
         flattened = any(_flattens(graph_module, other) for other in between)
-        assert isinstance(start, Node)
         if isinstance(first, self.layers) and isinstance(second, self.norms) and not flattened:
             norm_call, layer_call = node, start
         elif self.before and isinstance(first, self.norms) and isinstance(second, self.layers):
@@ -75,26 +77,29 @@ class FuseBatchNorm(Rule):
         space = 1
         if flattened and isinstance(first, _BatchNorm) and isinstance(second, nn.Linear):
             space = second.in_features // first.num_features
-        return Fold((layer_call, norm_call), norm_call, layer_call, space)
+        fold = Fold((layer_call, norm_call), norm_call, layer_call, space)
+        reason = modules.why_not_held(layer_call.target, *_folded(graph_module, fold))
+        return Skip(reason) if reason else fold
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Fold)
-        norm = modules.called_module(graph_module, match.norm)
-        layer = modules.called_module(graph_module, match.layer)
-        assert isinstance(norm, _BatchNorm) and isinstance(layer, nn.Linear | _ConvNd)
-        scale, shift = batch_norm.scale_and_shift(norm)
-        weight = layer.weight.detach().double()
-        own = torch.zeros((), dtype=weight.dtype) if layer.bias is None else layer.bias.detach().double()
-        if match.norm < match.layer:
-            scale, shift = (values.repeat_interleave(match.space) for values in (scale, shift))
-            own = own + _through(layer, weight, shift)
-            weight = weight * _over_inputs(layer, scale)
-        else:
-            own = own * scale + shift
-            weight = weight * _over_outputs(layer, scale)
-        modules.replace_module(graph_module, str(match.layer.target), modules.with_weights(layer, weight, own))
+        layer = modules.with_weights(*_folded(graph_module, match))
+        modules.replace_module(graph_module, str(match.layer.target), layer)
         batch_norm.bypass(graph_module, match.norm)
         return [(match.layer, None)]
+
+
+def _folded(graph_module: GraphModule, fold: Fold) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The layer, and the weight and bias with which it does the work of the norm too, in float64."""
+    norm, layer = (modules.called_module(graph_module, call) for call in (fold.norm, fold.layer))
+    assert isinstance(norm, _BatchNorm) and isinstance(layer, nn.Linear | _ConvNd)
+    scale, shift = batch_norm.scale_and_shift(norm)
+    weight = layer.weight.detach().double()
+    own = torch.zeros((), dtype=weight.dtype) if layer.bias is None else layer.bias.detach().double()
+    if fold.layer < fold.norm:
+        return layer, weight * _over_outputs(layer, scale), own * scale + shift
+    scale, shift = (values.repeat_interleave(fold.space) for values in (scale, shift))
+    return layer, weight * _over_inputs(layer, scale), own + _through(layer, weight, shift)
 
 
 def _first(graph_module: GraphModule, node: Node) -> tuple[Node | None, list[Node]]:
@@ -131,6 +136,8 @@ def _why_not(
     assert isinstance(norm, _BatchNorm) and isinstance(layer, nn.Linear | _ConvNd)
     if reason := batch_norm.why_not_foldable(graph_module, norm_call, layer_call):
         return reason
+    if first is norm_call and (reason := batch_norm.why_not_centred(norm)):
+        return f"{norm_call.target}: {reason}"
     x = modules.sole_input(first)
     if first is norm_call and x is not None and (change := memory.changed_between(graph_module, x, first, second)):
         return f"{x.name} is changed in place by {change.name} between {first.name} and {second.name}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class FuseBias(Rule):
 
     Skips:   a c that is not one number for every output feature or channel, of another dtype or device, or changed in
              place; a layer whose result is used elsewhere too, or that is shared, tied, hooked, parametrized, of a
-             subclass or called more than once.
+             subclass, called more than once or not of real numbers; a bias that would overflow.
     Exact:   to rounding (the bias and c are summed first).
     Inverse: none, because their sum is rounded.
     """
@@ -48,9 +48,8 @@ class FuseBias(Rule):
         (constant,) = [argument for argument in sum_.args if argument is not call]
         value = _value(graph_module, constant)
         assert value is not None
-        bias = layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
-        total = bias.detach().double() + value.detach().double().flatten()
-        modules.replace_module(graph_module, str(call.target), modules.with_weights(layer, layer.weight, total))
+        biased = modules.with_weights(layer, layer.weight, _total(layer, value))
+        modules.replace_module(graph_module, str(call.target), biased)
         sum_.replace_all_uses_with(call)
         graph_module.graph.erase_node(sum_)
         if isinstance(constant, Node):
@@ -60,9 +59,15 @@ class FuseBias(Rule):
 
 def _value(graph_module: GraphModule, argument: Any) -> torch.Tensor | None:
     """What is added, where that is known beforehand."""
-    if type(argument) in (int, float) and math.isfinite(argument):
+    if type(argument) in (int, float) and abs(argument) <= sys.float_info.max:
         return torch.tensor(argument, dtype=torch.float64)
     return memory.constant(graph_module, argument)
+
+
+def _total(layer: Layer, value: torch.Tensor) -> torch.Tensor:
+    """Bias and constant, in float64."""
+    bias = layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
+    return bias.detach().double() + value.detach().to(bias.device).double().flatten()
 
 
 def _why_not(graph_module: GraphModule, call: Node, layer: Layer, value: torch.Tensor) -> str | None:
@@ -71,7 +76,9 @@ def _why_not(graph_module: GraphModule, call: Node, layer: Layer, value: torch.T
         return f"the result of {target} is used elsewhere too"
     if reason := modules.why_not_replaceable(graph_module, call):
         return reason
-    if value.dim() and (value.dtype, value.device) != (layer.weight.dtype, layer.weight.device):
+    kind = layer.weight.dtype, layer.weight.device
+    promoted = torch.result_type(layer.weight, value) != layer.weight.dtype
+    if promoted or value.is_meta or (value.dim() and (value.dtype, value.device) != kind):
         return f"{target} and what is added differ in dtype or device"
     # The axis of the features is the last of a linear's result, and stands before the space of a convolution's.
     shape = (layer.weight.shape[0], *(1 for _ in layer.weight.shape[2:]))
@@ -79,4 +86,4 @@ def _why_not(graph_module: GraphModule, call: Node, layer: Layer, value: torch.T
         size not in (1, own) for size, own in zip(value.shape[::-1], shape[::-1], strict=False)
     ):
         return f"what is added to {target} is no number for each of its {shape[0]} features"
-    return None
+    return modules.why_not_held(target, layer, layer.weight, _total(layer, value))

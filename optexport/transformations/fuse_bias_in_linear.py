@@ -21,7 +21,8 @@ class FuseBiasInLinear(ReversibleRule):
     Every call then copies its input, so this is seldom faster; it is in no preset.
 
     Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; a bias of another dtype, device or
-             requires_grad than the weight's; a weight that is not contiguous; a call on other than a single tensor.
+             requires_grad than the weight's; a weight or bias that is not contiguous; a call on other than a single
+             tensor.
     Exact:   to rounding (the bias is summed with the products).
     Inverse: exact; weight and bias are cut apart again.
     """
@@ -37,8 +38,8 @@ class FuseBiasInLinear(ReversibleRule):
         w, b = linear.weight, linear.bias
         if (w.dtype, w.device, w.requires_grad) != (b.dtype, b.device, b.requires_grad):
             return Skip(f"{target}: weight and bias differ in dtype, device or requires_grad")
-        if not w.is_contiguous():
-            return Skip(f"{target}: its weight is not contiguous")
+        if not w.is_contiguous() or not b.is_contiguous():
+            return Skip(f"{target}: its weight or bias is not contiguous")
         calls = uses.calls_of(target)
         if any(modules.sole_input(call) is None for call in calls):
             return Skip(f"{target}: it is not called on a single tensor")
@@ -48,9 +49,7 @@ class FuseBiasInLinear(ReversibleRule):
         target = str(match.nodes[0].target)
         linear = graph_module.get_submodule(target)
         assert isinstance(linear, nn.Linear)
-        fused: nn.Linear = modules.like(
-            linear, nn.Linear, linear.in_features + 1, linear.out_features, bias=False, dtype=linear.weight.dtype
-        )
+        fused: nn.Linear = modules.like(linear, nn.Linear, linear.in_features + 1, linear.out_features, bias=False)
         weight = torch.cat([linear.weight.detach(), linear.bias.detach()[:, None]], dim=1)
         fused.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
         modules.replace_module(graph_module, target, fused)
@@ -60,6 +59,7 @@ class FuseBiasInLinear(ReversibleRule):
             assert x is not None
             with graph_module.graph.inserting_before(call):
                 padded = graph_module.graph.call_function(F.pad, (x, (0, 1)), {"value": 1.0})
+            modules.copy_meta(call, padded, x, linear.in_features + 1)
             rewritten.append((call, {"keyword": bool(call.kwargs)}))
             modules.call_on(call, padded, keyword=False)
         return rewritten
@@ -76,9 +76,7 @@ class FuseBiasInLinear(ReversibleRule):
         if fused.bias is not None:  # another call of the same linear came first
             return
         weight = fused.weight.detach()
-        linear: nn.Linear = modules.like(
-            fused, nn.Linear, fused.in_features - 1, fused.out_features, bias=True, dtype=weight.dtype
-        )
+        linear: nn.Linear = modules.like(fused, nn.Linear, fused.in_features - 1, fused.out_features, bias=True)
         linear.weight = nn.Parameter(
             weight[:, :-1].clone(memory_format=torch.contiguous_format), requires_grad=fused.weight.requires_grad
         )

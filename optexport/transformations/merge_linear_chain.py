@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,8 @@ class MergeLinearChain(Rule):
     Skips:   a chain that would be more work as one linear, counted in products for each row; a linear that is shared,
              tied, hooked, parametrized, of a subclass or called more than once, or whose result is used elsewhere too;
              linears that differ in dtype, device or mode, and in a chain in requires_grad; a weight that is not
-             contiguous or not floating point; an input that is changed in place between them; a product that
-             overflows half precision.
+             contiguous or not of real numbers; an input that is changed in place between them; a product that would
+             overflow or become subnormal.
     Exact:   to rounding (weights are multiplied in float64 and rounded once). The weight keeps the requires_grad of W.
     Inverse: none, because the product is rounded, and tells nothing of its factors.
     """
@@ -139,8 +140,8 @@ def _why_not(graph_module: GraphModule, chain: Chain) -> str | None:
     for call, linear in zip(calls, linears, strict=True):
         if reason := modules.why_not_replaceable(graph_module, call):
             return reason
-        if not linear.weight.is_contiguous() or not linear.weight.is_floating_point():
-            return f"the weight of {call.target} is not contiguous or not floating point"
+        if not linear.weight.is_contiguous():
+            return f"the weight of {call.target} is not contiguous"
     tensors = [parameter for linear in linears for parameter in linear.parameters()]
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1 or len({linear.training for linear in linears}) > 1:
@@ -153,11 +154,7 @@ def _why_not(graph_module: GraphModule, chain: Chain) -> str | None:
     assert x is not None
     if change := memory.changed_between(graph_module, x, min(chain.nodes), last):
         return f"{x.name} is changed in place by {change.name} between them"
-    if tensors[0].dtype is torch.float16:
-        weight, bias = _product(graph_module, chain)
-        if not all(part.half().isfinite().all() for part in (weight, bias) if part is not None):
-            return "their product overflows"
-    return None
+    return modules.why_not_held(chain.stays.target, linears[0], *_product(graph_module, chain))
 
 
 def _product(graph_module: GraphModule, chain: Chain) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -193,6 +190,8 @@ def _scaled(node: Node) -> tuple[float, Node] | None:
     if not isinstance(one, Node) or type(other) not in (int, float) or not other:
         return None
     assert isinstance(other, int | float)
+    if abs(other) > sys.float_info.max:
+        return None
     return (float(other) if node.target is operator.mul else 1 / other), one
 
 

@@ -37,9 +37,9 @@ class MergeLinears(ReversibleRule):
     layers of a decoder make of one encoder state; and linears that are called more than once, if always together.
 
     Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; one that is called elsewhere without
-             the others; linears that differ in dtype, device, requires_grad or mode; a weight that is not contiguous;
-             an input that is changed in place between them; a result that is viewed in a shape that only contiguous
-             memory can take.
+             the others; linears that differ in dtype, device, requires_grad or mode; a weight or bias that is not
+             contiguous; an input that is changed in place between them; a result that is viewed in a shape that only
+             contiguous memory can take, or detached in place.
     Exact:   to rounding (a wider product may be summed in another order).
     Inverse: exact; the weights are cut out of the merged one, and biases that were not there are not added.
     """
@@ -113,7 +113,7 @@ class MergeLinears(ReversibleRule):
         for x, calls in match.sites:
             with graph_module.graph.inserting_before(min(calls)):
                 node = graph_module.graph.call_module(merged_target, (x,))
-            _copy_meta(min(calls), node, merged.out_features)
+            modules.copy_meta(min(calls), node, min(calls), merged.out_features)
             keyword = [bool(call.kwargs) for call in calls]
             start = 0
             for call, width in zip(calls, widths, strict=True):
@@ -121,7 +121,9 @@ class MergeLinears(ReversibleRule):
                 index: Any = (..., slice(start, start + width))
                 call.args, call.kwargs = (node, index), {}
                 start += width
-            rewritten.append((node, {**record, "keyword": keyword}))
+            # Of those that give no features, the slices alone would not tell whose they are.
+            ranks = [calls.index(call) for call in sorted(calls)]
+            rewritten.append((node, {**record, "keyword": keyword, "ranks": ranks}))
         return rewritten
 
     def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
@@ -138,15 +140,17 @@ class MergeLinears(ReversibleRule):
             ):
                 parent, name = modules.parent_of(graph_module, target)
                 parent.add_module(name, linear)
-        slices = sorted(node.users, key=lambda user: (_start(node, user), user))
-        if len(slices) != len(record["targets"]):
+        users = sorted(node.users)
+        starts = [_start(node, user) for user in users]
+        if len(users) != len(record["targets"]):
             raise TransformationError(
-                f"{node.name} was cut into {len(record['targets'])} results, of which {len(slices)} are left",
+                f"{node.name} was cut into {len(record['targets'])} results, of which {len(users)} are left",
                 place="MergeLinears",
                 mend="Undo it before the graph is freed of dead code.",
             )
         x = modules.sole_input(node)
         assert x is not None
+        slices = [user for _, _, user in sorted(zip(starts, record["ranks"], users, strict=True))]
         for call, target, keyword in zip(slices, record["targets"], record["keyword"], strict=True):
             call.op, call.target = "call_module", target
             modules.call_on(call, x, keyword=keyword)
@@ -175,8 +179,8 @@ def _why_not(graph_module: GraphModule, target: str) -> str | None:
         return "it is called twice on the same input"
     if linear.bias is not None and linear.bias.requires_grad != linear.weight.requires_grad:
         return "its weight and bias differ in requires_grad"
-    if not linear.weight.is_contiguous():
-        return "its weight is not contiguous"
+    if not all(parameter.is_contiguous() for parameter in linear.parameters()):
+        return "its weight or bias is not contiguous"
     return None
 
 
@@ -184,7 +188,7 @@ def _merge(linears: list[nn.Linear]) -> nn.Linear:
     first = linears[0]
     biased = any(linear.bias is not None for linear in linears)
     width = sum(linear.out_features for linear in linears)
-    merged: nn.Linear = modules.like(first, nn.Linear, first.in_features, width, bias=biased, dtype=first.weight.dtype)
+    merged: nn.Linear = modules.like(first, nn.Linear, first.in_features, width, bias=biased)
     with torch.no_grad():
         weight = torch.cat(tuple(linear.weight for linear in linears))
         merged.weight = nn.Parameter(weight, requires_grad=first.weight.requires_grad)
@@ -202,7 +206,7 @@ def _split(merged: nn.Linear, widths: list[int], biased: list[bool]) -> list[nn.
     weights = merged.weight.detach().split(widths)
     biases = (None,) * len(widths) if merged.bias is None else merged.bias.detach().split(widths)
     for weight, bias, has_bias in zip(weights, biases, biased, strict=True):
-        linear = modules.like(merged, nn.Linear, merged.in_features, weight.shape[0], bias=has_bias, dtype=weight.dtype)
+        linear = modules.like(merged, nn.Linear, merged.in_features, weight.shape[0], bias=has_bias)
         linear.weight = nn.Parameter(
             weight.clone(memory_format=torch.contiguous_format), requires_grad=merged.weight.requires_grad
         )
@@ -228,13 +232,6 @@ def _put_before(order: list[str], target: str, name: str) -> list[str]:
     return [*order[:position], name, *order[position:]]
 
 
-def _copy_meta(source: Node, merged: Node, width: int) -> None:
-    merged.meta = {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
-    value = source.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        merged.meta["val"] = value.new_empty((*value.shape[:-1], width))
-
-
 def _start(node: Node, user: Node) -> int:
     if user.target is operator.getitem and user.args[0] is node:
         match user.args[1]:
@@ -245,10 +242,10 @@ def _start(node: Node, user: Node) -> int:
     )
 
 
-# What works, or works rightly, only on the strides that the whole result of a linear has.
-_STRICT = ("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "set_", "unfold")
-# What copies where the strides do not fit, and so gives the same as before from there on.
-_COPIES = ("reshape", "contiguous", "flatten", "clone")
+# What works, or works rightly, only on the strides that the whole result of a linear has, or on what is no slice.
+_STRICT = ("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "set_", "unfold", "detach_")
+# What may copy where it was a view of the result before. What comes after the latter two is contiguous for sure.
+_COPIES = ("reshape", "flatten", "contiguous", "clone")
 
 
 def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
@@ -257,21 +254,25 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
     A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it.
 
     Args:
-        width: The size of the result's last axis; None for what is a view already.
+        width: The size of the result's last axis; None where it will be whole, but with its axes in another order in
+            memory: joining them again gives what is contiguous.
     """
-    for user in call.users:
-        name = modules.operator_name(user)
-        if name in _STRICT and (name != "view" or width is None or not _keeps_last_axis(user, width)):
-            return user
-        if call not in memory.handed_on(graph_module, user):
-            continue
-        if name in _COPIES:
-            if memory.changed_in_place(graph_module, user):
-                return user  # what was a view of the result would be a copy of the slice
-            continue
-        found = needs_contiguous(graph_module, user, None)
-        if found is not None:
-            return found
+    ahead, seen = [call], {call}
+    made_anew = _COPIES if width is None else _COPIES[2:]
+    while ahead:
+        node = ahead.pop()
+        for user in node.users:
+            name = modules.operator_name(user)
+            apart = name == "view" and node is call and width is not None and _keeps_last_axis(user, width)
+            if name in _STRICT and not apart:
+                return user
+            if user in seen or modules.measures(user) or node not in memory.handed_on(graph_module, user):
+                continue
+            seen.add(user)
+            if name in _COPIES and memory.changed_in_place(graph_module, user):
+                return user
+            if name not in made_anew:
+                ahead.append(user)
     return None
 
 

@@ -52,8 +52,9 @@ class MergeParallelConvs(Rule):
              since that were more work; kernels whose middles do not meet, as their padding would have it; convolutions
              that differ in stride, dilation, groups, channels, dtype, device, requires_grad or mode, that do not pad
              with zeros, or that are shared, tied, hooked, parametrized, of a subclass or called more than once; a norm
-             in train mode or without running statistics; x itself or its norm where the convolution has a stride or
-             as many outputs as inputs it has not; an x that is changed in place between the terms.
+             in train mode, without running statistics or with a mean of more than 16 standard deviations; x itself
+             or its norm where the convolution has a stride or as many outputs as inputs it has not; an x that is
+             changed in place between the terms; a kernel that would overflow or become subnormal.
     Exact:   to rounding (the kernels are summed in float64 and rounded once).
     Inverse: none, because the sum of the kernels is rounded.
     """
@@ -70,26 +71,7 @@ class MergeParallelConvs(Rule):
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Sum)
-        largest = _conv(graph_module, match.largest)
-        weight = torch.zeros_like(largest.weight, dtype=torch.float64)
-        bias = weight.new_zeros(largest.out_channels)
-        biased = False
-        for term in match.terms:
-            layer = None if term is match.x else modules.called_module(graph_module, term)
-            shift: torch.Tensor | None = None
-            if isinstance(layer, _ConvNd):
-                kernel, shift = layer.weight.detach().double(), layer.bias
-            elif isinstance(layer, _BatchNorm):
-                scale, shift = batch_norm.scale_and_shift(layer)
-                kernel = _diagonal(largest, scale)
-            else:
-                kernel = _diagonal(largest, torch.ones_like(bias))
-            starts = [(size - own) // 2 for size, own in zip(weight.shape[2:], kernel.shape[2:], strict=True)]
-            middle = (slice(start, start + own) for start, own in zip(starts, kernel.shape[2:], strict=True))
-            weight[(slice(None), slice(None), *middle)] += kernel
-            if shift is not None:
-                bias, biased = bias + shift.detach().double(), True
-        merged = modules.with_weights(largest, weight, bias if biased else None)
+        merged = modules.with_weights(*_summed(graph_module, match))
         modules.replace_module(graph_module, str(match.largest.target), merged)
         match.sums[0].replace_all_uses_with(match.largest)
         for sum_ in match.sums:
@@ -99,6 +81,30 @@ class MergeParallelConvs(Rule):
                 graph_module.graph.erase_node(term)
                 modules.remove_module(graph_module, str(term.target))
         return [(match.largest, None)]
+
+
+def _summed(graph_module: GraphModule, found: Sum) -> tuple[_ConvNd, torch.Tensor, torch.Tensor | None]:
+    """The convolution that stays, and the weight and bias with which it does the work of all, in float64."""
+    largest = _conv(graph_module, found.largest)
+    weight = torch.zeros_like(largest.weight, dtype=torch.float64)
+    bias = weight.new_zeros(largest.out_channels)
+    biased = False
+    for term in found.terms:
+        layer = None if term is found.x else modules.called_module(graph_module, term)
+        shift: torch.Tensor | None = None
+        if isinstance(layer, _ConvNd):
+            kernel, shift = layer.weight.detach().double(), layer.bias
+        elif isinstance(layer, _BatchNorm):
+            scale, shift = batch_norm.scale_and_shift(layer)
+            kernel = _diagonal(largest, scale)
+        else:
+            kernel = _diagonal(largest, torch.ones_like(bias))
+        starts = [(size - own) // 2 for size, own in zip(weight.shape[2:], kernel.shape[2:], strict=True)]
+        middle = (slice(start, start + own) for start, own in zip(starts, kernel.shape[2:], strict=True))
+        weight[(slice(None), slice(None), *middle)] += kernel
+        if shift is not None:
+            bias, biased = bias + shift.detach().double(), True
+    return largest, weight, bias if biased else None
 
 
 def _is_sum(node: Node) -> bool:
@@ -112,58 +118,72 @@ def _sums_around(node: Node) -> Iterator[Node]:
         node = user
 
 
-def _flatten(node: Node) -> tuple[list[Any], list[Node]]:
-    """What a sum is the sum of, and the additions that make it, last first."""
-    terms: list[Any] = []
-    sums = [node]
-    for argument in node.args:
-        if isinstance(argument, Node) and _is_sum(argument) and node in _sums_around(argument):
-            its_terms, its_sums = _flatten(argument)
-            terms += its_terms
-            sums += its_sums
-        else:
-            terms.append(argument)
-    return terms, sums
+def _flatten(graph_module: GraphModule, node: Node) -> tuple[Node, list[Node], list[Node]] | None:
+    """The one input of all layers in a sum, its terms, and the additions that make it, last first.
+
+    None where something else is in it. A sum may have very many terms, so what is no sum again is looked at first.
+    """
+    terms: list[Node] = []
+    sums, ahead = [], [node]
+    inputs: set[Node | None] = set()
+    while ahead:
+        term = ahead.pop()
+        if not isinstance(term, Node):
+            return None
+        if term is node or _is_inner(term):
+            sums.append(term)
+            ahead += sorted(term.args, key=lambda argument: not _is_inner(argument))  # type: ignore[arg-type]
+            continue
+        layer = modules.called_module(graph_module, term)
+        its = {term, modules.sole_input(term) if isinstance(layer, (*_CONVOLUTIONS, *_NORMS)) else term}
+        inputs = inputs & its if terms else its
+        if not inputs:
+            return None
+        terms.append(term)
+    convs = [term for term in sorted(terms) if isinstance(modules.called_module(graph_module, term), _CONVOLUTIONS)]
+    x = next((x for conv in convs if (x := modules.sole_input(conv)) in inputs), None)
+    return None if x is None else (x, sorted(terms), sums)
+
+
+def _is_inner(argument: Any) -> bool:
+    return isinstance(argument, Node) and _is_sum(argument) and any(_sums_around(argument))
 
 
 def _find(graph_module: GraphModule, node: Node) -> Sum | Skip | None:
-    if not _is_sum(node):
+    flat = _flatten(graph_module, node) if _is_sum(node) else None
+    if flat is None:
         return None
-    terms, sums = _flatten(node)
-    convs = [term for term in terms if isinstance(modules.called_module(graph_module, term), _CONVOLUTIONS)]
-    for x in dict.fromkeys(modules.sole_input(conv) for conv in convs):
-        if x is None or not all(_branches_off(graph_module, term, x) for term in terms):
-            continue
-        calls = [term for term in terms if term is not x]
-        if reason := _why_not_alone(graph_module, calls) or _why_different(graph_module, calls):
-            return Skip(reason)
-        if change := memory.changed_between(graph_module, x, min(calls), node):
-            return Skip(f"{x.name} is changed in place by {change.name} between {min(calls).name} and {node.name}")
-        largest = _largest(graph_module, [call for call in calls if call in convs])
-        if isinstance(largest, Skip):
-            return largest
-        if reason := _why_not_in(graph_module, terms, x, largest):
-            return Skip(reason)
-        return Sum((*calls, *reversed(sums)), x, tuple(terms), largest, tuple(sums))
-    return None
-
-
-def _branches_off(graph_module: GraphModule, term: Any, x: Node) -> bool:
-    layer = modules.called_module(graph_module, term)
-    return term is x or (isinstance(layer, (*_CONVOLUTIONS, *_NORMS)) and modules.sole_input(term) is x)
+    x, terms, sums = flat
+    calls = [term for term in terms if term is not x]
+    if reason := _why_not_alone(graph_module, calls) or _why_different(graph_module, calls):
+        return Skip(reason)
+    if change := memory.changed_between(graph_module, x, min(calls), node):
+        return Skip(f"{x.name} is changed in place by {change.name} between {min(calls).name} and {node.name}")
+    kernels = [call for call in calls if isinstance(modules.called_module(graph_module, call), _CONVOLUTIONS)]
+    largest = _largest(graph_module, kernels)
+    if isinstance(largest, Skip):
+        return largest
+    if reason := _why_not_in(graph_module, terms, x, largest):
+        return Skip(reason)
+    found = Sum((*calls, *reversed(sums)), x, tuple(terms), largest, tuple(sums))
+    reason = modules.why_not_held(largest.target, *_summed(graph_module, found))
+    return Skip(reason) if reason else found
 
 
 def _why_not_alone(graph_module: GraphModule, calls: list[Node]) -> str | None:
     """Why one of the layers cannot be looked at by itself; None if all can."""
+    seen: set[Node] = set()
     for call in calls:
         if reason := modules.why_not_replaceable(graph_module, call):
             return reason
         if len(call.users) > 1:
             return f"the result of {call.target} is used elsewhere too"
-        if calls.count(call) > 1:
+        if call in seen:
             return f"the result of {call.target} is added to itself"
+        seen.add(call)
         layer = modules.called_module(graph_module, call)
-        if isinstance(layer, _BatchNorm) and (reason := batch_norm.why_not_affine(layer)):
+        norm = layer if isinstance(layer, _BatchNorm) else None
+        if norm and (reason := batch_norm.why_not_affine(norm) or batch_norm.why_not_centred(norm)):
             return f"{call.target}: {reason}"
     return None
 
@@ -176,8 +196,6 @@ def _why_different(graph_module: GraphModule, calls: list[Node]) -> str | None:
     # Of a norm, what counts its batches is a whole number.
     numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-    if not all(conv.weight.is_floating_point() for conv in convs):
-        return f"{names}: their weights are no floating-point numbers"
     if len({(number.dtype, number.device) for number in numbers}) > 1:
         return f"{names}: they differ in dtype or device"
     if len({parameter.requires_grad for parameter in parameters}) > 1:

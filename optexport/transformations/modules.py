@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 
 def called_module(graph_module: GraphModule, node: object) -> nn.Module | None:
@@ -53,12 +55,22 @@ def is_fixed(size: int | torch.SymInt) -> bool:
     return bool(size.node.has_hint()) and statically_known_true(size == size.node.hint)
 
 
+def copy_meta(source: Node, node: Node, value: Node, width: Any) -> None:
+    """Says of a new node where it comes from, as another one does, and that it gives what a third does, but for the
+    size of the last axis."""
+    node.meta = {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
+    if isinstance(like := value.meta.get("val"), torch.Tensor):
+        node.meta["val"] = like.new_empty((*like.shape[:-1], width))
+
+
 def forget(graph_module: GraphModule, node: Node) -> None:
-    """Takes a constant out of the graph that no node reads any more, and out of the module tree."""
+    """Takes a constant out of the graph that no node reads any more, and out of the module tree if no call does."""
     if node.users:
         return
     graph_module.graph.erase_node(node)
     if any(other.target == node.target for other in graph_module.graph.find_nodes(op="get_attr")):
+        return
+    if any(str(node.target).startswith(f"{n.target}.") for n in graph_module.graph.find_nodes(op="call_module")):
         return
     parent, name = parent_of(graph_module, str(node.target))
     for tensors in ("_parameters", "_buffers"):
@@ -149,16 +161,43 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
-    """Why a module is more than its class says: a subclass, hooks, weights computed on the fly; None if it is plain."""
+    """Why a module is more, or something else, than its class and sizes say: a subclass, hooks, weights computed on the
+    fly or of another shape; None if it is plain."""
     if type(module) is not cls:
         return f"it is a {type(module).__name__}, a subclass of {cls.__name__}"
     if has_hooks(module):
         return "it has hooks"
     if "forward" in vars(module):
         return "its forward was replaced"
-    if module._modules or "weight" in vars(module) or hasattr(module, "weight_orig"):
+    if module._modules:
         return "its weight is computed by a parametrization"
+    held = vars(module)
+    if any(name in held or name in module._buffers for name in ("weight", "bias")) or "running_var" in held:
+        return "its weight or bias is no parameter of it"
+    weight, bias = _shapes(module)
+    shapes = {"weight": weight, "bias": bias, "running_mean": bias, "running_var": bias}
+    for name, shape in shapes.items():
+        tensor = getattr(module, name, None)
+        if shape is not None and tensor is not None and tensor.shape != shape:
+            return f"its {name} has another shape than its sizes say"
     return None
+
+
+def _shapes(module: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The shapes of weight and bias that the sizes of a layer or norm ask for; None where it has none."""
+    match module:
+        case nn.Linear():
+            return (module.out_features, module.in_features), (module.out_features,)
+        case _ConvNd():
+            ends = [module.out_channels, module.in_channels][:: -1 if module.transposed else 1]
+            return (ends[0], ends[1] // module.groups, *module.kernel_size), (module.out_channels,)
+        case _BatchNorm():
+            return (module.num_features,), (module.num_features,)
+        case nn.LayerNorm():
+            return tuple(module.normalized_shape), tuple(module.normalized_shape)
+        case nn.Embedding():
+            return (module.num_embeddings, module.embedding_dim), None
+    return None, None
 
 
 def why_not_replaceable(graph_module: GraphModule, call: Node) -> str | None:
@@ -172,7 +211,28 @@ def why_not_replaceable(graph_module: GraphModule, call: Node) -> str | None:
         reason = "it is called more than once"
     if reason is None and sole_input(call) is None:
         reason = "it is not called on a single tensor"
+    if reason is None and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        reason = "its weights hold no numbers"
+    if reason is None and not all(parameter.is_floating_point() for parameter in module.parameters()):
+        reason = "its weights hold no real numbers"
     return f"{target}: {reason}" if reason else None
+
+
+def why_not_held(target: object, layer: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why a layer cannot have another weight and bias, given in float64, in its own dtype; None if it can.
+
+    They have to be finite there. And of all weights of one feature, an input or an output, rounding may lose no more
+    than it does of normal numbers: a few that become subnormal among larger ones do not matter.
+    """
+    value, dtype = weight.detach().double(), layer.weight.dtype
+    groups = getattr(layer, "groups", 1)
+    by_feature = (groups, len(value) // groups, value.shape[1], math.prod(value.shape[2:]))
+    size = value.abs().reshape(by_feature) * torch.finfo(dtype).eps
+    lost = (value.to(dtype).double() - value).abs().reshape(by_feature)
+    kept = all(bool((lost.sum(axes) <= size.sum(axes)).all()) for axes in ((1, 3), (2, 3)))
+    if not kept or (bias is not None and not bool(bias.detach().to(dtype).isfinite().all())):
+        return f"{target}: its weights would overflow or become subnormal"
+    return None
 
 
 def with_weights(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
@@ -233,11 +293,11 @@ def reorder_children(graph_module: GraphModule, target: str, order: list[str]) -
     parent._modules = dict(sorted(parent._modules.items(), key=lambda item: rank.get(item[0], len(rank))))
 
 
-def like(module: nn.Module, cls: type[nn.Module], *arguments: Any, bias: bool, **options: Any) -> Any:
-    """A new module in the mode of another, its parameters yet to be set; no random number is drawn."""
+def like(module: nn.Module, cls: type[nn.Module], *arguments: Any, bias: bool) -> Any:
+    """A new module in the mode of another, its parameters yet to be set, of any dtype; no random number is drawn."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns where there is nothing to initialise
-        new = cls(*arguments, bias=bias, device="meta", **options)
+        new = cls(*arguments, bias=bias, device="meta")
     return new.train(module.training)
 
 
@@ -246,6 +306,20 @@ def operator_name(node: Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.rpartition("::")[2]
     return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+
+
+# What tells of a tensor as a whole, and of none of its numbers.
+_MEASURES = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
+    *("get_device", len, torch.numel, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default),
+}
+
+
+def measures(node: Node) -> bool:
+    """Whether a node is a size, a shape, or something else that is known of a tensor without its numbers."""
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "dtype", "device")
+    return node.op in ("call_method", "call_function") and node.target in _MEASURES
 
 
 # Operators of Python, as functions; as methods they have underscores around them.

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 from optexport.testing import (
     assert_close,
@@ -201,6 +202,7 @@ _SIZES: dict[str, Callable[[Any], Any]] = {
     "list": lambda x: x.tolist()[0][0] / 49,
     "quotient of size": lambda x: x.shape[0] / 7 / 7,
     "element size": lambda x: x.element_size() / 49,
+    "function": lambda x: torch.numel(x) / 49,
 }
 
 
@@ -232,6 +234,30 @@ _ROUNDED: dict[str, Callable[[Any], Any]] = {
     "in bins": lambda q: torch.bucketize(q, torch.arange(1.0, 50.0), right=True),
 }
 
+_WHOLE = torch.zeros(1999, dtype=torch.int64)
+_ROUNDED |= {
+    "threshold": lambda q: F.threshold(q, 3.0, -5.0),
+    "shrunk": lambda q: F.hardshrink(q, 3.0),
+    "sign": lambda q: torch.sgn(q - 3),
+    "sign bit": lambda q: torch.signbit(q - 3),
+    "logic": lambda q: torch.logical_not(q - 3),
+    "count": lambda q: torch.count_nonzero(q - q.round()),
+    "member": lambda q: torch.isin(q, torch.arange(50.0)),
+    "places": lambda q: torch.where(q - q.round())[0],
+    "place of the median": lambda q: (q - q.round()).abs().median(0)[1],
+    "place of the greatest so far": lambda q: (q.round() - q).cummax(0)[1],
+    "type of another": lambda q: q.type_as(_WHOLE),
+    "to another": lambda q: q.to(_WHOLE),
+    "type by name": lambda q: q.type("torch.LongTensor"),
+    "copied into another": lambda q: _WHOLE.clone().copy_(q),
+    "added into another": lambda q: (whole := _WHOLE.float(), whole.add_(q), whole.floor())[-1],
+    "set in another": lambda q: (whole := _WHOLE.clone(), whole.__setitem__(slice(None), q), whole)[-1],
+    "sum of whole numbers": lambda q: q.cumsum(0, dtype=torch.int64),
+    "bits": lambda q: q.view(torch.int32),
+    "quantised": lambda q: torch.fake_quantize_per_tensor_affine(q, 2.0, 0, 0, 255),
+    "as many": lambda q: torch.arange(q[0].abs() + 1),
+}
+
 
 @pytest.mark.parametrize("how", _ROUNDED)
 def test_a_quotient_that_is_cut_to_whole_numbers_stays_exact(how: str) -> None:
@@ -241,6 +267,85 @@ def test_a_quotient_that_is_cut_to_whole_numbers_stays_exact(how: str) -> None:
     graph_module = by_fx(lambda _, x: _ROUNDED[how](x / divisor))
     want = outputs(graph_module, x)
     assert_same(outputs(ChangeTrueDivToMulByInverse()(graph_module), x), want, "to the bit")
+
+
+# A dtype by its name becomes another there, and how many numbers there are has to be known.
+_NOT_EXPORTED = {"type by name", "quantised", "as many"}
+
+
+@pytest.mark.parametrize("how", sorted(_ROUNDED.keys() - _NOT_EXPORTED))
+def test_a_quotient_that_is_cut_to_whole_numbers_stays_exact_after_export(how: str) -> None:
+    divisor = next(c for c in range(3, 200) if _misses(c))
+    x = torch.arange(1, 2000.0) * divisor
+    graph_module = by_export(x, lambda _, x: _ROUNDED[how](x / divisor))
+    check_laws(ChangeTrueDivToMulByInverse(), graph_module, x, exact=True)
+
+
+_SMOOTH: dict[str, Callable[[Any, Any], Any]] = {
+    "attention": lambda m, q: torch.matmul(F.dropout(torch.softmax(q + 1.0, -1), training=False), q.transpose(-1, -2)),
+    "masked": lambda m, q: F.softmax(q.clamp(-9, 9).masked_fill(torch.arange(7) > 4, -1e9), dim=-1),
+    "in place": lambda m, q: torch.softmax(q.add_(1.0), -1),
+    "activation": lambda m, q: m.act(q).view(-1, 7).float().sum(1),
+    "layers": lambda m, q: m.linear(q.reshape(-1, 7)),
+    "size": lambda m, q: q.reshape(q.shape[0], -1) * q.dim(),
+    "memory": lambda m, q: torch.cat([q, q.detach()]).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("how", _SMOOTH)
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_quotient_that_only_smooth_functions_and_sums_follow_becomes_a_product(how: str, exported: bool) -> None:
+    x = torch.linspace(-3, 3, 28).reshape(4, 7)
+    children = {"act": nn.GELU(), "linear": nn.Linear(7, 3)}
+    body = lambda m, x: _SMOOTH[how](m, x / 7)  # noqa: E731
+    check_applied(
+        ChangeTrueDivToMulByInverse(), by_export(x, body, **children) if exported else by_fx(body, **children), x
+    )
+
+
+@pytest.mark.parametrize("layer", [nn.Threshold(3.0, -5.0), nn.Hardshrink(3.0)])
+def test_a_quotient_that_goes_into_a_layer_not_known_to_be_smooth_stays_exact(layer: nn.Module) -> None:
+    graph_module = by_fx(lambda m, x: m.layer(x / 41), layer=layer)
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "layer may cut the quotient")
+
+
+def test_a_quotient_that_goes_into_a_layer_with_hooks_stays_exact() -> None:
+    act = nn.GELU()
+    act.register_forward_hook(lambda module, args, result: result.floor())
+    graph_module = by_fx(lambda m, x: m.act(x / 41), act=act)
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "act may cut the quotient")
+
+
+def test_a_quotient_of_a_number_that_was_given_stays_exact_where_it_counts() -> None:
+    class Counts(nn.Module):
+        def forward(self, x, n):  # type: ignore[no-untyped-def]
+            return x[:1] + torch.arange(n / 75)
+
+    graph_module = torch.fx.symbolic_trace(Counts())
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, None, "arange may cut the quotient")
+
+
+@pytest.mark.parametrize("step", [lambda m, x: x / 3 + 1, lambda m, x: x + m.linear(x), lambda m, x: x + x * 0.5])
+def test_a_long_way_to_a_quotient_is_followed_once(step: Any) -> None:
+    def body(m: Any, x: Any) -> Any:
+        for _ in range(300):
+            x = step(m, x)
+        return x / 5
+
+    _, report = run(ChangeTrueDivToMulByInverse(), by_fx(body, linear=nn.Linear(4, 4)))
+    assert len(report.changes) in (1, 301)
+
+
+def test_a_number_that_no_float_holds_and_a_function_of_ones_own_are_left_alone() -> None:
+    check_refused(ChangeTrueDivToMulByInverse(), by_fx(lambda _, x: x / 10**400), None, "is not a normal float32")
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(divide, (graph.placeholder("x"),)))
+    check_refused(ChangeTrueDivToMulByInverse(), torch.fx.GraphModule(nn.Module(), graph), X)
+
+
+def divide(x: torch.Tensor) -> torch.Tensor:
+    """A function of one's own, by the name of a division."""
+    return x
 
 
 def _misses(divisor: int) -> bool:

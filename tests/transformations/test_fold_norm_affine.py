@@ -172,3 +172,8 @@ def test_real_norms(name: str, count: int) -> None:
     changed, _ = run(FoldNormAffine(), sharing(graph_module))
     bare = [call for call in calls(changed, nn.LayerNorm) if changed.get_submodule(str(call.target)).weight is None]
     assert len(bare) == (count if name == "vit" else 0)
+
+
+def test_a_gain_that_a_called_norm_holds_stays_for_it() -> None:
+    graph_module = by_export(X, lambda m, x: (m.q(x.tanh() * m.norm.weight), m.norm(x)), **_layers())
+    check_applied(FoldNormAffine(), graph_module, X)

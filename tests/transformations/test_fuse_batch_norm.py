@@ -168,3 +168,54 @@ def test_a_norm_on_either_side_goes_into_the_same_layer() -> None:
         after=nn.BatchNorm2d(5),
     )
     check_applied(FuseBatchNorm(), graph_module, _x(2), count=2)
+
+
+@pytest.mark.parametrize("between", [nn.Identity, nn.Dropout, nn.Flatten])
+def test_across_what_has_hooks_it_stays(between: Any) -> None:
+    module = between()
+    module.register_forward_hook(lambda module, args, result: result + 1)
+    x = torch.randn(3, 4)
+    graph_module = by_fx(
+        lambda m, x: m.layer(m.between(m.norm(x))), norm=nn.BatchNorm1d(4), between=module, layer=nn.Linear(4, 5)
+    )
+    check_refused(FuseBatchNorm(), graph_module, x)
+
+
+def test_a_layer_or_norm_that_is_called_on_more_than_a_tensor_is_left_alone() -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        return m.up(m.norm(x), output_size=[6, 5])
+
+    layers = {"norm": nn.BatchNorm2d(4), "up": nn.ConvTranspose2d(4, 4, 1)}
+    check_refused(FuseBatchNorm(), by_fx(body, **layers), _x(2))
+    after = by_fx(lambda m, x: m.norm(m.up(x, output_size=[6, 5])), **layers)
+    check_refused(FuseBatchNorm(), after, _x(2), "up: it is not called on a single tensor")
+
+
+def test_before_a_linear_whose_sizes_are_not_its_weights_it_stays_across_a_flatten() -> None:
+    layer = nn.Linear(120, 5)
+    layer.in_features = 60
+    graph_module = by_fx(lambda m, x: m.layer(torch.flatten(m.norm(x), 1)), layer=layer, norm=nn.BatchNorm2d(4))
+    check_refused(FuseBatchNorm(), graph_module, _x(2), "its weight has another shape than its sizes say")
+
+
+@pytest.mark.parametrize("body", [_layer_then_norm, _norm_then_layer])
+def test_a_norm_far_from_zero_goes_only_into_what_is_before_it(body: Any) -> None:
+    """The mean and its products are great numbers that cancel; before the norm they did so already."""
+    x = torch.randn(3, 4)
+    graph_module = by_export(x, body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
+    with torch.no_grad():
+        graph_module.norm.running_mean[1] = 1e6
+    if body is _norm_then_layer:
+        check_refused(FuseBatchNorm(), graph_module, x, "norm: a mean is more than 16 standard deviations from zero")
+    else:
+        check_applied(FuseBatchNorm(), graph_module, x)
+
+
+def test_a_norm_into_an_infinite_weight_stays() -> None:
+    x = torch.randn(3, 4)
+    graph_module = by_export(x, _norm_then_layer, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
+    with torch.no_grad():
+        graph_module.layer.weight[0, 0] = torch.inf
+        graph_module.norm.running_mean.zero_()
+        graph_module.norm.bias.zero_()
+    check_refused(FuseBatchNorm(), graph_module, None, "would overflow")

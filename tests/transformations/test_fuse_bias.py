@@ -11,7 +11,7 @@ from torch import nn
 from optexport.testing import check_applied, check_refused, sharing
 from optexport.transformations import FuseBias
 from optexport.transformations.rule import run
-from tests.transformations.programs import Inherited, by_export, by_fx
+from tests.transformations.programs import Inherited, Program, by_export, by_fx, graph_of
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 IMAGE = torch.linspace(-2, 2, 96).reshape(2, 3, 4, 4)
@@ -109,3 +109,36 @@ def test_another_precision_than_the_layers_is_left_alone() -> None:
     more = nn.Parameter(torch.randn(5, dtype=torch.float64))
     graph_module = by_export(X, _plus, layer=nn.Linear(4, 5), more=more)
     check_refused(FuseBias(), graph_module, X, "differ in dtype or device")
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1 + 2j), torch.tensor([1 + 2j])])
+def test_a_complex_constant_is_left_alone(value: torch.Tensor) -> None:
+    program = Program(lambda m, x: torch.view_as_real(m.layer(x) + m.more), layer=nn.Linear(4, 5))
+    program.register_buffer("more", value)
+    graph_module = graph_of(program.eval())
+    check_refused(FuseBias(), graph_module, X, "differ in dtype or device")
+
+
+def test_a_number_that_no_float_holds_is_none_of_its_business() -> None:
+    check_refused(FuseBias(), by_fx(lambda m, x: m.layer(x) + 10**400, layer=nn.Linear(4, 5)), None)
+
+
+def test_a_constant_of_no_numbers_is_left_alone() -> None:
+    program = Program(_plus, layer=nn.Linear(4, 5))
+    program.register_buffer("more", torch.ones((), device="meta"))
+    _, report = run(FuseBias(), graph_of(program.eval()))
+    assert not report.changes
+    assert "differ in dtype or device" in report.near_misses[0].reason
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: (m.layer(x) + m.other.bias) * m.other(x),
+        lambda m, x: m.layer(x) + m.norm.running_mean + m.norm(x),
+        lambda m, x: m.layer(x) + m.norm.weight + m.norm(x),
+    ],
+)
+def test_a_constant_that_a_called_layer_holds_stays_for_it(body: Any) -> None:
+    layers = {"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)}
+    check_applied(FuseBias(), by_fx(body, **layers), X)

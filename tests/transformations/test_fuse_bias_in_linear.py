@@ -209,3 +209,17 @@ def test_applied_again_after_a_norm_gave_it_a_new_bias_it_can_still_be_undone_or
 def test_linears_that_are_padded_are_not_merged_into_one_that_is_not() -> None:
     graph_module = by_fx(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 3), k=nn.Linear(4, 3))
     check_undo_alone([FuseBiasInLinear(), MergeLinears()], graph_module, X)
+
+
+def test_a_bias_cut_out_of_another_tensor_is_left_alone() -> None:
+    layer = nn.Linear(4, 4)
+    layer.bias = nn.Parameter(torch.randn(4, 3)[:, 1])
+    graph_module = graph_of(Program(lambda m, x: m.layer(x), layer=layer).eval())
+    check_refused(FuseBiasInLinear(), graph_module, None, "layer: its weight or bias is not contiguous")
+
+
+def test_what_is_known_of_the_padded_input_is_said() -> None:
+    x = torch.randn(2, 4)
+    graph_module = FuseBiasInLinear()(by_export(x, lambda m, x: m.layer(x), layer=nn.Linear(4, 3)))
+    (padded,) = graph_module.graph.find_nodes(op="call_function", target=F.pad)
+    assert padded.meta["val"].shape[1:] == (5,)

@@ -284,7 +284,19 @@ def test_a_product_that_overflows_half_precision_stays() -> None:
     with torch.no_grad():
         for parameter in graph_module.parameters():
             parameter.fill_(300.0)
-    check_refused(MergeLinearChain(), graph_module, None, "one and two: their product overflows")
+    check_refused(MergeLinearChain(), graph_module, None, "its weights would overflow")
+
+
+def test_an_adapter_that_overflows_stays() -> None:
+    graph_module = by_fx(_adapted, **_layers())
+    with torch.no_grad():
+        for name in ("a", "b"):
+            graph_module.get_submodule(name).weight.fill_(1e25)  # type: ignore[operator, union-attr]
+    check_refused(MergeLinearChain(), graph_module, None, "its weights would overflow")
+
+
+def test_a_factor_that_no_float_holds_is_none_of_its_business() -> None:
+    check_refused(MergeLinearChain(), by_fx(lambda m, x: m.base(x) + 10**400 * m.b(m.a(x)), **_layers()), None)
 
 
 def test_an_adapter_in_another_precision_stays() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from optexport.testing import check_applied, check_laws, check_undo_alone, outputs, sharing
+from optexport.trace import symbolic_trace
 from optexport.transformations import FuseBiasInLinear, MergeLinears
 from optexport.transformations.rule import run
 from tests import models
@@ -315,3 +316,32 @@ def test_time_grows_with_the_number_of_groups_and_not_with_its_square(reverse: b
 def test_undone_before_a_later_rule_it_is_right_or_refuses(bias: bool) -> None:
     graph_module = by_fx(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 2, bias=bias), k=nn.Linear(4, 2))
     check_undo_alone([MergeLinears(), FuseBiasInLinear()], graph_module, X)
+
+
+def test_linears_of_whole_numbers() -> None:
+    layers = {"q": nn.Linear(4, 3), "k": nn.Linear(4, 3, bias=False)}
+    program = Program(lambda m, x: m.q(x) - 2 * m.k(x), **layers).eval()
+    for layer in layers.values():
+        for name, parameter in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter((parameter * 9).long(), requires_grad=False))
+    x = torch.arange(12).reshape(3, 4)
+    for graph_module in (graph_of(program), symbolic_trace(program, example_inputs={"x": x})):
+        check_applied(MergeLinears(), graph_module, x)
+        check_applied(FuseBiasInLinear(), graph_module, x)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("widths", [(0, 4), (4, 0), (0, 0), (0, 4, 0)])
+def test_linears_without_features_get_their_own_calls_back_in_whatever_order_they_are_called(
+    widths: tuple[int, ...],
+) -> None:
+    names = [f"l{i}" for i in range(len(widths))]
+
+    def body(m: Any, x: torch.Tensor) -> Any:
+        y = x + 1
+        return [getattr(m, n)(x) for n in names], [getattr(m, n)(y) for n in reversed(names)]
+
+    layers = {name: nn.Linear(8, width) for name, width in zip(names, widths, strict=True)}
+    x = torch.linspace(-2, 2, 24).reshape(3, 8)
+    check_applied(MergeLinears(), by_fx(body, **layers), x)
+    check_applied(MergeLinears(), by_export(x, body, **layers), x)

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, skip_init, weig
 
 from optexport.testing import check_applied, check_laws, check_refused, check_undo_alone
 from optexport.transformations import FuseBatchNorm1dInLinear, MergeLinears
+from optexport.transformations.rule import run
 from tests import models
 from tests.models import randomise
 from tests.transformations.programs import Inherited, Program, by_export, by_fx, calls, graph_of
@@ -151,7 +152,13 @@ def test_a_linear_of_which_only_a_part_is_frozen_is_left_alone() -> None:
 def test_a_linear_with_a_transposed_weight_is_left_alone() -> None:
     program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
     program.q.weight = nn.Parameter(program.q.weight.detach().t())
-    check_refused(MergeLinears(), graph_of(program), X, "q: its weight is not contiguous")
+    check_refused(MergeLinears(), graph_of(program), X, "q: its weight or bias is not contiguous")
+
+
+def test_a_linear_with_a_bias_cut_out_of_another_tensor_is_left_alone() -> None:
+    program = randomise(Program(_sum, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
+    program.q.bias = nn.Parameter(torch.randn(4, 3)[:, 1])
+    check_refused(MergeLinears(), graph_of(program), None, "q: its weight or bias is not contiguous")
 
 
 def test_linears_of_which_one_is_frozen_are_left_alone() -> None:
@@ -250,6 +257,9 @@ _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "after in-place": lambda y: y.relu_().view(-1),
     "strided": lambda y: y.as_strided((4, 6), (6, 1)),
     "like another": lambda y: y.view_as(torch.empty(4, 6)),
+    "after reshape": lambda y: y.reshape(2, 3, 2, 2).view(-1),
+    "after flatten": lambda y: y.flatten(0, 1).view(-1),
+    "complex after reshape": lambda y: torch.view_as_complex(y.reshape(2, 3, 2, 2)).abs(),
     "bytes": lambda y: y.view(torch.int32).view(-1).to(torch.float32),
 }
 
@@ -270,6 +280,32 @@ def test_a_result_that_is_viewed_as_complex_numbers_is_right_or_left_alone() -> 
         return torch.view_as_complex(m.q(x).view(2, 3, 2, 2)).abs().sum() + m.k(x).sum()
 
     check_laws(MergeLinears(), by_fx(body, q=nn.Linear(4, 4), k=nn.Linear(4, 3)), X)
+
+
+def test_a_result_that_is_detached_in_place_is_left_alone() -> None:
+    layers = {"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)}
+    graph_module = by_fx(lambda m, x: m.q(x).detach_() - m.k(x), **layers)
+    check_refused(MergeLinears(), graph_module, X[0], "detach_ views the result of q")
+
+
+def test_a_result_of_which_only_the_size_is_viewed_is_merged() -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        q, k = m.q(x), m.k(x)
+        return q + 1, k.view(q.size(0), q.shape[1], 2, 2) + 1
+
+    check_applied(MergeLinears(), by_fx(body, q=nn.Linear(4, 4), k=nn.Linear(4, 4)), X)
+
+
+@pytest.mark.parametrize("step", [lambda q: torch.mul(q, torch.sigmoid(q)), lambda q: q.relu()])
+def test_a_long_way_from_a_result_is_followed_once(step: Callable[[Any], Any]) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        q = m.q(x)
+        for _ in range(1100):
+            q = step(q)
+        return q - m.k(x)
+
+    _, report = run(MergeLinears(), by_fx(body, q=nn.Linear(4, 4), k=nn.Linear(4, 4)))
+    assert len(report.changes) == 1
 
 
 def test_others_are_merged_beside_one_that_is_left_alone() -> None:

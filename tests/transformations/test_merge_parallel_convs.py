@@ -171,7 +171,7 @@ def test_kernels_whose_middles_do_not_meet(options: dict[str, Any], reason: str)
         (nn.Conv2d(1, 4, 3, padding=1), "has a stride, or other outputs than inputs"),
         (nn.Conv2d(4, 1, 3, padding=1), "has a stride, or other outputs than inputs"),
         (nn.Conv2d(4, 4, 3, padding=1, stride=9), "has a stride, or other outputs than inputs"),
-        (nn.Conv2d(4, 4, 4, padding="same"), "the middle of a is not that of a"),
+        (nn.Conv2d(4, 4, 4, padding="same"), "a does not keep each position where it is, as x does"),
     ],
     ids=str,
 )
@@ -385,3 +385,21 @@ def test_all_repvgg_blocks_of_rt_detr() -> None:
     merged, report = run(RULE, folded)
     assert len(report.changes) == 12
     assert_close(outputs(merged, x), outputs(graph_module, x), "merged")
+
+
+@pytest.mark.parametrize("term", [lambda m, x: m.linear(x), lambda m, x: 1.0, lambda m, x: x.relu()])
+def test_a_sum_of_very_many_other_terms_is_none_of_its_business(term: Any) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        total = m.linear(x)
+        for _ in range(1500):
+            total = total + term(m, x)
+        return total
+
+    check_refused(RULE, by_fx(body, linear=nn.Linear(4, 4)), None)
+
+
+def test_a_norm_far_from_zero_stays_beside_a_convolution() -> None:
+    graph_module = by_export(_x(), lambda m, x: m.a(x) + m.norm(x), a=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4))
+    with torch.no_grad():
+        graph_module.norm.running_mean.fill_(1e6)  # type: ignore[operator, union-attr]
+    check_refused(RULE, graph_module, None, "norm: a mean is more than 16 standard deviations from zero")
