@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from optexport.transformations import modules
+from optexport.transformations import folding, modules
 
 
 def scale_and_shift(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ _FARTHEST = 16
 def why_not_foldable(graph_module: GraphModule, norm_call: Node, layer_call: Node) -> str | None:
     """Why a norm cannot be folded into any layer, or a layer take one; None if they can."""
     for call in (norm_call, layer_call):
-        if reason := modules.why_not_replaceable(graph_module, call):
+        if reason := folding.why_not_replaceable(graph_module, call):
             return reason
     norm = graph_module.get_submodule(str(norm_call.target))
     layer = graph_module.get_submodule(str(layer_call.target))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import ConfigError, did_you_mean
-from optexport.transformations import memory, modules
+from optexport.transformations import folding, memory, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -124,7 +124,7 @@ class CastPrecision(Rule):
         cls = next((cls for cls in _LAYERS if isinstance(layer, cls)), None)
         if layer is None or cls is None or self._keeps(target):
             return None
-        uses, dtypes = modules.uses(graph_module), _dtypes(layer)
+        uses, dtypes = usage.uses(graph_module), _dtypes(layer)
         if len(dtypes) > 1:
             return Skip(f"{target}: it mixes dtypes")
         half, known = _DTYPES[self.dtype], [_dtype(call) for call in uses.calls_of(target)]
@@ -133,7 +133,7 @@ class CastPrecision(Rule):
             return None
         if _dtype(node) not in (None, torch.float32):
             return None
-        if reason := modules.why_not_plain(layer, cls) or uses.why_shared(target, layer):
+        if reason := folding.why_not_plain(layer, cls) or uses.why_shared(target, layer):
             return Skip(f"{target}: {reason}")
         for call in uses.calls_of(target):
             x = modules.sole_input(call)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import modules
+from optexport.transformations import effects, folding, modules
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 _DIVISIONS: dict[str, tuple[str, Any]] = {
@@ -115,7 +115,7 @@ def _where_cut(graph_module: GraphModule, quotient: Node) -> Node | None:
             name = _name(graph_module, user)
             if name not in _KNOWN or not _gives_fractions(user, name):
                 return user
-            if not seen.issuperset(modules.mutated(graph_module, user)):
+            if not seen.issuperset(effects.mutated(graph_module, user)):
                 return user  # what reads that memory otherwise is not seen here
             if name not in _MIXES:
                 seen.add(user)
@@ -128,7 +128,7 @@ def _name(graph_module: GraphModule, node: Node) -> str:
     module = modules.called_module(graph_module, node)
     if module is not None:
         cls = type(module)
-        plain = cls.__module__.startswith("torch.nn.modules.") and modules.why_not_plain(module, cls) is None
+        plain = cls.__module__.startswith("torch.nn.modules.") and folding.why_not_plain(module, cls) is None
         return cls.__name__.lower() if plain else ""
     if node.target is getattr:
         return str(node.args[1])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import memory, modules
+from optexport.transformations import folding, memory, modules, usage
 from optexport.transformations.remove_no_ops import Pass, hands_on
 from optexport.transformations.rule import Match, Rule, Skip
 
@@ -63,7 +63,7 @@ class FoldNormAffine(Rule):
             return None
         if others:
             return Skip(f"{norm.name} is used by {others[0].name} too")
-        reason = modules.why_not_replaceable(graph_module, norm) if source is norm else _why_not_product(norm, source)
+        reason = folding.why_not_replaceable(graph_module, norm) if source is norm else _why_not_product(norm, source)
         if source is not norm and (change := memory.changed_between(graph_module, source, norm, node)):
             reason = reason or f"{source.name} is changed in place by {change.name} before {node.name} reads it"
         for call in linears:
@@ -77,7 +77,7 @@ class FoldNormAffine(Rule):
         source, gain, shift = found
         for call in match.linears:
             folded = _folded(modules.called_module(graph_module, call), gain, shift)
-            modules.replace_module(graph_module, str(call.target), modules.with_weights(*folded))
+            modules.replace_module(graph_module, str(call.target), folding.with_weights(*folded))
         norm = modules.called_module(graph_module, match.norm)
         if isinstance(norm, nn.LayerNorm):
             bare = modules.like(norm, nn.LayerNorm, norm.normalized_shape, norm.eps, False, bias=False)
@@ -86,7 +86,7 @@ class FoldNormAffine(Rule):
             (constant,) = (read for read in match.norm.all_input_nodes if read is not source)
             match.norm.replace_all_uses_with(source)
             graph_module.graph.erase_node(match.norm)
-            modules.forget(graph_module, constant)
+            usage.forget(graph_module, constant)
         return [(call, None) for call in match.linears]
 
 
@@ -151,7 +151,7 @@ def _why_not_product(node: Node, source: Node) -> str | None:
 def _why_not_linear(
     graph_module: GraphModule, call: Node, gain: torch.Tensor, shift: torch.Tensor | None
 ) -> str | None:
-    if reason := modules.why_not_replaceable(graph_module, call):
+    if reason := folding.why_not_replaceable(graph_module, call):
         return reason
     linear: Any = modules.called_module(graph_module, call)
     if gain.shape != (linear.in_features,):
@@ -159,7 +159,7 @@ def _why_not_linear(
     tensors = [gain, *linear.parameters()] + ([] if shift is None else [shift])
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         return f"{call.target}: it differs from the norm in dtype or device"
-    return modules.why_not_held(call.target, *_folded(linear, gain, shift))
+    return folding.why_not_held(call.target, *_folded(linear, gain, shift))
 
 
 def _folded(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import memory, modules
+from optexport.transformations import effects, folding, memory, modules, usage
 from optexport.transformations.remove_no_ops import Pass, hands_on
 from optexport.transformations.rule import Match, Rule, Skip
 
@@ -94,12 +94,12 @@ class FoldScale(Rule):
         (node,) = (node for node in match.nodes if node not in match.layers)
         for call in match.layers:
             scaled = _scaled(modules.called_module(graph_module, call), match.factor, after=match.after)
-            modules.replace_module(graph_module, str(call.target), modules.with_weights(*scaled))
+            modules.replace_module(graph_module, str(call.target), folding.with_weights(*scaled))
         constants = [source for source in node.all_input_nodes if source is not match.x]
         node.replace_all_uses_with(match.x)
         graph_module.graph.erase_node(node)
         for constant in constants:
-            modules.forget(graph_module, constant)
+            usage.forget(graph_module, constant)
         return [(call, None) for call in match.layers]
 
 
@@ -148,13 +148,13 @@ def _down(graph_module: GraphModule, node: Node) -> tuple[list[Node], str | None
 
 def _moves(graph_module: GraphModule, node: Node) -> bool:
     """Whether a node only puts the numbers of its first argument elsewhere."""
-    if not node.args or modules.mutated(graph_module, node):
+    if not node.args or effects.mutated(graph_module, node):
         return False
     if isinstance(hands_on(graph_module, node), Pass):
         return True
     module = modules.called_module(graph_module, node)
     if module is not None:
-        return isinstance(module, nn.Flatten) and modules.why_not_plain(module, nn.Flatten) is None
+        return isinstance(module, nn.Flatten) and folding.why_not_plain(module, nn.Flatten) is None
     reads_bits = any(isinstance(argument, torch.dtype) for argument in node.args) or "dtype" in node.kwargs
     return modules.operator_name(node) in _MOVES and not reads_bits
 
@@ -185,13 +185,13 @@ def _why_not_before(
 
 
 def _why_not_scaled(graph_module: GraphModule, call: Node, factor: float, *, after: bool) -> str | None:
-    if reason := modules.why_not_replaceable(graph_module, call):
+    if reason := folding.why_not_replaceable(graph_module, call):
         return reason
     target, layer = str(call.target), modules.called_module(graph_module, call)
     assert layer is not None
     if not 2**-16 <= abs(factor) <= 2**16:
         return f"the factor beside {target} is {factor}"
-    return modules.why_not_held(target, *_scaled(layer, factor, after=after))
+    return folding.why_not_held(target, *_scaled(layer, factor, after=after))
 
 
 def _scaled(layer: Any, factor: float, *, after: bool) -> tuple[Any, torch.Tensor, torch.Tensor | None]:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import memory, modules
+from optexport.transformations import effects, memory, modules, usage
 from optexport.transformations.bounds import bounds
 from optexport.transformations.merge_linears import needs_contiguous
 from optexport.transformations.rule import Match, Rule, Skip
@@ -192,7 +192,7 @@ class _Parts:
     def _unscaled(self, node: Node) -> Node:
         factor = _factor(self._graph_module, node)
         # What is done in place is seen by others too.
-        if factor is None or len(node.users) > 1 or modules.mutated(self._graph_module, node):
+        if factor is None or len(node.users) > 1 or effects.mutated(self._graph_module, node):
             return node
         if factor[1] <= 0 or _dtype(factor[0]) != _dtype(node):
             return node
@@ -395,7 +395,7 @@ def _erase(graph_module: GraphModule, node: Node) -> None:
     if node.users or node.op == "placeholder":
         return
     if node.op == "get_attr":
-        modules.forget(graph_module, node)
+        usage.forget(graph_module, node)
         return
     sources = node.all_input_nodes
     graph_module.graph.erase_node(node)

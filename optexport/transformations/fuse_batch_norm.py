@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from optexport.transformations import batch_norm, memory, modules
+from optexport.transformations import batch_norm, folding, memory, modules
 from optexport.transformations.remove_no_ops import Pass, hands_on
 from optexport.transformations.rule import Match, Rule, Skip
 
@@ -78,12 +78,12 @@ class FuseBatchNorm(Rule):
         if flattened and isinstance(first, _BatchNorm) and isinstance(second, nn.Linear):
             space = second.in_features // first.num_features
         fold = Fold((layer_call, norm_call), norm_call, layer_call, space)
-        reason = modules.why_not_held(layer_call.target, *_folded(graph_module, fold))
+        reason = folding.why_not_held(layer_call.target, *_folded(graph_module, fold))
         return Skip(reason) if reason else fold
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Fold)
-        layer = modules.with_weights(*_folded(graph_module, match))
+        layer = folding.with_weights(*_folded(graph_module, match))
         modules.replace_module(graph_module, str(match.layer.target), layer)
         batch_norm.bypass(graph_module, match.norm)
         return [(match.layer, None)]
@@ -120,7 +120,7 @@ def _flattens(graph_module: GraphModule, node: Node) -> bool:
     """Whether a node joins all axes but the first."""
     module = modules.called_module(graph_module, node)
     if isinstance(module, nn.Flatten):
-        plain = modules.why_not_plain(module, nn.Flatten) is None
+        plain = folding.why_not_plain(module, nn.Flatten) is None
         return plain and (module.start_dim, module.end_dim) == (1, -1) and bool(node.args)
     return modules.operator_name(node) == "flatten" and node.args[1:] in ((1,), (1, -1)) and not node.kwargs
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import memory, modules
+from optexport.transformations import folding, memory, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -48,12 +48,12 @@ class FuseBias(Rule):
         (constant,) = [argument for argument in sum_.args if argument is not call]
         value = _value(graph_module, constant)
         assert value is not None
-        biased = modules.with_weights(layer, layer.weight, _total(layer, value))
+        biased = folding.with_weights(layer, layer.weight, _total(layer, value))
         modules.replace_module(graph_module, str(call.target), biased)
         sum_.replace_all_uses_with(call)
         graph_module.graph.erase_node(sum_)
         if isinstance(constant, Node):
-            modules.forget(graph_module, constant)
+            usage.forget(graph_module, constant)
         return [(call, None)]
 
 
@@ -74,7 +74,7 @@ def _why_not(graph_module: GraphModule, call: Node, layer: Layer, value: torch.T
     target = str(call.target)
     if len(call.users) > 1:
         return f"the result of {target} is used elsewhere too"
-    if reason := modules.why_not_replaceable(graph_module, call):
+    if reason := folding.why_not_replaceable(graph_module, call):
         return reason
     kind = layer.weight.dtype, layer.weight.device
     promoted = torch.result_type(layer.weight, value) != layer.weight.dtype
@@ -86,4 +86,4 @@ def _why_not(graph_module: GraphModule, call: Node, layer: Layer, value: torch.T
         size not in (1, own) for size, own in zip(value.shape[::-1], shape[::-1], strict=False)
     ):
         return f"what is added to {target} is no number for each of its {shape[0]} features"
-    return modules.why_not_held(target, layer, layer.weight, _total(layer, value))
+    return folding.why_not_held(target, layer, layer.weight, _total(layer, value))

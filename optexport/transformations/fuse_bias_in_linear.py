@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from optexport.transformations import modules
+from optexport.transformations import folding, modules, usage
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 
@@ -31,9 +31,9 @@ class FuseBiasInLinear(ReversibleRule):
         linear = modules.called_module(graph_module, node)
         if not isinstance(linear, nn.Linear) or linear.bias is None:
             return None
-        uses = modules.uses(graph_module)
+        uses = usage.uses(graph_module)
         target = str(node.target)
-        if reason := modules.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear):
+        if reason := folding.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear):
             return Skip(f"{target}: {reason}")
         w, b = linear.weight, linear.bias
         if (w.dtype, w.device, w.requires_grad) != (b.dtype, b.device, b.requires_grad):

@@ -12,7 +12,7 @@ from torch.fx.graph import _PyTreeCodeGen
 
 from optexport.errors import ConfigError, did_you_mean
 from optexport.signature import named_outputs
-from optexport.transformations import modules
+from optexport.transformations import modules, usage
 from optexport.transformations.rule import Match, Rule
 
 
@@ -48,7 +48,7 @@ class KeepOutputs(Rule):
         if isinstance(graph._codegen, _PyTreeCodeGen):
             graph.set_codegen(_PyTreeCodeGen(graph._codegen.pytree_info._replace(out_spec=None)))
         # Methods that change their tensor in place look pure to torch.fx.
-        changes = {change for change in modules.uses(graph_module).mutations if not change._erased}
+        changes = {change for change in usage.uses(graph_module).mutations if not change._erased}
         graph.eliminate_dead_code(lambda candidate: candidate.is_impure() or candidate in changes)
         _remove_unused(graph_module)
         return [(node, None)]

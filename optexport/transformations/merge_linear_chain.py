@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import memory, modules
+from optexport.transformations import folding, memory, modules
 from optexport.transformations.remove_no_ops import Pass, hands_on
 from optexport.transformations.rule import Match, Rule, Skip
 
@@ -65,7 +65,7 @@ class MergeLinearChain(Rule):
             modules.call_on(stays, x, keyword=bool(stays.kwargs))
         else:
             node.replace_all_uses_with(stays)
-        merged = modules.with_weights(_linear(graph_module, stays), weight, bias)
+        merged = folding.with_weights(_linear(graph_module, stays), weight, bias)
         merged.in_features = weight.shape[1]
         modules.replace_module(graph_module, str(stays.target), merged)
         gone = [call for call in match.path if call is not stays]
@@ -138,7 +138,7 @@ def _why_not(graph_module: GraphModule, chain: Chain) -> str | None:
     calls = sorted({chain.stays, *chain.path})
     linears = [_linear(graph_module, call) for call in calls]
     for call, linear in zip(calls, linears, strict=True):
-        if reason := modules.why_not_replaceable(graph_module, call):
+        if reason := folding.why_not_replaceable(graph_module, call):
             return reason
         if not linear.weight.is_contiguous():
             return f"the weight of {call.target} is not contiguous"
@@ -154,7 +154,7 @@ def _why_not(graph_module: GraphModule, chain: Chain) -> str | None:
     assert x is not None
     if change := memory.changed_between(graph_module, x, min(chain.nodes), last):
         return f"{x.name} is changed in place by {change.name} between them"
-    return modules.why_not_held(chain.stays.target, linears[0], *_product(graph_module, chain))
+    return folding.why_not_held(chain.stays.target, linears[0], *_product(graph_module, chain))
 
 
 def _product(graph_module: GraphModule, chain: Chain) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
-from optexport.transformations import memory, modules
+from optexport.transformations import folding, memory, modules, usage
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 
@@ -56,7 +56,7 @@ class MergeLinears(ReversibleRule):
                 continue
             linear = _linear(graph_module, target)
             weight = linear.weight
-            inputs = tuple(modules.sole_input(call) for call in modules.uses(graph_module).calls_of(target))
+            inputs = tuple(modules.sole_input(call) for call in usage.uses(graph_module).calls_of(target))
             families[inputs, weight.dtype, weight.device, weight.requires_grad, linear.training].append(target)
         for (inputs, *_), targets in families.items():
             if len(targets) > 1 and inputs and inputs[0] is node:
@@ -70,7 +70,7 @@ class MergeLinears(ReversibleRule):
         return Skip("; ".join(reasons)) if reasons else None
 
     def _group(self, graph_module: GraphModule, targets: tuple[str, ...], inputs: tuple[Node, ...]) -> Group | Skip:
-        uses = modules.uses(graph_module)
+        uses = usage.uses(graph_module)
         by_input: dict[Node | None, dict[str, Node]] = defaultdict(dict)
         for target in targets:
             for call in uses.calls_of(target):
@@ -169,8 +169,8 @@ def _linear(graph_module: GraphModule, target: str) -> nn.Linear:
 
 def _why_not(graph_module: GraphModule, target: str) -> str | None:
     """Why a linear can be merged with no other; None if it can."""
-    linear, uses = _linear(graph_module, target), modules.uses(graph_module)
-    if reason := modules.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear):
+    linear, uses = _linear(graph_module, target), usage.uses(graph_module)
+    if reason := folding.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear):
         return reason
     inputs = [modules.sole_input(call) for call in uses.calls_of(target)]
     if None in inputs:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from optexport.transformations import batch_norm, memory, modules
+from optexport.transformations import batch_norm, folding, memory, modules
 from optexport.transformations.rule import Match, Rule, Skip
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -71,7 +71,7 @@ class MergeParallelConvs(Rule):
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
         assert isinstance(match, Sum)
-        merged = modules.with_weights(*_summed(graph_module, match))
+        merged = folding.with_weights(*_summed(graph_module, match))
         modules.replace_module(graph_module, str(match.largest.target), merged)
         match.sums[0].replace_all_uses_with(match.largest)
         for sum_ in match.sums:
@@ -166,7 +166,7 @@ def _find(graph_module: GraphModule, node: Node) -> Sum | Skip | None:
     if reason := _why_not_in(graph_module, terms, x, largest):
         return Skip(reason)
     found = Sum((*calls, *reversed(sums)), x, tuple(terms), largest, tuple(sums))
-    reason = modules.why_not_held(largest.target, *_summed(graph_module, found))
+    reason = folding.why_not_held(largest.target, *_summed(graph_module, found))
     return Skip(reason) if reason else found
 
 
@@ -174,7 +174,7 @@ def _why_not_alone(graph_module: GraphModule, calls: list[Node]) -> str | None:
     """Why one of the layers cannot be looked at by itself; None if all can."""
     seen: set[Node] = set()
     for call in calls:
-        if reason := modules.why_not_replaceable(graph_module, call):
+        if reason := folding.why_not_replaceable(graph_module, call):
             return reason
         if len(call.users) > 1:
             return f"the result of {call.target} is used elsewhere too"

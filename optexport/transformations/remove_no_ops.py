@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import memory, modules
+from optexport.transformations import folding, memory, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ class RemoveNoOps(Rule):
         for unused in (node, *between):
             graph_module.graph.erase_node(unused)
         if node.op == "call_module":
-            uses, target = modules.uses(graph_module), str(node.target)
+            uses, target = usage.uses(graph_module), str(node.target)
             shared = uses.why_shared(target, graph_module.get_submodule(target))
             if not shared and not uses.calls_of(target):
                 modules.remove_module(graph_module, target)
@@ -122,7 +122,7 @@ def _module(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
         return None
     (cls,) = {cls for cls in (*_DROPOUTS, nn.Identity) if isinstance(module, cls)}
     source = modules.sole_input(node)
-    if reason := modules.why_not_plain(module, cls):
+    if reason := folding.why_not_plain(module, cls):
         return Skip(f"{node.target}: {reason}")
     if source is None:
         return Skip(f"{node.target}: it is not called on a single tensor")
@@ -187,7 +187,7 @@ def _is_contiguous(graph_module: GraphModule, node: object) -> bool:
         return False
     module = modules.called_module(graph_module, node)
     if module is not None:
-        plain = not modules.has_hooks(module) and "forward" not in vars(module)
+        plain = not folding.has_hooks(module) and "forward" not in vars(module)
         return type(module) in (nn.Linear, nn.LayerNorm, nn.Embedding) and plain
     if node.target is aten.contiguous.default:
         return _argument(node, "memory_format") in _CONTIGUOUS

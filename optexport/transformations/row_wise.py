@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import modules
+from optexport.transformations import effects, folding, modules
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def feeds(graph_module: GraphModule, node: Node, axis: int, *, whole: bool = Tru
         None where other positions are needed too, or where nothing is known.
     """
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or modules.mutated(graph_module, node):
+    if not isinstance(value, torch.Tensor) or effects.mutated(graph_module, node):
         return None
     if any(not isinstance(source.meta.get("val"), torch.Tensor) for source in _tensors(node)):
         return None
@@ -44,7 +44,7 @@ def feeds(graph_module: GraphModule, node: Node, axis: int, *, whole: bool = Tru
 
 def _of_module(graph_module: GraphModule, node: Node, axis: int, rank: int) -> dict[Node, int] | None:
     module, x = modules.called_module(graph_module, node), modules.sole_input(node)
-    if module is None or x is None or modules.has_hooks(module):
+    if module is None or x is None or folding.has_hooks(module):
         return None
     if type(module) not in (nn.Linear, nn.LayerNorm, nn.Embedding):
         return None

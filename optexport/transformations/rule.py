@@ -12,8 +12,8 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from optexport.errors import TransformationError
 from optexport.transformations.base import ReversibleTransformation, Transformation, marks, set_marks
-from optexport.transformations.modules import indexed
 from optexport.transformations.snapshot import restored_on_failure
+from optexport.transformations.usage import indexed
 
 # An attribute of the GraphModule: by signature, the name of each rule that was applied and how many records it left.
 _JOURNAL = "_optexport_journal"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import memory, modules
+from optexport.transformations import folding, memory, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 _OPERATORS = {
@@ -106,7 +106,7 @@ def _is_pure(graph_module: GraphModule, node: Node) -> bool:
         assert module is not None
         changing = module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
         rescaling = isinstance(module, nn.Embedding) and module.max_norm is not None
-        plain = type(module) in _LAYERS and modules.why_not_plain(module, type(module)) is None
+        plain = type(module) in _LAYERS and folding.why_not_plain(module, type(module)) is None
         return plain and not changing and not rescaling
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.op == "call_function" and node.target in _OPERATORS
@@ -188,7 +188,7 @@ def _weights(graph_module: GraphModule) -> Iterator[tuple[Node, str, torch.Tenso
             found = {target: memory.constant(graph_module, node)}
         elif node.op == "call_module" and _is_pure(graph_module, node):
             module = graph_module.get_submodule(target)
-            if modules.uses(graph_module).why_shared(target, module) is not None:
+            if usage.uses(graph_module).why_shared(target, module) is not None:
                 continue
             own = (*module._parameters.items(), *module._buffers.items())
             found = {f"{target}.{name}": tensor for name, tensor in own}

@@ -33,7 +33,7 @@ from optexport.transformations import (
     SinkSelect,
     Transformation,
     compose,
-    modules,
+    folding,
 )
 from optexport.transformations.rule import run
 from tests import models
@@ -278,4 +278,4 @@ def test_a_broken_rule_fails_the_laws(broken: Transformation, law: str) -> None:
 
 def test_a_subclass_by_itself_says_nothing_to_a_rule() -> None:
     graph_module = by_fx(lambda m, x: m.q(x) - m.k(x), q=Inherited(4, 3), k=Inherited(4, 3))
-    assert modules.why_not_plain(graph_module.get_submodule("q"), Inherited) is None
+    assert folding.why_not_plain(graph_module.get_submodule("q"), Inherited) is None

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from optexport import symbolic_trace
 from optexport.testing import sharing
-from optexport.transformations import FuseBatchNorm2dInConv2d, FuseBias, MergeLinears, Rule, memory, modules
+from optexport.transformations import FuseBatchNorm2dInConv2d, FuseBias, MergeLinears, Rule, effects, memory, modules
 from optexport.transformations.rule import run
 from tests.models import randomise
 from tests.transformations.programs import Program, graph_of
@@ -99,7 +99,7 @@ def test_a_layer_in_a_layer_that_is_called_as_a_whole_changes_its_own() -> None:
     (call,) = graph.find_nodes(op="call_module")
     holder = nn.Module()
     holder.whole = whole
-    changed = modules.own_changes(GraphModule(holder, graph), call)
+    changed = effects.own_changes(GraphModule(holder, graph), call)
     assert [id(tensor) for tensor in changed] == [id(t) for t in (*whole[0][0].buffers(), whole[1].weight)]
 
 
