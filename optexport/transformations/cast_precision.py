@@ -133,7 +133,7 @@ class CastPrecision(Rule):
             return None
         if _dtype(node) not in (None, torch.float32):
             return None
-        if reason := folding.why_not_plain(layer, cls) or uses.why_shared(target, layer):
+        if reason := folding.why_not_plain(layer, cls) or folding.why_shared(graph_module, target, layer):
             return Skip(f"{target}: {reason}")
         for call in uses.calls_of(target):
             x = modules.sole_input(call)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from optexport.transformations import modules, usage
+from optexport.transformations import memory, modules, usage
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -61,13 +61,24 @@ def _shapes(module: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None
     return None, None
 
 
+def why_shared(graph_module: GraphModule, target: str, module: nn.Module) -> str | None:
+    """Why a module cannot be replaced without changing something else; None where it can."""
+    if reason := usage.uses(graph_module).why_shared(target, module):
+        return reason
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        changes = [] if tensor is None else memory.changes_constant(graph_module, [tensor])
+        if change := next((change for change in changes if change.target != target), None):
+            return f"its {name} is changed in place by {change.name}"
+    return None
+
+
 def why_not_replaceable(graph_module: GraphModule, call: Node) -> str | None:
     """Why the module of a call cannot be replaced by one that does something else, and what it does be told from its
     parameters alone; None if it can."""
     target = str(call.target)
     module, found = graph_module.get_submodule(target), usage.uses(graph_module)
     torch_class = next(cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.modules."))
-    reason = why_not_plain(module, torch_class) or found.why_shared(target, module)
+    reason = why_not_plain(module, torch_class) or why_shared(graph_module, target, module)
     if reason is None and len(found.calls_of(target)) > 1:
         reason = "it is called more than once"
     if reason is None and modules.sole_input(call) is None:

@@ -33,7 +33,7 @@ class FuseBiasInLinear(ReversibleRule):
             return None
         uses = usage.uses(graph_module)
         target = str(node.target)
-        if reason := folding.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear):
+        if reason := folding.why_not_plain(linear, nn.Linear) or folding.why_shared(graph_module, target, linear):
             return Skip(f"{target}: {reason}")
         w, b = linear.weight, linear.bias
         if (w.dtype, w.device, w.requires_grad) != (b.dtype, b.device, b.requires_grad):

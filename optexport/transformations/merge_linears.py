@@ -170,7 +170,7 @@ def _linear(graph_module: GraphModule, target: str) -> nn.Linear:
 def _why_not(graph_module: GraphModule, target: str) -> str | None:
     """Why a linear can be merged with no other; None if it can."""
     linear, uses = _linear(graph_module, target), usage.uses(graph_module)
-    if reason := folding.why_not_plain(linear, nn.Linear) or uses.why_shared(target, linear):
+    if reason := folding.why_not_plain(linear, nn.Linear) or folding.why_shared(graph_module, target, linear):
         return reason
     inputs = [modules.sole_input(call) for call in uses.calls_of(target)]
     if None in inputs:

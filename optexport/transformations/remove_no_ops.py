@@ -79,7 +79,7 @@ class RemoveNoOps(Rule):
             graph_module.graph.erase_node(unused)
         if node.op == "call_module":
             uses, target = usage.uses(graph_module), str(node.target)
-            shared = uses.why_shared(target, graph_module.get_submodule(target))
+            shared = folding.why_shared(graph_module, target, graph_module.get_submodule(target))
             if not shared and not uses.calls_of(target):
                 modules.remove_module(graph_module, target)
         return []

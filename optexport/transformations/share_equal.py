@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import folding, memory, modules, usage
+from optexport.transformations import folding, memory, modules
 from optexport.transformations.rule import Match, Rule, Skip
 
 _OPERATORS = {
@@ -188,7 +188,7 @@ def _weights(graph_module: GraphModule) -> Iterator[tuple[Node, str, torch.Tenso
             found = {target: memory.constant(graph_module, node)}
         elif node.op == "call_module" and _is_pure(graph_module, node):
             module = graph_module.get_submodule(target)
-            if usage.uses(graph_module).why_shared(target, module) is not None:
+            if folding.why_shared(graph_module, target, module) is not None:
                 continue
             own = (*module._parameters.items(), *module._buffers.items())
             found = {f"{target}.{name}": tensor for name, tensor in own}

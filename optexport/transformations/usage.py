@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import effects, memory, modules
+from optexport.transformations import effects, modules
 
 
 def forget(graph_module: GraphModule, node: Node) -> None:
@@ -36,7 +36,6 @@ class Uses:
     """
 
     def __init__(self, graph_module: GraphModule) -> None:
-        self._graph_module = graph_module
         self.calls: dict[str, list[Node]] = defaultdict(list)
         self._mutations: list[Node] = []
         self._reads: set[str] = set()
@@ -64,8 +63,7 @@ class Uses:
         return [n for n in self.calls.get(target, []) if not n._erased and n.op == "call_module" and n.target == target]
 
     def why_shared(self, target: str, module: nn.Module) -> str | None:
-        """Why a module cannot be replaced without changing something else; None where it can."""
-
+        """Why a module is not one call's alone; None where it is."""
         names = self._module_names.get(module, [])
         if len(names) > 1:
             return f"the same module is known as {' and '.join(sorted(names))}"
@@ -79,10 +77,6 @@ class Uses:
         for name in (*module._parameters, *module._buffers):
             if f"{target}.{name}" in self._reads:
                 return f"the graph reads its {name} elsewhere"
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            changes = [] if tensor is None else memory.changes_constant(self._graph_module, [tensor])
-            if change := next((change for change in changes if change.target != target), None):
-                return f"its {name} is changed in place by {change.name}"
         return None
 
 
