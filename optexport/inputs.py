@@ -119,7 +119,7 @@ def _cut(
     else:
         return real, 0
     inputs = [name for name, names in axes.items() if names and names[0] == head]
-    cut = shards(real[0], inputs, dim)
+    cut = shards(real[0], inputs, dim, declared=config.dynamic is not None)
     return cut, real[0][inputs[0]].shape[0] if len(cut) > 1 else 0
 
 

@@ -84,7 +84,7 @@ def test_a_model_that_nothing_can_be_proven_of_is_refused(make: type[nn.Module],
 
 
 def test_a_graph_module_of_torch_fx_is_exported(tmp_path: Path) -> None:
-    block = randomise(Program(lambda m, x: m.a(x) / 4 + m.b(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4)))
+    block = randomise(Program(lambda m, x: m.a(x) / 4 * m.b(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4)))
     graph_module = fx.symbolic_trace(block)
     before = graph_module.code
     result = export(graph_module, {"x": X}, tmp_path / "bundle", dynamic=BATCH)

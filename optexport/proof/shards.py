@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from optexport.proof.cases import Batch, Case
@@ -12,23 +13,32 @@ _ROWS = 32
 _NUMBERS = 1 << 20
 
 
-def shards(batch: Batch, inputs: Sequence[str], dim: Dim) -> tuple[Batch, ...]:
-    """Cuts a batch into batches of equal sizes, the last of which may begin with rows of the one before.
+def shards(batch: Batch, inputs: Sequence[str], dim: Dim, *, declared: bool = True) -> tuple[Batch, ...]:
+    """Cuts a batch into batches, so that each row is in one of them.
 
     Args:
         inputs: Those whose first axis is the batch.
         dim: The sizes that a batch may have.
+        declared: Whether the user said so. If not, all have one size, since the model may turn out to take no other;
+            rows that are left over are in none.
 
     Returns:
-        The batch itself where it is small enough, or no batch of which every shard is one could be smaller.
+        The batch itself where it is small enough, or cannot be cut into any of those sizes.
     """
     rows = batch[inputs[0]].shape[0]
     numbers = sum(batch[name].numel() for name in inputs) // max(rows, 1)
     size = max(min(_ROWS, _NUMBERS // max(numbers, 1), dim.max or _ROWS), dim.min, 2)
     if rows <= size or any(batch[name].shape[0] != rows for name in inputs):
         return (batch,)
-    starts = (*range(0, rows - size, size), rows - size)
-    return tuple({**batch, **{name: batch[name][start : start + size] for name in inputs}} for start in starts)
+    count = -(-rows // size)
+    if declared:
+        if rows // count < max(dim.min, 1):
+            return (batch,)
+        ends = [rows * index // count for index in range(count + 1)]
+    else:
+        size = next((divisor for divisor in range(size, size // 2, -1) if rows % divisor == 0), rows // count)
+        ends = list(range(0, rows + 1, size))
+    return tuple({**batch, **{name: batch[name][a:b] for name in inputs}} for a, b in itertools.pairwise(ends))
 
 
 def why_unchecked(real: Sequence[Batch], rows: int, checked: Sequence[Case]) -> tuple[str, ...]:
@@ -37,16 +47,10 @@ def why_unchecked(real: Sequence[Batch], rows: int, checked: Sequence[Case]) -> 
     Args:
         rows: How many rows the data has, where they were cut into batches.
     """
-    count = sum(case.data for case in checked)
-    if count == len(real):
-        return ()
+    data = [case.batch for case in checked if case.data]
     if not rows:
-        return (f"data: {count} of {len(real)} batches are checked",)
-    found = sum(_rows(case.batch, real) for case in checked if case.data)
-    return (f"data: {min(found, rows)} of {rows} rows are checked",)
-
-
-def _rows(batch: Batch, real: Sequence[Batch]) -> int:
-    """The size of the axis that was cut: that of the first input that differs between the batches."""
-    cut = (name for name, tensor in batch.items() if not all(tensor is other[name] for other in real))
-    return batch[next(cut)].shape[0]
+        return () if len(data) == len(real) else (f"data: {len(data)} of {len(real)} batches are checked",)
+    # What was cut are the inputs that are not the same in all batches.
+    cut = next(name for name, tensor in real[0].items() if not all(tensor is other[name] for other in real))
+    found = sum(batch[cut].shape[0] for batch in data)
+    return () if found == rows else (f"data: {found} of {rows} rows are checked",)

@@ -199,7 +199,7 @@ def gelu_in_half_is_its_approximation(graph: fx.GraphModule) -> fx.Node:
 
 
 @lost("block in half", 0.0056, eps=0.0)
-@lost("bert", 1.3e-6, eps=0.0, name="encoder.layer.1.output.LayerNorm")
+@lost("bert", 1.9e-6, eps=0.0, name="encoder.layer.1.output.LayerNorm")
 def a_layer_norm_has_no_eps(graph: fx.GraphModule, eps: float, name: str = "norm") -> list[fx.Node]:
     """Of 1e-12 in the second, which is less than a unit in the last place of the variance."""
     norm = graph.get_submodule(name)
@@ -208,7 +208,7 @@ def a_layer_norm_has_no_eps(graph: fx.GraphModule, eps: float, name: str = "norm
     return calls(graph, name)
 
 
-@lost("bert", 0.036)
+@lost("bert", 0.048)
 def the_scale_of_the_scores_is_rounded_to_seven_digits(graph: fx.GraphModule) -> fx.Node:
     attention = calls(graph, "scaled_dot_product_attention")[0]
     attention.kwargs = {**attention.kwargs, "scale": 0.3535534}

@@ -33,7 +33,7 @@ from tests.mistakes import table
 def reference(*outputs: Mapping[str, torch.Tensor], batch: Batch | None = None) -> Reference:
     """A case of the user's for each of these outputs, which float64 does not differ from."""
     inputs = ({"index": torch.tensor(i), **(batch or {})} for i in range(len(outputs)))
-    cases = tuple(Case(f"case {i}", given, real=True) for i, given in enumerate(inputs))
+    cases = tuple(Case(f"case {i}", given, data=True) for i, given in enumerate(inputs))
     return Reference(
         cases,
         tuple(dict(o) for o in outputs),
@@ -94,7 +94,7 @@ def of_kinds(known: Reference, **kinds: list[int]) -> Reference:
     return Reference(tuple(cases), known.outputs, known.exact)
 
 
-@pytest.mark.parametrize("kinds", [{"extreme": [1]}, {"real": [0]}, {"real": [0, 1], "extreme": [1]}])
+@pytest.mark.parametrize("kinds", [{"extreme": [1]}, {"data": [0]}, {"data": [0, 1], "extreme": [1]}])
 def test_the_users_data_count_and_without_them_all_but_extreme_cases(kinds: dict[str, list[int]]) -> None:
     original, candidate = rows(3, 9)
     known = of_kinds(reference({"y": original}, {"y": original}), **kinds)
@@ -114,7 +114,7 @@ def test_of_made_up_inputs_there_is_no_interval() -> None:
 
 def test_where_a_file_takes_none_of_the_data_the_other_cases_count_and_there_is_no_interval() -> None:
     original, candidate = rows(3, 9)
-    known = of_kinds(reference({"y": original}, {"y": original}), real=[1])
+    known = of_kinds(reference({"y": original}, {"y": original}), data=[1])
     (gate,) = gates(known, argmax_agreement=1.0)
     traced = Reference(known.cases[:1], known.outputs[:1], known.exact[:1])
     decision = judge(gate, [{"y": candidate}], traced)
@@ -411,7 +411,7 @@ def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(fo
             ("python:my_metrics:agreement", None, 1.0),
         ]
         assert place["decisions"][0]["count"] == sum(case["count"] for case in place["decisions"][0]["cases"])
-        assert [d["count"] for d in place["decisions"]] == [ROWS, ROWS, 1]
+        assert [d["count"] for d in place["decisions"]] == [ROWS, ROWS, 13]
     assert manifest["config"]["parity"]["decisions"]["top_k_agreement"] == {"min": 1.0, "k": 2}
 
 
@@ -426,13 +426,15 @@ def test_a_metric_of_the_users_own_is_a_gate(folder: Path) -> None:
     assert call(folder, '"python:my_metrics:agreement" = 0.5').exit_code == 0
     failed = call(folder, '"python:my_metrics:agreement" = 0.999')
     assert failed.exit_code == 6
-    assert re.search(r"transformed graph: python:my_metrics:agreement is 0\.\d+ \(the mean of 1 batches", failed.stderr)
+    assert re.search(
+        r"transformed graph: python:my_metrics:agreement is 0\.\d+ \(the mean of 13 batches", failed.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("gate", "code", "words"),
     [
-        ('"python:my_metrics:raises" = 0.5', 6, "my_metrics:raises, at data: it raised LookupError: no label"),
+        ('"python:my_metrics:raises" = 0.5', 6, "my_metrics:raises, at data 0: it raised LookupError: no label"),
         ('"python:my_metrics:low" = 0.5', 2, "my_metrics:low: the original itself does not pass"),
         ('"python:my_metrics:agrement" = 0.5', 2, 'my_metrics has no agrement\n  Did you mean "agreement"?'),
         ('"python:my_metrics:number" = 0.5', 2, "number: it is a int, not a function"),

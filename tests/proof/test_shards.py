@@ -42,18 +42,30 @@ enabled = false
 
 @settings(max_examples=60)
 @given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 60) | st.none())
-def test_every_row_is_in_a_batch_of_a_size_that_is_declared(rows: int, low: int, more: int | None) -> None:
+def test_every_row_is_in_one_batch_of_a_size_that_is_declared(rows: int, low: int, more: int | None) -> None:
     dim = Dim("batch", low, None if more is None else low + more)
     batch = {"x": torch.arange(rows * 3).reshape(rows, 3), "ids": torch.arange(rows), "scale": torch.ones(4)}
     cut = shards(batch, ["x", "ids"], dim)
-    assert torch.cat([shard["ids"] for shard in cut]).unique().tolist() == list(range(rows))
-    assert len({shard["ids"].shape for shard in cut}) == 1
+    assert torch.cat([shard["ids"] for shard in cut]).tolist() == list(range(rows))
     assert all(torch.equal(shard["x"][:, 0], 3 * shard["ids"]) for shard in cut)
     assert all(torch.equal(shard["scale"], batch["scale"]) for shard in cut)
-    size = cut[0]["ids"].shape[0]
-    assert size <= max(32, low)
-    if len(cut) > 1 and dim.max != 1:
-        assert dim.min <= size <= (dim.max or size)
+    if len(cut) > 1:
+        sizes = [shard["ids"].shape[0] for shard in cut]
+        assert max(sizes) <= max(32, low)
+        assert dim.max == 1 or all(dim.min <= size <= (dim.max or size) for size in sizes)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 300))
+def test_where_nothing_is_declared_all_batches_have_one_size(rows: int) -> None:
+    cut = shards({"ids": torch.arange(rows)}, ["ids"], Dim("batch"), declared=False)
+    assert len({shard["ids"].shape for shard in cut}) == 1
+    kept = torch.cat([shard["ids"] for shard in cut]).tolist()
+    assert kept == list(range(len(kept)))
+    assert rows - len(kept) < 32
+    if len(kept) < rows:
+        checked = [Case(f"data {i}", batch, data=True) for i, batch in enumerate(cut)]
+        assert why_unchecked(cut, rows, checked) == (f"data: {len(kept)} of {rows} rows are checked",)
 
 
 @settings(max_examples=30, deadline=None)
@@ -69,7 +81,7 @@ def test_what_was_not_checked_is_counted_in_rows_or_batches() -> None:
     checked = [Case(f"data {i}", batch, data=True) for i, batch in enumerate(cut)]
     assert len(cut) == 4
     assert why_unchecked(cut, 100, checked) == ()
-    assert why_unchecked(cut, 100, [Case("traced", cut[0]), *checked[:2]]) == ("data: 64 of 100 rows are checked",)
+    assert why_unchecked(cut, 100, [Case("traced", cut[0]), *checked[:2]]) == ("data: 50 of 100 rows are checked",)
     assert why_unchecked(cut, 0, checked[:1]) == ("data: 1 of 4 batches are checked",)
 
 
@@ -86,11 +98,11 @@ def test_all_rows_are_checked_unless_effort_is_spared(tmp_path: Path) -> None:
     assert standard.left_out == []
     quick = run(tmp_path, "quick").manifest.parity
     assert [case for case in quick.cases if case.startswith("data")] == ["data 0"]
-    assert quick.left_out == ["data: 32 of 100 rows are checked"]
+    assert quick.left_out == ["data: 25 of 100 rows are checked"]
 
 
 def test_rows_whose_results_would_not_fit_in_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_DATA_BYTES", 300)
     found = run(tmp_path, "standard").manifest.parity
     assert [case for case in found.cases if case.startswith("data")] == ["data 0", "data 1"]
-    assert found.left_out == ["data: 64 of 100 rows are checked"]
+    assert found.left_out == ["data: 50 of 100 rows are checked"]
