@@ -85,7 +85,9 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
         )
     extremes = {}
     for index in extreme:  # as noisy as the original there, or in proportion as noisy as it is elsewhere
-        own = multiple * max(noise[index], least * scales[index], floor * max(1.0, scales[index] / (scale or 1.0)))
+        # Of zeros, say, all rows are alike, and one sum that happens to round well says nothing of another order of it.
+        unlucky = FALLBACK_ULPS * torch.finfo(dtype).eps * scales[index]
+        own = multiple * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
         drowned = own > LARGEST_LIMIT * max(scale, scales[index])
         extremes[reference.cases[index].name] = math.inf if drowned else own
     if atol is not None or rtol is not None:
