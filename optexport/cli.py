@@ -104,10 +104,10 @@ def run(
     config: Path, without: tuple[str, ...], baseline: bool, dump: Path | None, junit: Path | None, as_json: bool
 ) -> None:
     """Transform, prove and export the model that CONFIG names."""
+    from optexport import reports
     from optexport.config import load_config
-    from optexport.reports import check_writable, publish
 
-    check_writable(junit)
+    reports.start(junit, config)
     try:
         load_config(config)  # a mistake in the file is told before torch is imported
         with _progress(quiet=as_json) as stages:
@@ -117,9 +117,9 @@ def run(
             with contextlib.redirect_stdout(sys.stderr):
                 result = pipeline.run(config, without=without, baseline=baseline, dump=dump, stages=stages)
     except OptexportError as error:
-        publish(config.name, None, error, junit)
+        reports.publish(config.name, None, error, junit)
         raise
-    publish(config.name, result.manifest.parity, result.tracking_failure, junit)
+    reports.publish(config.name, result.manifest.parity, result.tracking_failure, junit)
     if as_json:
         click.echo(json.dumps(summary.as_json(result), indent=2))
     else:
@@ -213,18 +213,18 @@ def new_rule(name: str, folder: Path) -> None:
 @_JSON
 def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     """Check that BUNDLE is unchanged, and that its files still give its stored outputs."""
-    from optexport.reports import check_writable, publish
+    from optexport import reports
 
-    check_writable(junit)
+    reports.start(junit, bundle)
     try:
         from optexport.proof.record import parity_record
         from optexport.verification import verify as verify_bundle
 
         proof = verify_bundle(bundle)
     except OptexportError as error:
-        publish(bundle.name, None, error, junit)
+        reports.publish(bundle.name, None, error, junit)
         raise
-    publish(bundle.name, parity_record(proof), None, junit)
+    reports.publish(bundle.name, parity_record(proof), None, junit)
     places = proof.places[1:]
     failures = [f"{p.place}: {o.output}, {o.failure}" for p in places for o in p.outputs if o.failure is not None]
     gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]

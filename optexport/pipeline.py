@@ -107,7 +107,7 @@ def run(
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
     output = (folder / Path(config.export.output).expanduser()).resolve()
     plain = output.parent / f"{output.name}-baseline"
-    for place in (output, plain) if baseline else (output,):
+    for place in ((output, plain) if baseline else (output,)) if keep else ():
         bundle.check_output(place)
     if dump is not None:
         try:

@@ -6,6 +6,7 @@ All are made from the record of the proof that a bundle's manifest holds, or tha
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,10 +51,19 @@ def _suite(cases: list[ElementTree.Element]) -> str:
         return str(sum(case.find(tag) is not None for case in cases))
 
     counts: dict[str, str] = {"tests": str(len(cases)), "failures": count("failure"), "errors": count("error")}
+    for case in cases:
+        for element in case.iter():
+            element.attrib = {key: _printable(value) for key, value in element.attrib.items()}
+            element.text = None if element.text is None else _printable(element.text)
     root = ElementTree.Element("testsuites", {"name": _SUITE, **counts})
     ElementTree.SubElement(root, "testsuite", {"name": _SUITE, **counts}).extend(cases)
     ElementTree.indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def _printable(text: str) -> str:
+    """A text in the characters that XML 1.0 allows."""
+    return re.sub(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "?", text)
 
 
 def markdown(proof: ParityRecord, title: str) -> str:
@@ -143,18 +153,22 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
 
 
-def check_writable(junit_file: Path | None) -> None:
-    """Refuses a file that could not be written at the end, before the work starts.
+def start(junit_file: Path | None, of: Path) -> None:
+    """Writes that the work did not end, which stands in the JUnit file until it has.
+
+    Args:
+        of: What is worked on: a config, or a bundle.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written, or something else would be written over.
     """
     if junit_file is None:
         return
+    if junit_file.resolve().is_relative_to(of.resolve()):
+        raise ConfigError(f"it would change {of}", place=f"--junit {junit_file}", mend="Name another file.")
     try:
         junit_file.parent.mkdir(parents=True, exist_ok=True)
-        with junit_file.open("a", encoding="utf-8"):
-            pass
+        junit_file.write_text(junit_of_error(OptexportError("it did not end")), encoding="utf-8")
     except OSError as problem:
         raise ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}") from problem
 

@@ -204,7 +204,7 @@ def remove(folder: Path) -> None:
     """Removes what an earlier failure left, now that the proof passes; anything else stays."""
     with contextlib.suppress(ConfigError):
         _check_replaceable(folder)
-        if folder.exists():
+        if (folder / _PARITY).is_file():
             shutil.rmtree(folder)
 
 

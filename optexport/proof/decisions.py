@@ -10,7 +10,7 @@ over all cases but extreme ones. The measures:
 - ``greedy_tokens``: of an output [batch, sequence, vocabulary], the share of sequences whose largest element is the
   same at every position. It is the choice of the next token after a given text; nothing is generated.
 - ``cosine``: the cosine similarity of each row along the last axis with the original's; the gate is on the smallest, as
-  a mean over many rows hides a broken one.
+  a mean over many rows hides a broken one. Rows that are no longer than rounding are left out.
 - ``iou``: the intersection of two masks over their union (the Jaccard index, 1901), as a mean over masks. In an output
   [batch, channels, ...] of several channels each position is of the class of its largest channel, and each class of
   each image is a mask; with ``classes = false`` each channel is a mask of its own. Any other output is
@@ -322,7 +322,7 @@ def _measure(gate: Gate, result: Outputs | str, reference: Reference, index: int
         case "iou":
             return intersections_over_unions(candidate, own, known, gate.slack, classes=gate.classes)
         case "cosine":
-            return cosines(candidate, own, real_positions(batch, own.shape[:-1]))
+            return cosines(candidate, own, gate.slack, real_positions(batch, own.shape[:-1]))
         case "greedy_tokens":
             return greedy_tokens(candidate, own, known, gate.slack, real_positions(batch, own.shape[:-1]))
     return agreement(candidate, own, known, gate.slack, gate.k, real_positions(batch, own.shape[:-1]))

@@ -86,17 +86,22 @@ def _same_top(
     return same, ~same & ((highest == lowest) | (highest - lowest <= 2 * slack))
 
 
-def cosines(candidate: torch.Tensor, original: torch.Tensor, real: torch.Tensor | None = None) -> Tally:
+def cosines(
+    candidate: torch.Tensor, original: torch.Tensor, slack: float = 0.0, real: torch.Tensor | None = None
+) -> Tally:
     """The cosine similarity of each real row along the last axis; 1 of equal rows, 0 where one of two is zero.
 
-    What is NaN or infinite in the original is left out.
+    What is NaN or infinite in the original is left out, and so are rows that are no longer than rounding: whose norm is
+    at most the slack times the root of their length.
     """
     rows = [distances.finite(values) * torch.isfinite(original) for values in (candidate, original)]
     a, b = [v / v.abs().amax(-1, keepdim=True).clamp(min=1e-300) for v in rows]
     norms = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
     cosine = torch.where(norms > 0, (a * b).sum(-1) / norms.clamp(min=1e-300), 0.0).clamp(-1, 1)
     cosine = torch.where((rows[0] == rows[1]).all(-1), 1.0, cosine)
-    return Tally(cosine.flatten() if real is None else cosine[real])
+    rounding = slack * math.sqrt(original.shape[-1])
+    kept = (torch.linalg.vector_norm(rows[1], dim=-1) > rounding) | (rounding == 0)
+    return Tally(cosine[kept if real is None else kept & real])
 
 
 def intersections_over_unions(

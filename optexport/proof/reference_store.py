@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from optexport import __version__
+
 _Outputs = Mapping[str, torch.Tensor]
 
 # An entry larger than this is not kept, and together they take no more than that.
@@ -32,8 +34,11 @@ def folder() -> Path | None:
     """Where entries are kept: ``OPTEXPORT_CACHE``, or ``optexport`` among the user's caches; None where it is empty."""
     named = os.environ.get("OPTEXPORT_CACHE")
     if named is not None:
-        return Path(named).expanduser() if named else None
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(named).absolute() if named else None
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user id that the system does not know, as containers give
+        return None
     return Path(caches) / "optexport"
 
 
@@ -41,7 +46,8 @@ def digest(
     model: nn.Module, inputs: Sequence[_Outputs], outputs: Sequence[_Outputs], settings: Sequence[object]
 ) -> str:
     """Names what is computed: SHA-256 over names, dtypes, shapes and bytes of weights, inputs and outputs."""
-    found = hashlib.sha256(json.dumps([torch.__version__, torch.get_num_threads(), *map(str, settings)]).encode())
+    versions = [__version__, torch.__version__, torch.get_num_threads()]
+    found = hashlib.sha256(json.dumps([*versions, *map(str, settings)]).encode())
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for group in (tensors, *inputs, *outputs):
         for name, tensor in group.items():
@@ -59,10 +65,13 @@ def read(name: str) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any]] | No
     try:
         with safe_open(place / f"{name}.safetensors", framework="pt") as file:
             notes = json.loads(file.metadata()["notes"])
+            checksum = notes.pop("checksum")
             cases: list[dict[str, torch.Tensor]] = [{} for _ in range(notes.pop("cases"))]
             for key in sorted(file.keys()):
                 index, _, output = key.partition(".")
                 cases[int(index)][output] = file.get_tensor(key)
+            if checksum != _checksum(cases, notes):
+                return None
             (place / f"{name}.safetensors").touch()  # what was not used for longest goes first
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):  # none, or a damaged one: it is computed
         return None
@@ -83,8 +92,20 @@ def write(name: str, cases: Sequence[_Outputs], notes: Mapping[str, Any]) -> Non
         _make_room(place, size)
         with tempfile.TemporaryDirectory(dir=place) as draft:
             written = Path(draft) / name
-            save_file(tensors, written, {"notes": json.dumps({"cases": len(cases), **notes})})
+            said = json.loads(json.dumps(notes))
+            checksum = _checksum(cases, said)
+            save_file(tensors, written, {"notes": json.dumps({"cases": len(cases), "checksum": checksum, **said})})
             written.replace(place / f"{name}.safetensors")
+
+
+def _checksum(cases: Sequence[_Outputs], notes: Mapping[str, Any]) -> str:
+    found = hashlib.sha256(json.dumps(notes, sort_keys=True).encode())
+    for outputs in cases:
+        for name in sorted(outputs):
+            tensor = outputs[name].detach()
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(tensor.flatten().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _make_room(place: Path, size: int) -> None:

@@ -64,7 +64,7 @@ class _Reader:
     def _read(self, node: Node, first: bool, depth: int) -> Bounds | None:
         if node.op == "get_attr":
             return _of_constant(memory.constant(self._graph_module, node), first)
-        known = isinstance(node.target, torch._ops.OpOverload) or getattr(node.target, "__module__", "") == "_operator"
+        known = getattr(node.target, "namespace", "") == "aten" or getattr(node.target, "__module__", "") == "_operator"
         if not known or node.target is torch.ops.aten.view.dtype:
             return None
         if memory.changed_in_place(self._graph_module, node, detached=False):

@@ -86,6 +86,7 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
 # One rounding more or less stays one here, or nearly, whether by a method, a function, an ATen operator or a layer, ...
 _SMOOTH = {
     *("add", "sub", "rsub", "mul", "truediv", "div", "truedivide", "divide", "iadd", "isub", "imul", "itruediv"),
+    *("amax", "amin", "glu", "maxpool1d", "maxpool2d", "maxpool3d", "roll", "flip", "indexselect"),
     *("neg", "abs", "square", "exp", "sin", "cos", "tanh", "sigmoid", "erf", "lerp", "addcmul", "dropout", "identity"),
     *("relu", "relu6", "leakyrelu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "hardtanh", "clamp"),
     *("hardsigmoid", "hardswish", "clampmin", "clampmax", "minimum", "maximum", "where", "maskedfill"),
@@ -132,8 +133,12 @@ def _name(graph_module: GraphModule, node: Node) -> str:
         return cls.__name__.lower() if plain else ""
     if node.target is getattr:
         return str(node.args[1])
-    origin = getattr(node.target, "__module__", None) or "torch"
-    return modules.operator_name(node).replace("_", "") if origin.startswith(("torch", "_operator")) else ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        known = node.target.namespace == "aten"
+    else:
+        origin = (getattr(node.target, "__module__", None) or "torch").partition(".")[0]
+        known = origin in ("torch", "_operator")
+    return modules.operator_name(node).replace("_", "") if known else ""
 
 
 def _gives_fractions(node: Node, name: str) -> bool:

@@ -45,7 +45,7 @@ def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
         # Python has operators with an underscore for another reason: and_, or_, not_.
         in_place = name.endswith("_") and not name.endswith("__") and home != "_operator"
         # Of a function for layers, a flag by position may be the one for doing it in place.
-        flagged = home == "torch.nn.functional" and True in node.args[1:]
+        flagged = home == "torch.nn.functional" and any(argument is True for argument in node.args[1:])
         if in_place or name.strip("_") in _MUTATING or node.kwargs.get("inplace") is True or flagged:
             written.append(first)
     return [leaf for leaf in torch.utils._pytree.tree_leaves(written) if isinstance(leaf, Node)]

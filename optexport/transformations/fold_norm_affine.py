@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from optexport.transformations import folding, memory, modules, usage
-from optexport.transformations.remove_no_ops import Pass, hands_on
+from optexport.transformations.remove_no_ops import handed_through
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -129,7 +129,7 @@ def _readers(graph_module: GraphModule, node: Node) -> tuple[list[Node], list[No
 
 def _keeps_features(graph_module: GraphModule, node: Node, user: Node) -> bool:
     """Whether a node gives positions of another with their features as they are."""
-    if isinstance(found := hands_on(graph_module, user), Pass):
+    if (found := handed_through(graph_module, user)) is not None:
         return found.source is node
     rank = modules.dims(node)
     if user.target not in (aten.slice.Tensor, aten.select.int) or rank is None or user.kwargs:

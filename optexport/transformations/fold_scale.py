@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.transformations import effects, folding, memory, modules, usage
-from optexport.transformations.remove_no_ops import Pass, hands_on
+from optexport.transformations.remove_no_ops import handed_through
 from optexport.transformations.rule import Match, Rule, Skip
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -150,7 +150,7 @@ def _moves(graph_module: GraphModule, node: Node) -> bool:
     """Whether a node only puts the numbers of its first argument elsewhere."""
     if not node.args or effects.mutated(graph_module, node):
         return False
-    if isinstance(hands_on(graph_module, node), Pass):
+    if handed_through(graph_module, node) is not None:
         return True
     module = modules.called_module(graph_module, node)
     if module is not None:

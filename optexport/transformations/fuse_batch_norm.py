@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from optexport.transformations import batch_norm, folding, memory, modules
-from optexport.transformations.remove_no_ops import Pass, hands_on
+from optexport.transformations.remove_no_ops import handed_through
 from optexport.transformations.rule import Match, Rule, Skip
 
 _NORMS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -109,7 +109,7 @@ def _first(graph_module: GraphModule, node: Node) -> tuple[Node | None, list[Nod
     while x is not None:
         if _flattens(graph_module, x) and isinstance(source := x.args[0], Node):
             between, x = [*between, x], source
-        elif isinstance(found := hands_on(graph_module, x), Pass):
+        elif (found := handed_through(graph_module, x)) is not None:
             between, x = [*between, *reversed(found.nodes)], found.source
         else:
             break

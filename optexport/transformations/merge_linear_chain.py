@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.transformations import folding, memory, modules
-from optexport.transformations.remove_no_ops import Pass, hands_on
+from optexport.transformations.remove_no_ops import handed_through
 from optexport.transformations.rule import Match, Rule, Skip
 
 
@@ -73,7 +73,8 @@ class MergeLinearChain(Rule):
             if unused is not stays and not unused.users:
                 graph_module.graph.erase_node(unused)
         for call in gone:
-            modules.remove_module(graph_module, str(call.target))
+            if call._erased:
+                modules.remove_module(graph_module, str(call.target))
         return [(stays, None)]
 
 
@@ -198,7 +199,7 @@ def _scaled(node: Node) -> tuple[float, Node] | None:
 def _source(graph_module: GraphModule, node: Node | None) -> tuple[list[Node], Node | None]:
     """What hands a value on unchanged, last first, and where that comes from."""
     between: list[Node] = []
-    while node is not None and isinstance(found := hands_on(graph_module, node), Pass):
+    while node is not None and (found := handed_through(graph_module, node)) is not None:
         between += reversed(found.nodes)
         node = found.source
     return between, node

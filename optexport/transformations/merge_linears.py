@@ -258,7 +258,7 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
             memory: joining them again gives what is contiguous.
     """
     ahead, seen = [call], {call}
-    made_anew = _COPIES if width is None else _COPIES[2:]
+    made_anew = _COPIES[2:]
     while ahead:
         node = ahead.pop()
         for user in node.users:

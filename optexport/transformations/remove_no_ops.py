@@ -116,6 +116,13 @@ def hands_on(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
     return None
 
 
+def handed_through(graph_module: GraphModule, node: Node) -> Pass | None:
+    """The same, where the nodes of the match are all that stands between a node and that other one."""
+    found = hands_on(graph_module, node)
+    whole = isinstance(found, Pass) and found.source in found.nodes[0].all_input_nodes
+    return found if isinstance(found, Pass) and whole else None
+
+
 def _module(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
     module = modules.called_module(graph_module, node)
     if not isinstance(module, (*_DROPOUTS, nn.Identity)):
