@@ -166,3 +166,36 @@ def test_a_summary_that_cannot_be_written_is_told_and_the_run_passes(
     result = call("run", config())
     assert result.exit_code == 0
     assert "The summary of the job cannot be written" in result.stderr
+
+
+def test_a_file_in_the_bundle_or_over_the_config_is_refused_and_nothing_is_written(
+    call: Caller, tmp_path: Path
+) -> None:
+    bundle = exports.exported().output
+    before = sorted(path.name for path in bundle.iterdir())
+    result = CliRunner().invoke(cli, ["verify", str(bundle), "--junit", str(bundle / "parity.xml")])
+    assert result.exit_code == 2
+    assert sorted(path.name for path in bundle.iterdir()) == before
+    told = message(call("run", config(), "--junit", str(tmp_path / "mine.toml")), 2)
+    assert "it would change" in told
+    assert (tmp_path / "mine.toml").read_text(encoding="utf-8") == config()
+
+
+def test_until_the_work_ends_the_file_says_that_it_did_not(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "parity.xml"
+    call("run", config(), "--junit", str(report))
+    assert call("run", config("halves:interrupted"), "--junit", str(report)).exit_code == 130
+    (error,) = ElementTree.parse(report).getroot().findall("testsuite/testcase/error")
+    assert error.get("message") == "it did not end"
+
+
+def test_what_xml_cannot_hold_is_replaced(call: Caller, tmp_path: Path) -> None:
+    module = tmp_path / "halves.py"
+    module.write_text(
+        module.read_text(encoding="utf-8") + '\ndef coloured(): raise RuntimeError("\\x1b[31m red \\udc80")\n',
+        encoding="utf-8",
+    )
+    report = tmp_path / "parity.xml"
+    assert call("run", config("halves:coloured"), "--junit", str(report)).exit_code == 3
+    (error,) = ElementTree.parse(report).getroot().findall("testsuite/testcase/error")
+    assert "?[31m red ?" in error.get("message", "")

@@ -271,9 +271,15 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
             seen.add(user)
             if name in _COPIES and memory.changed_in_place(graph_module, user):
                 return user
-            if name not in made_anew:
+            if name not in made_anew and not (width is None and name in _COPIES and _joins_axes(node, user)):
                 ahead.append(user)
     return None
+
+
+def _joins_axes(node: Node, reshaped: Node) -> bool:
+    """Whether a reshape joins axes of up to four: if two of these are in another order in memory, it makes a copy."""
+    before, after = modules.dims(node), modules.dims(reshaped)
+    return before is not None and after is not None and after < before <= 4
 
 
 def _keeps_last_axis(view: Node, width: int) -> bool:

@@ -40,7 +40,7 @@ MEASURES: dict[str, Measure] = {
     "masks in channels": lambda c, o, known, slack: intersections_over_unions(
         c[:, :, None], o[:, :, None], known[:, :, None], slack, classes=False
     ),
-    "cosine": lambda c, o, known, slack: cosines(c, o),
+    "cosine": lambda c, o, known, slack: cosines(c, o, slack),
 }
 
 
@@ -169,7 +169,7 @@ def test_padding_is_left_out_of_sequences_and_a_sequence_of_padding_is_not_count
     tally = greedy_tokens(candidate, original, original.double(), 0.0, real)
     assert tally.values.tolist() == [1.0, 0.0]
     assert agreement(candidate, original, original.double(), 0.0, 1, real).values.tolist() == [1.0] * 4 + [0.0]
-    assert cosines(candidate, original, real).values.tolist() == [1.0] * 4 + [0.0]
+    assert cosines(candidate, original, 0.0, real).values.tolist() == [1.0] * 4 + [0.0]
 
 
 @pytest.mark.parametrize(

@@ -131,3 +131,14 @@ def test_where_float64_does_not_fit_in_memory_the_model_is_compared_with_itself_
     known = run_original(call, Vast(), [Case("only", {"x": torch.ones(2)})])
     assert known.fallback is not None
     assert known.fallback.startswith("its weights take 281475.0 GB in float64")
+
+
+def test_a_model_that_does_not_take_half_of_its_rows_is_not_run_on_them() -> None:
+    class Three(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] < 3:
+                raise ValueError("it needs three rows")
+            return x * 0.3
+
+    known = run_original(call, Three(), [Case("traced", {"x": torch.randn(3, 4)})], batched=["x"])
+    assert known.ways == ()

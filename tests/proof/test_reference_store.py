@@ -75,6 +75,23 @@ def test_other_code_over_the_same_weights_is_other_work() -> None:
     assert reference(model, cases)[1]
 
 
+def test_an_entry_that_was_edited_is_not_believed(store: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    model, cases = network()
+    first, _ = reference(model, cases)
+    (entry,) = store.iterdir()
+    with safe_open(entry, framework="pt") as file:
+        notes = file.metadata()
+    tensors = load_file(entry)
+    tensors["0.y"] = tensors["0.y"] + 0.01
+    save_file(tensors, entry, notes)
+    again, runs = reference(model, cases)
+    assert runs
+    assert_same(first, again)
+
+
 @pytest.mark.parametrize("damage", [b"", b"not a tensor", None])
 def test_what_is_damaged_is_computed_again(store: Path, damage: bytes | None) -> None:
     model, cases = network()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from optexport import symbolic_trace
 from optexport.testing import (
     assert_close,
     assert_same,
@@ -358,3 +359,23 @@ def test_only_true_divisions_are_products_afterwards() -> None:
     ChangeTrueDivToMulByInverse()(graph_module)
     assert len(graph_module.graph.find_nodes(op="call_function", target=operator.mul)) == 3
     assert len(graph_module.graph.find_nodes(op="call_function", target=operator.truediv)) == 1
+
+
+@torch.library.custom_op("optexport_tests::mul", mutates_args=())
+def mul(x: torch.Tensor) -> torch.Tensor:
+    return torch.floor(x)
+
+
+@mul.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_function_of_others_with_a_known_name_may_cut_the_quotient() -> None:
+    class Cuts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.optexport_tests.mul(x / 41)
+
+    x = torch.arange(1, 2000.0) * 41
+    graph_module = ChangeTrueDivToMulByInverse()(symbolic_trace(Cuts(), example_inputs=(x,)))
+    assert torch.equal(graph_module(x), Cuts()(x))

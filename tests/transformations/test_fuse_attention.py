@@ -503,3 +503,15 @@ def test_sizes_that_are_compared_are_no_queries_that_are_changed() -> None:
     graph_module = symbolic_trace(Bmm(), example_inputs=given, dynamic=axes)
     assert graph_module.graph.find_nodes(op="call_function", target=operator.and_)
     check_applied(FuseAttention(), graph_module, given)
+
+
+def test_a_result_that_is_split_and_then_viewed_in_another_order_is_left_alone() -> None:
+    class Split(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            weights = torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * 0.25, -1)
+            return torch.matmul(weights, v).reshape(2, 4, 7, 8, 2).view(2, 28, 16)
+
+    given = tuple(torch.randn(2, 7, 4, 16) for _ in range(3))
+    graph_module = FuseAttention()(symbolic_trace(Split(), example_inputs=given, dynamic={}))
+    torch.testing.assert_close(graph_module(*given), Split()(*given))

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from optexport import symbolic_trace
 from optexport.testing import check_applied, check_refused
 from optexport.transformations import FuseBatchNorm
+from optexport.transformations.rule import run
+from tests.models import randomise
 from tests.transformations.programs import by_export, by_fx
 
 SPACE = {1: (7,), 2: (6, 5), 3: (4, 5, 3)}
@@ -219,3 +222,22 @@ def test_a_norm_into_an_infinite_weight_stays() -> None:
         graph_module.norm.running_mean.zero_()
         graph_module.norm.bias.zero_()
     check_refused(FuseBatchNorm(), graph_module, None, "would overflow")
+
+
+def test_across_views_that_cancel_of_which_one_goes_elsewhere_too_it_stays() -> None:
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            t = self.conv(x).transpose(1, 2)
+            return self.norm(t.transpose(1, 2)), t * 2
+
+    x = torch.randn(2, 4, 9)
+    model = randomise(Forked())
+    graph_module = symbolic_trace(model, example_inputs=(x,))
+    expected = model(x)
+    assert not run(FuseBatchNorm(), graph_module)[1].changes
+    for one, other in zip(graph_module(x), expected, strict=True):
+        assert torch.equal(one, other)

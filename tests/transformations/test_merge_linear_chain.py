@@ -371,3 +371,20 @@ def test_a_model_with_adapters(model: PreTrainedModel, names: tuple[str, ...], p
 def test_models_without_adapters_have_no_work(name: str) -> None:
     _, report = run(MergeLinearChain(), sharing(models.traced(name)))
     assert not report.changes
+
+
+def test_across_views_that_cancel_of_which_one_goes_elsewhere_too_they_stay() -> None:
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            t = self.up(x).transpose(1, 2)
+            return self.down(t.transpose(1, 2)), t.mean(-1)
+
+    x = torch.randn(2, 9, 8)
+    model = Forked().eval()
+    graph_module = MergeLinearChain()(symbolic_trace(model, example_inputs=(x,)))
+    for one, other in zip(graph_module(x), model(x), strict=True):
+        torch.testing.assert_close(one, other)
