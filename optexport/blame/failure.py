@@ -188,6 +188,7 @@ def leave(folder: Path, proof: Proof, finding: Finding | None, config_text: str 
         OSError: It cannot be written.
     """
     _check_replaceable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with bundle.drafting(folder, _check_replaceable) as draft:
         if config_text is not None:
             (draft / "config.toml").write_text(config_text, encoding="utf-8")

@@ -207,6 +207,6 @@ def _compare(
         problem = "the original gives nothing but NaN or infinity, so nothing is proven"
         compared[0] = replace(compared[0], failure=compared[0].failure or problem)
     multiple = 0.0 if max_abs == 0 else math.inf if bound.floor == 0 else max_abs / bound.floor
-    agreement = sum(agreements) / len(agreements)
+    agreement = sum(agreements) / len(agreements) if agreements else 1.0  # of extreme cases alone there are none
     numbers = (max_abs, max_rel, cosine, bound.floor, bound.limit, multiple, step, agreement, tolerance)
     return OutputParity(name, *numbers, worst, tuple(compared))
