@@ -183,10 +183,10 @@ def publish(title: str, proof: ParityRecord | None, error: OptexportError | None
     """
     if proof is None and error is not None:
         proof = error.proof
-    if junit_file is not None and (proof is not None or error is not None):
-        junit_file.write_text(
-            junit(proof) if proof is not None else "" if error is None else junit_of_error(error), encoding="utf-8"
-        )
+    if junit_file is not None and proof is not None:
+        junit_file.write_text(junit(proof), encoding="utf-8")
+    elif junit_file is not None and error is not None:
+        junit_file.write_text(junit_of_error(error), encoding="utf-8")
     if os.environ.get("GITHUB_ACTIONS") == "true":
         lines = [] if proof is None else error_lines(proof)
         if error is not None and not lines:

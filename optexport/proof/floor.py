@@ -78,8 +78,7 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     scales = [_scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     ordinary = [index for index, case in enumerate(reference.cases) if not case.extreme]
     floor, scale = (max(values[index] for index in ordinary) for values in (noise, scales))
-    least = torch.finfo(dtype).eps * (distances.LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS)
-    limit = multiple * max(floor, least * scale)
+    limit = _measured_limit(reference, dtype, multiple, floor, scale)
     if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
         raise ParityError(
             f"nothing can be proven: {multiple:g} times the noise floor is {limit:.2g}, the largest value {scale:.2g}",
@@ -103,10 +102,14 @@ def rounding(name: str, reference: Reference, bound: Bound, multiple: float) -> 
     dtype = reference.outputs[0][name].dtype
     if not bound.fixed or not dtype.is_floating_point:
         return bound.limit
-    ulps = distances.LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
     rows = zip(reference.cases, reference.outputs, reference.exact, strict=True)
     scale = max(_scale(o[name], e[name]) for case, o, e in rows if not case.extreme)
-    return multiple * max(bound.floor, ulps * torch.finfo(dtype).eps * scale)
+    return _measured_limit(reference, dtype, multiple, bound.floor, scale)
+
+
+def _measured_limit(reference: Reference, dtype: torch.dtype, multiple: float, floor: float, scale: float) -> float:
+    ulps = distances.LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
+    return multiple * max(floor, ulps * torch.finfo(dtype).eps * scale)
 
 
 def _scale(original: torch.Tensor, exact: torch.Tensor) -> float:

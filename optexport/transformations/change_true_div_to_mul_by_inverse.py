@@ -125,7 +125,7 @@ def _where_cut(graph_module: GraphModule, quotient: Node) -> Node | None:
 
 
 def _name(graph_module: GraphModule, node: Node) -> str:
-    """What a node does, as it is written here; nothing for what is not PyTorch's own."""
+    """What a node does, as it is written here; nothing for a layer that is more than PyTorch's own."""
     module = modules.called_module(graph_module, node)
     if module is not None:
         cls = type(module)
@@ -133,12 +133,7 @@ def _name(graph_module: GraphModule, node: Node) -> str:
         return cls.__name__.lower() if plain else ""
     if node.target is getattr:
         return str(node.args[1])
-    if isinstance(node.target, torch._ops.OpOverload):
-        known = node.target.namespace == "aten"
-    else:
-        origin = (getattr(node.target, "__module__", None) or "torch").partition(".")[0]
-        known = origin in ("torch", "_operator")
-    return modules.operator_name(node).replace("_", "") if known else ""
+    return modules.operator_name(node).replace("_", "")
 
 
 def _gives_fractions(node: Node, name: str) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.transformations.effects import mutated, own_changes
-from optexport.transformations.modules import called_module, operator_name
+from optexport.transformations.modules import called_module, measures, operator_name
 from optexport.transformations.usage import uses
 
 # What gives memory of its own: layers, operators of Python, and functions, methods and ATen operators by name.
@@ -30,9 +30,6 @@ _FRESH_MODULES = (
     nn.Embedding,
 )
 _FRESH = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg, operator.pow)
-# What gives sizes and the like, as a method, an ATen operator, or an attribute of a tensor.
-_SIZES = ("size", "stride", "dim", "numel", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset")
-_ATTRIBUTES = ("shape", "ndim", "dtype", "device")
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 _FRESH_NAMES = ("matmul", "bmm", "linear", "softmax", "layer_norm", "scaled_dot_product_attention", "cat", "stack")
 
@@ -113,10 +110,8 @@ def _is_number(node: Node) -> bool:
     """Whether a node gives sizes or other numbers, which lie in the memory of no tensor."""
     if "val" in node.meta:
         return all(isinstance(value, _NUMBERS) for value in torch.utils._pytree.tree_leaves(node.meta["val"]))
-    if node.target is getattr:
-        return node.args[1] in _ATTRIBUTES
     inputs = node.all_input_nodes if getattr(node.target, "__module__", "") == "_operator" else []
-    return operator_name(node) in _SIZES or (bool(inputs) and all(map(_is_number, inputs)))
+    return measures(node) or (bool(inputs) and all(map(_is_number, inputs)))
 
 
 def _may_view(target: torch._ops.OpOverload) -> bool:

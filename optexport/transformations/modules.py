@@ -109,21 +109,30 @@ def like(module: nn.Module, cls: type[nn.Module], *arguments: Any, bias: bool) -
 
 
 def operator_name(node: Node) -> str:
-    """What a node does, in one word, whether it is a method, a function or an ATen operator: ``view``, ``floor``."""
+    """What a node does, in one word, whether it is a method, a function or an ATen operator: ``view``, ``floor``.
+
+    Of what is not PyTorch's or Python's own, the word says whose it is: ``mylib::mul`` may do anything.
+    """
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.rpartition("::")[2]
-    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        return node.target._schema.name.removeprefix("aten::")
+    if isinstance(node.target, str):
+        return node.target
+    name, home = getattr(node.target, "__name__", ""), getattr(node.target, "__module__", None) or "torch"
+    own = home.partition(".")[0] in ("torch", "_operator", "builtins", "math")
+    registered = home.startswith("torch._ops.") and home != "torch._ops.aten"  # by others, as operators of theirs
+    return name if own and not registered else f"{home}.{name}"
 
 
-# What tells of a tensor as a whole, and of none of its numbers.
-_MEASURES = {
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
-    *("get_device", len, torch.numel, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default),
-}
+# What tells of a tensor as a whole, and of none of its numbers: methods, functions and operators, and attributes.
+_MEASURES = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"),
+    *("__len__", "len", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset"),
+)
+_ATTRIBUTES = ("shape", "ndim", "dtype", "device")
 
 
 def measures(node: Node) -> bool:
     """Whether a node is a size, a shape, or something else that is known of a tensor without its numbers."""
     if node.target is getattr:
-        return node.args[1] in ("shape", "ndim", "dtype", "device")
-    return node.op in ("call_method", "call_function") and node.target in _MEASURES
+        return node.args[1] in _ATTRIBUTES
+    return node.op in ("call_method", "call_function") and operator_name(node) in _MEASURES

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from optexport import symbolic_trace
 from optexport.testing import sharing
 from optexport.transformations import FuseBatchNorm2dInConv2d, FuseBias, MergeLinears, Rule, effects, memory, modules
+from optexport.transformations.modules import operator_name
 from optexport.transformations.rule import run
 from tests.models import randomise
 from tests.transformations.programs import Program, graph_of
@@ -121,3 +122,16 @@ def test_what_getattr_reads_is_a_view_unless_it_is_a_size() -> None:
     given = graph_of(Program(lambda m, x: x.T.view(x.shape[0], operator.mul(x.ndim, 2))))
     read = {node.args[1]: memory.handed_on(given, node) for node in given.graph.nodes if node.target is getattr}
     assert {name: len(inputs) for name, inputs in read.items()} == {"T": 1, "shape": 0, "ndim": 0}
+
+
+def test_an_operator_of_others_is_not_taken_for_one_of_pytorch_by_its_name() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    own, foreign = graph.call_function(torch.relu, (x,)), graph.call_function(torch.ops.optexport_memory.relu, (x,))
+    assert operator_name(own) == "relu"
+    assert operator_name(foreign) != "relu"
+
+
+@torch.library.custom_op("optexport_memory::relu", mutates_args=())
+def relu(x: torch.Tensor) -> torch.Tensor:
+    return -x
