@@ -130,7 +130,8 @@ class Proof:
     def check(self, place: str, run: Run, *, traced_shape_only: bool = False) -> PlaceParity:
         """Compares a candidate on all cases, or on those shaped as the traced one.
 
-        A candidate that raises fails with what it raised: a size that was baked in shows in this way.
+        A candidate that raises fails with what it raised: a size that was baked in shows in this way. A place that is
+        checked again is compared anew.
         """
         reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
         results: list[Outputs | str] = []
@@ -142,6 +143,16 @@ class Proof:
                     results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
         return self._add(place, results, reference)
 
+    def extend(self, found: Reference, bounds: Mapping[str, Bound]) -> None:
+        """Adds cases with bounds of their own, for some of the outputs; places are checked there too from now on."""
+        self.reference = self.reference.followed_by(found)
+        extended = {}
+        for name, bound in self.bounds.items():
+            own = bounds[name].limit if name in bounds else math.inf
+            limits = dict.fromkeys((case.name for case in found.cases), 0.0 if bound.fixed else own)
+            extended[name] = replace(bound, extremes={**bound.extremes, **limits})
+        self.bounds = extended
+
     def _add(self, place: str, results: list[Outputs | str], reference: Reference) -> PlaceParity:
         made_from = ONNX if place == ONNX_OPTIMISED else ORIGINAL if place == GRAPH else GRAPH
         made_from = made_from if made_from in self._results else ORIGINAL  # a bundle holds no graph
@@ -149,6 +160,7 @@ class Proof:
         before = [self._results[made_from].get(case.name, "") for case in reference.cases]
         outputs = (_compare(name, results, before, reference, bound) for name, bound in self.bounds.items())
         decided = tuple(judge(gate, results, reference) for gate in self.gates)
+        self.places = [checked for checked in self.places if checked.place != place]
         self.places.append(PlaceParity(place, tuple(outputs), made_from, decided))
         return self.places[-1]
 

@@ -68,6 +68,16 @@ class Reference:
 
         return self.only([i for i, case in enumerate(self.cases) if shapes(case) == shapes(self.cases[0])])
 
+    def followed_by(self, more: Reference) -> Reference:
+        """These cases and others."""
+        return replace(
+            self,
+            cases=self.cases + more.cases,
+            outputs=self.outputs + more.outputs,
+            exact=self.exact + more.exact,
+            other_noise=self.other_noise + tuple({} for _ in more.cases) if self.other_noise else (),
+        )
+
     def only(self, indices: Sequence[int]) -> Reference:
         """Only some of the cases."""
         return replace(

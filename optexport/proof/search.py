@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 Fails = Callable[[Batch], bool]
+Measure = Callable[[Case], tuple[Reference, dict[str, Bound]] | None]
 
 # What a search may take: so many seconds to make a failing input small, so many inputs to look for one.
 _SECONDS = 30.0
@@ -110,25 +111,19 @@ def find_failing(
     return None if found is None else space.case(found)
 
 
-def failure_test(
-    run: Call,
-    model: nn.Module,
-    candidate: Run,
-    bounds: Mapping[str, Bound],
-    multiple: float,
-    *,
-    fallback: bool = False,
-) -> Fails:
-    """A function that says whether a candidate fails on a batch.
+def measurer(
+    run: Call, model: nn.Module, bounds: Mapping[str, Bound], multiple: float, *, fallback: bool = False
+) -> Measure:
+    """A function that says what the original computes on a batch, and how far from that a candidate may be.
 
     An input that was not there when the floor was measured has a floor of its own: the limit is the multiple of that
     where it is more, and at least that of `FALLBACK_ULPS` units in the last place. Where the original raises, or gives
-    NaN or infinity, the candidate may do what it likes.
+    NaN or infinity, the candidate may do what it likes, and the function gives None.
 
     Args:
         run: Runs a model on a batch and names its outputs.
         model: The original; one copy of it is made for float64.
-        bounds: The limits of the outputs that are looked at.
+        bounds: The limits of the outputs that are looked at, on the cases that they were measured on.
         multiple: That of the limits.
         fallback: Whether float64 cannot be had.
     """
@@ -138,20 +133,28 @@ def failure_test(
             warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
             double = copy.deepcopy(model).double()
 
-    def fails(batch: Batch) -> bool:
-        case = Case("found", batch)
+    def measure(case: Case) -> tuple[Reference, dict[str, Bound]] | None:
         with torch.no_grad():
             try:
-                outputs = run(model, batch)
-                exact = outputs if double is None else run(double, in_double(batch))
+                outputs = run(model, case.batch)
+                exact = outputs if double is None else run(double, in_double(case.batch))
             except Exception:  # a model's own code may raise anything
-                return False
-        outputs, exact = ({name: results[name] for name in bounds} for results in (outputs, exact))
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in outputs.values()):
-            return False
+                return None
+        if not all(bool(torch.isfinite(outputs[name]).all()) for name in bounds):
+            return None
         reference = Reference((case,), (outputs,), (exact,))
-        own = {name: _own(bound, outputs[name], reference.noise[0][name], multiple) for name, bound in bounds.items()}
-        return not Proof(reference, own).check("candidate", candidate).passed
+        noise = reference.noise[0]
+        return reference, {name: _own(bound, outputs[name], noise[name], multiple) for name, bound in bounds.items()}
+
+    return measure
+
+
+def failure_test(measure: Measure, candidate: Run) -> Fails:
+    """A function that says whether a candidate fails on a batch."""
+
+    def fails(batch: Batch) -> bool:
+        measured = measure(Case("found", batch))
+        return measured is not None and not Proof(*measured).check("candidate", candidate).passed
 
     return fails
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from optexport.config import ParityConfig
-from optexport.errors import ParityError
 from optexport.proof import search
 from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.reference import Call
 from optexport.runtimes import Run
 from optexport.signature import Signature
+
+
+_FOUND = "found by search: "
 
 
 class Suspects:
@@ -39,28 +42,22 @@ class Suspects:
         self._failing: tuple[PlaceParity, Run, Signature] | None = None
 
     def check(self, place: str, candidate: Run, *, traced_shape_only: bool = False) -> PlaceParity:
-        """Checks a place on the cases; with exhaustive effort, on others too.
-
-        Raises:
-            ParityError: It passes on the cases, and fails on another input that was found.
-        """
+        """Checks a place on the cases; with exhaustive effort, on others too, and one that fails joins them."""
         parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only)
         example = self.proof.reference.cases[0].batch
         signature = self.signature.at(example) if traced_shape_only else self.signature
-        if not parity.passed:
-            self._failing = self._failing or (parity, candidate, signature)
-        elif self.config.effort == "exhaustive":
+        if parity.passed and self.config.effort == "exhaustive":
             # Of random values an integer may be a tie, which says nothing of the candidate.
             outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
-            fails = self._test(candidate, outputs)
+            measure = self._measurer(outputs)
+            fails = search.failure_test(measure, candidate)
             found = search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
-            if found is not None:
-                raise ParityError(
-                    f"the results differ from the original's at an input that was searched for: {found.name}",
-                    place=place,
-                    mend="They are the same at everything that is always checked. If no such input will come, "
-                    'narrow inputs.dynamic, or set parity.effort = "standard".',
-                )
+            measured = None if found is None else measure(replace(found, name=f"{_FOUND}{found.name}"))
+            if measured is not None:
+                self.proof.extend(*measured)
+                parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only)
+        if not parity.passed:
+            self._failing = self._failing or (parity, candidate, signature)
         return parity
 
     def smallest(self) -> str | None:
@@ -71,14 +68,16 @@ class Suspects:
         if not outputs:  # it is the decisions at all cases together that fail
             return None
         name = next(case.case for case in outputs[0].cases if case.failure is not None)
+        if name.startswith(_FOUND):  # it is small already
+            return None
         reference = self.proof.reference
         case = next(case for case in reference.cases if case.name == name)
         real = all(reference.outputs[0][output.output].is_floating_point() for output in outputs)
-        fails = self._test(candidate, [output.output for output in outputs])
+        fails = search.failure_test(self._measurer([output.output for output in outputs]), candidate)
         found = search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
         return None if found is None else found.name
 
-    def _test(self, candidate: Run, outputs: Sequence[str]) -> search.Fails:
+    def _measurer(self, outputs: Sequence[str]) -> search.Measure:
         bounds = {name: self.proof.bounds[name] for name in outputs}
         fallback = self.proof.reference.fallback is not None
-        return search.failure_test(self.run, self.model, candidate, bounds, self.config.multiple, fallback=fallback)
+        return search.measurer(self.run, self.model, bounds, self.config.multiple, fallback=fallback)

@@ -17,7 +17,7 @@ from optexport.errors import ParityError
 from optexport.proof.cases import Batch, Case
 from optexport.proof.floor import bounds
 from optexport.proof.reference import Outputs, run_original
-from optexport.proof.search import failure_test, find_failing, smallest_failing
+from optexport.proof.search import failure_test, find_failing, measurer, smallest_failing
 from optexport.signature import Dim, Signature, TensorSpec
 from optexport.transformations import Transformation
 from tests import exports
@@ -155,8 +155,9 @@ def test_the_test_of_a_batch_knows_the_right_from_the_wrong_on_inputs_that_are_n
     with torch.no_grad():
         wrong.words.weight[7] += 1e-3
     limits = bounds(run_original(call, model, [Case("traced", batch())]), 4.0)
-    right = failure_test(call, model, lambda made: call(model, dict(made)), limits, 4.0)
-    fails = failure_test(call, model, lambda made: call(wrong, dict(made)), limits, 4.0)
+    measure = measurer(call, model, limits, 4.0)
+    right = failure_test(measure, lambda made: call(model, dict(made)))
+    fails = failure_test(measure, lambda made: call(wrong, dict(made)))
     assert find_failing(right, batch(), SIGNATURE, {"ids": IDS}, examples=60) is None
     assert not fails({"ids": torch.full((2, 3), 6), "mask": torch.ones(2, 3, dtype=torch.int64)})
     found = smallest_failing(fails, Case("traced", batch()), SIGNATURE, {"ids": IDS})
@@ -170,7 +171,7 @@ def test_what_the_original_refuses_is_no_failure() -> None:
             raise ValueError("no")
 
     limits = bounds(run_original(call, randomise(Sums()), [Case("traced", batch())]), 4.0)
-    assert not failure_test(call, Refuses(), lambda made: {}, limits, 4.0)(batch())
+    assert not failure_test(measurer(call, Refuses(), limits, 4.0), lambda made: {})(batch())
 
 
 class WrongAtSomeLengths(Transformation):
@@ -204,8 +205,11 @@ def test_a_run_that_fails_says_the_smallest_input_at_which_it_still_does(tmp_pat
 
 def test_exhaustive_effort_finds_what_the_fixed_cases_pass(tmp_path: Path) -> None:
     rule = WrongAtSomeLengths(tuple(range(35, 62)))
-    with pytest.raises(ParityError, match=r"an input that was searched for: batch \d+, sequence 35"):
+    with pytest.raises(ParityError, match=r"at found by search: batch \d+, sequence 35") as failed:
         export(
             exports.block(), exports.batch(), tmp_path / "bundle", dynamic=exports.DYNAMIC, formats=["pt2"],
             transformations=rule, effort="exhaustive",
         )  # fmt: skip
+    assert "WrongAtSomeLengths is to blame" in str(failed.value)
+    assert failed.value.proof is not None
+    assert (tmp_path / "bundle-failure" / "case.safetensors").is_file()
