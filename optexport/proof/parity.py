@@ -12,7 +12,7 @@ from optexport.errors import first_line
 from optexport.proof import distances
 from optexport.proof.decisions import Decision, Gate, judge
 from optexport.proof.floor import Bound
-from optexport.proof.reference import Outputs, Reference
+from optexport.proof.reference import Outputs, Reference, kept
 from optexport.runtimes import Run
 
 # The places of the pipeline.
@@ -138,9 +138,11 @@ class Proof:
         with torch.no_grad():
             for case in reference.cases:
                 try:
-                    results.append(run(case.batch))
+                    result = run(case.batch)
                 except Exception as error:  # each runtime raises kinds of its own
                     results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
+                else:
+                    results.append(kept(case, result))
         return self._add(place, results, reference)
 
     def extend(self, found: Reference, bounds: Mapping[str, Bound]) -> None:

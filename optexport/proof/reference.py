@@ -16,13 +16,14 @@ from torch import nn
 from optexport.errors import TraceError, first_line
 from optexport.proof import distances, reference_store
 from optexport.proof.cases import Batch, Case
+from optexport.proof.spilling import spilled
 
 Outputs = dict[str, torch.Tensor]
 # Runs a model, or a graph of it, on a batch, and names its outputs.
 Call = Callable[[nn.Module, Batch], Outputs]
 
-# The results of more of the user's data than this are not held, and compared, for every place at once.
-_DATA_BYTES = 128 << 20
+# The results of more of the user's data than this are not kept, and compared: every place has as many, in files.
+_DATA_BYTES = 1 << 30
 # Noise this many times that of a quiet case that leaves fewer than half the digits is no noise: float64 goes another
 # way there. The noise of a trained encoder was seen to differ by 120 times between sizes.
 _UNGUIDED_TIMES = 64
@@ -168,7 +169,7 @@ def _run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *,
             continue
         data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
         checked.append(case)
-        outputs.append(results)
+        outputs.append(kept(case, results))
     return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(left_out))
 
 
@@ -181,7 +182,7 @@ def _run_in_float64(run: Call, model: nn.Module, own: Reference, batched: Collec
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
                 double = copy.deepcopy(model).double()
-            exact = tuple(run(double, in_double(case.batch)) for case in own.cases)
+            exact = tuple(kept(case, run(double, in_double(case.batch))) for case in own.cases)
             reference = _guided(replace(own, exact=exact))
     except Exception as error:  # a model's own code may raise anything; it may also hold a dtype of its own
         reference, double = replace(own, fallback=f"{type(error).__name__}: {first_line(error)}"), None
@@ -316,6 +317,11 @@ def _check_repeatable(first: Outputs, second: Outputs, place: str) -> None:
                 place=place,
                 mend="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
             )
+
+
+def kept(case: Case, results: Outputs) -> Outputs:
+    """Results at a case as they are kept: those of data, of which there may be much, in files where they are large."""
+    return spilled(results) if case.data else results
 
 
 def in_double(batch: Batch) -> Batch:

@@ -14,7 +14,6 @@ from optexport.proof.reference import Call
 from optexport.runtimes import Run
 from optexport.signature import Signature
 
-
 _FOUND = "found by search: "
 
 

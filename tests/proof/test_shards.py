@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from optexport import pipeline
 from optexport.proof import reference
 from optexport.proof.cases import Case
 from optexport.proof.shards import shards, why_unchecked
+from optexport.proof.spilling import spilled
 from optexport.signature import Dim
 
 MODULE = """
@@ -101,8 +104,31 @@ def test_all_rows_are_checked_unless_effort_is_spared(tmp_path: Path) -> None:
     assert quick.left_out == ["data: 25 of 100 rows are checked"]
 
 
-def test_rows_whose_results_would_not_fit_in_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_whose_results_would_not_fit_on_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_DATA_BYTES", 300)
     found = run(tmp_path, "standard").manifest.parity
     assert [case for case in found.cases if case.startswith("data")] == ["data 0", "data 1"]
     assert found.left_out == ["data: 50 of 100 rows are checked"]
+
+
+def test_large_results_are_kept_in_files_that_have_no_name() -> None:
+    large, small = torch.randn(1 << 18).reshape(512, -1).t(), torch.randn(3)
+    kept = spilled({"large": large, "small": small, "half": large.bfloat16().repeat(2, 1)})
+    assert torch.equal(kept["large"], large)
+    assert torch.equal(kept["half"], large.bfloat16().repeat(2, 1))
+    assert kept["small"] is small
+    place = kept["large"].untyped_storage().filename
+    assert place is not None
+    assert not Path(place).exists()
+
+
+def test_results_without_room_are_an_error_and_no_crash() -> None:
+    size, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            spilled({"y": torch.ones(1 << 19)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        signal.signal(signal.SIGXFSZ, before)
