@@ -8,11 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import numpy_helper
 
 from optexport import pipeline
 from optexport.errors import (
@@ -27,6 +24,7 @@ from optexport.errors import (
 from optexport.stages import Stages
 from optexport.verification import verify
 from tests import exports
+from tests.tampering import tamper_onnx, tamper_pt2
 
 RULES = """
 import copy
@@ -282,15 +280,6 @@ def at(stage: str, act: Callable[[], object]) -> Stages:
     return Stages(announce)
 
 
-def tamper_onnx(path: Path) -> None:
-    model = onnx.load(path)
-    weight = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
-    values = numpy_helper.to_array(weight).copy()
-    values.flat[3] *= np.float32(1.01)
-    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
-    onnx.save(model, path)
-
-
 def bake_torchscript(path: Path) -> None:
     """What the deprecated way of tracing makes of many models: right at one size only."""
 
@@ -306,10 +295,6 @@ def bake_torchscript(path: Path) -> None:
 
     example = dict(zip(("x", "mask"), (torch.randn(2, 5, 8), torch.ones(2, 5, dtype=torch.int64)), strict=True))
     torch.jit.trace(Baked(), example_kwarg_inputs=example, check_trace=False).save(path)
-
-
-def tamper_pt2(path: Path) -> None:
-    exports.rezip(path, lambda name, old: bytes(len(old)) if name.endswith("data/weights/weight_0") else old)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

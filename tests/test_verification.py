@@ -10,16 +10,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import onnx
 import pytest
 import torch
-from onnx import numpy_helper
 
 from optexport import export
 from optexport.errors import BundleError, ConfigError, OptexportError
 from optexport.verification import verify
 from tests import exports
+from tests.tampering import tamper_onnx, tamper_pt2, tamper_torchscript
 
 PLACES = ["torchscript", "onnx", "onnx, optimised", "pt2"]
 
@@ -90,33 +88,6 @@ def test_a_changed_byte_ends_the_program_with_four_and_names_the_file(copied: Pa
     assert done.returncode == 4
     assert "model.onnx: it was changed since the bundle was written" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def tamper_onnx(path: Path) -> None:
-    model = onnx.load(path)
-    weight = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
-    values = numpy_helper.to_array(weight).copy()
-    values.flat[0] += np.float32(0.01)
-    weight.CopyFrom(numpy_helper.from_array(values, weight.name))
-    onnx.save(model, path)
-
-
-def tamper_torchscript(path: Path) -> None:
-    module = torch.jit.load(path)
-    with torch.no_grad():
-        next(parameter for parameter in module.parameters() if parameter.dim() > 1)[0, 0] += 0.01
-    module.save(path)
-
-
-def tamper_pt2(path: Path) -> None:
-    def change(name: str, content: bytes) -> bytes:
-        if not name.endswith("data/weights/weight_0"):
-            return content
-        values = np.frombuffer(content, np.float32).copy()
-        values[0] += 0.01
-        return values.tobytes()
-
-    exports.rezip(path, change)
 
 
 TAMPERED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
