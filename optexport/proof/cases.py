@@ -58,14 +58,15 @@ def cases(
         effort: With "quick", of the data only the first batch, and of the declared ranges not every end. With
             "exhaustive", many more sizes, none of them cut for being large.
     """
-    found = [Case("traced", example)]
-    found += [Case("data" if len(real) == 1 else f"data {i}", batch, data=True) for i, batch in enumerate(real)]
-    found = found[:2] if effort == "quick" else found
+    data = [Case("data" if len(real) == 1 else f"data {i}", batch, data=True) for i, batch in enumerate(real)]
+    data = data[:1] if effort == "quick" else data
+    others = [case for case in data if not _is_same(case.batch, example)]
+    found = [Case("traced", example, data=len(others) < len(data)), *others]
     traced = signature.sizes(example)
     budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
     seen = [signature.sizes(case.batch) for case in found]
-    ends, others = _untraced_sizes(signature, traced, effort)
-    given, preferred = len(found), [*doubtful, *ends, *others]
+    ends, between = _untraced_sizes(signature, traced, effort)
+    given, preferred = len(found), [*doubtful, *ends, *between]
     for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
         if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
             break
@@ -76,6 +77,12 @@ def cases(
             name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
             found.append(Case(name, with_padding(resize(example, signature, sizes), UNTRACED_PADDING)))
     return found
+
+
+def _is_same(one: Batch, other: Batch) -> bool:
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
 
 
 def cut_to(most: float, batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> dict[str, int]:

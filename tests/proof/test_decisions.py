@@ -434,7 +434,7 @@ def test_a_metric_of_the_users_own_is_a_gate(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("gate", "code", "words"),
     [
-        ('"python:my_metrics:raises" = 0.5', 6, "my_metrics:raises, at data 0: it raised LookupError: no label"),
+        ('"python:my_metrics:raises" = 0.5', 6, "my_metrics:raises, at traced: it raised LookupError: no label"),
         ('"python:my_metrics:low" = 0.5', 2, "my_metrics:low: the original itself does not pass"),
         ('"python:my_metrics:agrement" = 0.5', 2, 'my_metrics has no agrement\n  Did you mean "agreement"?'),
         ('"python:my_metrics:number" = 0.5', 2, "number: it is a int, not a function"),
