@@ -8,7 +8,7 @@ another in float32, in which ONNX computes it, than in float64, in which Python 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,30 @@ _MOST_COMBINATIONS = 8192
 _LARGEST = 2**20
 
 
+def above_assertions(
+    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
+) -> dict[str, Dim]:
+    """Raises the lower end of each range above the sizes that break an assertion about that dimension alone.
+
+    Images of a few pixels break what holds of all that are larger. Larger sizes that break one stay in the range, where
+    they are in doubt: a file that gives something else for them would be used with them sooner or later.
+
+    Args:
+        names: The dimension that each of the program's symbols stands for.
+        dims: Those whose range nobody declared.
+        traced: The size of each dimension in the trace.
+    """
+    found = dict(dims)
+    for expression, in_doubt, free in _doubts(program, names, dims):
+        if in_doubt is _broken and len(free) == 1:
+            ((name, symbol),) = free.items()
+            dim = found[name]
+            smaller = [size for size in _sizes(dim, expression) if size < traced[name]]
+            broken = [size for size in smaller if _broken(expression, {symbol: size})]
+            found[name] = Dim(name, max(broken, default=dim.min - 1) + 1, dim.max)
+    return found
+
+
 def doubtful_sizes(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> tuple[dict[str, int], ...]:
@@ -39,19 +63,13 @@ def doubtful_sizes(
         names: The dimension that each of the program's symbols stands for.
         traced: The size of each dimension in the trace.
     """
-    symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
-    renamed = {symbol: symbols[name] for symbol, name in names.items()}
     found: list[dict[str, int]] = []
-    for expression, in_doubt in _doubts(program):
-        expression = expression.xreplace(renamed)
-        free = [name for name, symbol in symbols.items() if symbol in expression.free_symbols]
-        if not free or len(free) < len(expression.free_symbols):
-            continue  # always so, or about a value that only running it tells
+    for expression, in_doubt, free in _doubts(program, names, dims):
         candidates = itertools.chain(
-            ({name: sizes[name] for name in free} for sizes in found), _candidates(expression, free, dims, traced)
+            ({name: sizes[name] for name in free} for sizes in found), _candidates(expression, list(free), dims, traced)
         )
         for sizes in candidates:
-            if in_doubt(expression, {symbols[name]: size for name, size in sizes.items()}):
+            if in_doubt(expression, {free[name]: size for name, size in sizes.items()}):
                 if {**traced, **sizes} not in found:
                     found.append({**traced, **sizes})
                 break
@@ -61,8 +79,20 @@ def doubtful_sizes(
 _InDoubt = Callable[[Any, dict[sympy.Symbol, int]], bool]
 
 
-def _doubts(program: ExportedProgram) -> Iterator[tuple[Any, _InDoubt]]:
-    """What is asserted of sizes, and sizes that are computed as fractions; and when each is in doubt."""
+def _doubts(
+    program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
+) -> Iterator[tuple[Any, _InDoubt, dict[str, sympy.Symbol]]]:
+    """What is asserted of sizes, and sizes that are computed as fractions; when each is in doubt; and of what sizes."""
+    symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
+    renamed = {symbol: symbols[name] for symbol, name in names.items() if name in symbols}
+    for doubt, in_doubt in _found_in(program):
+        expression = doubt.xreplace(renamed)
+        free = {name: symbol for name, symbol in symbols.items() if symbol in expression.free_symbols}
+        if free and len(free) == len(expression.free_symbols):
+            yield expression, in_doubt, free  # any other is always so, or about a value that only running it tells
+
+
+def _found_in(program: ExportedProgram) -> Iterator[tuple[Any, _InDoubt]]:
     fractions: dict[Any, None] = {}
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -117,9 +147,7 @@ def _candidates(
 ) -> Iterator[dict[str, int]]:
     """Sizes to try: each dimension by itself, all of them alike, and all combinations of a few."""
     usual = {name: traced[name] for name in free}
-    numbers = [abs(int(number)) for number in expression.atoms(sympy.Integer) if abs(int(number)) < _LARGEST]
-    near = {number * times + step for number in numbers for times in (1, 2) for step in (-1, 0, 1)}
-    sizes = {name: _sizes(dims[name], near) for name in free}
+    sizes = {name: _sizes(dims[name], expression) for name in free}
     for name in free:
         yield from ({**usual, name: size} for size in sizes[name])
     if len(free) > 1:
@@ -130,8 +158,10 @@ def _candidates(
             yield dict(zip(free, combination, strict=True))
 
 
-def _sizes(dim: Dim, near: Iterable[int]) -> list[int]:
+def _sizes(dim: Dim, expression: Any) -> list[int]:
     most = _LARGEST if dim.max is None else dim.max
+    numbers = [abs(int(number)) for number in expression.atoms(sympy.Integer) if abs(int(number)) < _LARGEST]
+    near = {number * times + step for number in numbers for times in (1, 2) for step in (-1, 0, 1)}
     tried = {*range(1, _ALL_UP_TO + 1), *(2**power + step for power in range(9, 31) for step in (-1, 0, 1)), *near}
     ends = set() if dim.max is None else {dim.max}
     return sorted(size for size in tried | ends if max(dim.min, 1) <= size <= most)

@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from optexport.signature import (
     named_inputs,
     named_outputs,
 )
-from optexport.size_guards import doubtful_sizes
+from optexport.size_guards import above_assertions, doubtful_sizes
 
 logger = logging.getLogger("optexport")
 
@@ -105,6 +105,9 @@ def trace(
         example = _in_order(model, example)
     program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
     signature, fixed, symbols = _signature(program, dynamic)
+    undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
+    dims = {**signature.dims, **above_assertions(program, symbols, undeclared, signature.sizes(example))}
+    signature = replace(signature, dims=dims)
     doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
     if isinstance(model, fx.GraphModule):
         graph_module = _copy(model)
@@ -113,6 +116,10 @@ def trace(
     else:
         graph_module = raise_graph(program)
     return Traced(graph_module, signature, fixed, doubtful)
+
+
+def _declared(dynamic: Dynamic | None) -> list[Dim]:
+    return [dim for axes in (dynamic or {}).values() for dim in axes.values() if isinstance(dim, Dim)]
 
 
 def _in_order(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from transformers import ResNetConfig, ResNetModel
 
 from optexport.errors import OptexportError, TraceError
 from optexport.signature import Dim
@@ -345,3 +346,17 @@ def test_a_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
     traced = trace(randomise(Program(body, layer=nn.Linear(6, 6))), {"x": x})
     assert traced.doubtful
     assert outputs(traced.graph_module, x)[0].shape == (2, 4, 3, 6)
+
+
+def test_a_range_that_nobody_declared_begins_above_the_sizes_that_break_what_the_trace_asserts() -> None:
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+    model = randomise(ResNetModel(config))
+    traced = trace(model, {"pixel_values": torch.randn(2, 3, 32, 32)})
+    least = traced.signature.dims["width"].min
+    assert 2 < least < 32
+    assert traced.doubtful == ()
+    pixels = torch.randn(1, 3, 37, least)
+    with torch.no_grad():
+        assert torch.equal(traced.graph_module(pixel_values=pixels)[0], model(pixel_values=pixels)[0])
+        with pytest.raises(RuntimeError):
+            traced.graph_module(pixel_values=pixels[..., : least - 1])
