@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import fx
 from optexport import __version__
 from optexport.config import Config
 from optexport.errors import redact
+from optexport.machine import machine
 from optexport.manifest import (
     ArtifactRecord,
     ChangeRecord,
@@ -56,20 +56,10 @@ def measurements(seconds: Mapping[str, float]) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cpus": os.cpu_count(),
+        **machine(),
         "threads": torch.get_num_threads(),
         "seconds": {stage: round(spent, 3) for stage, spent in seconds.items()},
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def onnx_metadata(loaded: Loaded, applied: Sequence[Applied]) -> dict[str, Any]:
