@@ -51,14 +51,15 @@ def write_graph(path: Path, graph_module: fx.GraphModule) -> int:
     return len(graph_module.graph.nodes)
 
 
-def measurements(seconds: Mapping[str, float]) -> dict[str, Any]:
-    """What may differ between two equal runs: times, and the machine."""
+def measurements(seconds: Mapping[str, float], bench: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What may differ between two equal runs: times, the machine, and what was measured of the files."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         **machine(),
         "threads": torch.get_num_threads(),
         "seconds": {stage: round(spent, 3) for stage, spent in seconds.items()},
+        **({} if bench is None else {"bench": bench}),
     }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from optexport.errors import BenchError, ConfigError, first_line
-from optexport.manifest import Manifest
+from optexport.manifest import ArtifactRecord, Manifest
 
 _FORMATS = {".onnx": "onnx", ".pt": "torchscript", ".pt2": "pt2"}
 
@@ -64,7 +65,8 @@ def open_target(path: Path) -> Target:
         from optexport.bundle import read_manifest
 
         manifest = read_manifest(folder)
-        artifacts = tuple(artifacts_of(manifest, folder))
+        inputs = [spec.name for spec in manifest.inputs]
+        artifacts = tuple(exported(manifest.artifacts, inputs, folder, f"{folder}: "))
         if not path.is_dir():
             artifacts = tuple(artifact for artifact in artifacts if artifact.path.name == path.name)
         if not artifacts:
@@ -78,20 +80,26 @@ def open_target(path: Path) -> Target:
     return Target((Artifact(str(path), path, file_format, file_size(path, file_format)),))
 
 
-def artifacts_of(manifest: Manifest, folder: Path) -> list[Artifact]:
-    """The artifacts of a bundle."""
-    names = tuple(spec.name for spec in manifest.inputs)
+def exported(
+    records: Sequence[ArtifactRecord], inputs: Sequence[str], folder: Path, name: str, *, proven: bool = True
+) -> list[Artifact]:
+    """The files of one export.
+
+    Args:
+        inputs: The names of the model's inputs.
+        name: What comes before the format in their names.
+    """
     return [
         Artifact(
-            name=f"{folder}: {record.format}",
+            name=f"{name}{record.format}",
             path=folder / record.path,
             format=record.format,
             size=file_size(folder / record.path, record.format),
-            proven=True,
-            inputs=names,
+            proven=proven,
+            inputs=tuple(inputs),
             fixed=record.fixed_shape is not None,
         )
-        for record in manifest.artifacts
+        for record in records
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,10 +11,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from optexport.config_measuring import LEAST_ROUNDS
+
 Verdict = Literal["faster", "slower", "cannot tell"]
 
-LEAST_ROUNDS = 12
-_DRAWS = 2000
+_DRAWS = 4000
 _LEVEL = 0.95
 # More rounds than this in all, nobody waits for.
 _MOST_ROUNDS = 2000
@@ -78,8 +80,10 @@ def interval(logs: npt.NDArray[np.float64]) -> tuple[float, float]:
     """The 95 % interval of the median, by a bootstrap of two levels: over launches, and over the rounds of each.
 
     The rounds of one launch share what its processes happened to get, such as where their memory lies, so they are no
-    independent draws; over rounds alone the interval would be too narrow (Davison and Hinkley, Bootstrap Methods and
-    their Application, 1997, section 3.8).
+    independent draws, and over rounds alone the interval would be too narrow (Davison and Hinkley, Bootstrap Methods
+    and their Application, 1997, section 3.8). Of few launches a bootstrap is too narrow still, so its percentiles are
+    those that Student's distribution would ask for (Hesterberg, What Teachers Should Know About the Bootstrap, 2015,
+    section 5.3, "expanded percentile interval").
 
     Args:
         logs: Of shape [launches, rounds].
@@ -89,8 +93,19 @@ def interval(logs: npt.NDArray[np.float64]) -> tuple[float, float]:
     launch = generator.integers(launches, size=(_DRAWS, launches, 1))
     drawn = logs[launch, generator.integers(rounds, size=(_DRAWS, launches, rounds))]
     medians = np.sort(np.median(drawn.reshape(_DRAWS, -1), axis=1))
-    outside = int(_DRAWS * (1 - _LEVEL) / 2)
+    outside = int(_DRAWS * _outside(launches))
     return float(medians[outside]), float(medians[-1 - outside])
+
+
+def _outside(launches: int) -> float:
+    """How much of the bootstrap's draws lie below the interval, and as much above it.
+
+    Student's quantile by the expansion of Abramowitz and Stegun (1964), 26.7.5.
+    """
+    normal = statistics.NormalDist()
+    z, df = normal.inv_cdf(1 - (1 - _LEVEL) / 2), max(1, launches - 1)
+    t = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    return normal.cdf(-t * math.sqrt((df + 1) / df))
 
 
 def _more_rounds(median: float, low: float, high: float, rounds: int) -> int | None:

@@ -27,7 +27,7 @@ _WORKER = "import sys; sys.path[:] = sys.argv[2:]; from optexport.bench.worker i
 
 # Where its memory happens to lie makes a process faster or slower, by 1 to 3 % as seen here, for as long as it lives.
 # So that this is drawn anew, artifacts that are compared are started afresh after so many rounds.
-ROUNDS_PER_LAUNCH = 4
+ROUNDS_PER_LAUNCH = 2
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,25 @@ class _Worker:
         self._calls = calls
         self._stderr = stderr
 
-    def ask(self, *message: object) -> Any:
-        """Sends a message and returns the answer.
+    def ask(self, order: str, seconds: float = 0) -> Any:
+        """Gives an order and returns the answer.
 
         Raises:
             BenchError: The artifact raised, or its process died.
         """
+        self.tell((order, seconds))
+        return self.answer()
+
+    def tell(self, message: object) -> None:
+        """Sends a message whose answer can wait."""
         try:
-            self._calls.send(message[0] if len(message) == 1 else message)
+            self._calls.send(message)
+        except OSError as error:
+            raise BenchError(self._death(), place=self.artifact.name) from error
+
+    def answer(self) -> Any:
+        """Waits for the answer to a message."""
+        try:
             good, answer = self._calls.recv()
         except (EOFError, OSError) as error:
             raise BenchError(self._death(), place=self.artifact.name) from error
@@ -144,10 +155,12 @@ def race(artifacts: Sequence[Artifact], workload: Workload, settings: Settings) 
     for rounds in [ROUNDS_PER_LAUNCH] * launches if len(artifacts) > 1 else [ROUNDS_PER_LAUNCH * launches]:
         with ExitStack() as stack:
             workers = [stack.enter_context(_working(artifact, settings.threads)) for artifact in artifacts]
+            for artifact, worker in zip(artifacts, workers, strict=True):
+                worker.tell(Task(artifact.path, artifact.format, workload.file, artifact.inputs, settings.threads))
+            for worker in workers:  # they import their runtimes all at once, and load their files one by one
+                worker.answer()
             for index, worker in enumerate(workers):
-                names = worker.artifact.inputs
-                task = Task(worker.artifact.path, worker.artifact.format, workload.file, names, settings.threads)
-                loads[index].append(worker.ask(task))
+                loads[index].append(worker.ask("load"))
                 worker.ask("warm up", settings.seconds)
                 turns[index].append([])
             order = list(enumerate(workers))
@@ -156,7 +169,7 @@ def race(artifacts: Sequence[Artifact], workload: Workload, settings: Settings) 
                 for index, worker in order:
                     turns[index][-1].append(tuple(worker.ask("turn", settings.seconds)))
             for index, worker in enumerate(workers):
-                peak = worker.ask("peak", 0)
+                peak = worker.ask("peak")
                 peaks[index] = None if peak is None else max(peak, peaks[index] or 0)
     return [
         Timing(artifact, workload, tuple(map(tuple, turns[index])), tuple(loads[index]), peaks[index])

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from optexport.bench.measuring import Figures, Report
 
+_MEASURED = ("p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak_memory_bytes")
 _COLOURS = {"faster": "green", "slower": "red", "cannot tell": None}
 
 
@@ -56,6 +57,20 @@ def _row(figures: Figures) -> dict[str, Any]:
     }
 
 
+def metrics(report: Report) -> dict[str, float]:
+    """The report as flat numbers: ``bench.ARTIFACT.SHAPE.p50_ms`` and so on."""
+    flat: dict[str, float] = {}
+    for figures in report.figures:
+        row = _row(figures)
+        measured = {key: row[key] for key in _MEASURED if row[key] is not None}
+        flat |= {f"bench.{row['artifact']}.{row['shape']}.{key}": value for key, value in measured.items()}
+    for duel in report.duels:
+        prefix = f"bench.{duel.artifact.name}.{duel.workload.label}.speedup"
+        c = duel.comparison
+        flat |= {prefix: c.speedup, f"{prefix}_low": c.low, f"{prefix}_high": c.high}
+    return flat
+
+
 def show(report: Report, console: Console) -> None:
     """Prints the figures, the comparisons and what to know about them."""
     console.print(figures_table(report))
@@ -81,8 +96,8 @@ def figures_table(report: Report) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for f in report.figures:
         times = [f"{1e3 * seconds:.3g}" for seconds in (f.p50, f.p90, f.p99)]
-        memory = "?" if f.peak_memory is None else megabytes(f.peak_memory)
-        cells = [*times, f"{f.rows_per_second:.4g}", f"{f.load:.2g}", memory, megabytes(f.artifact.size)]
+        memory = "?" if f.peak_memory is None else size_in_words(f.peak_memory)
+        cells = [*times, f"{f.rows_per_second:.4g}", f"{f.load:.2g}", memory, size_in_words(f.artifact.size)]
         table.add_row(escape(f.artifact.name), f.workload.label, *cells)
     return table
 
@@ -107,6 +122,9 @@ def comparison_table(report: Report) -> Table:
     return table
 
 
-def megabytes(size: int) -> str:
-    """Bytes in millions."""
-    return f"{size / 1e6:.1f} MB"
+def size_in_words(size: int) -> str:
+    """Bytes as people say them."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"

@@ -52,22 +52,23 @@ def main() -> None:
 def _serve(calls: Connection) -> None:
     task = calls.recv()
     load = (_onnx if task.format == "onnx" else _torch)(task)
-    before = _memory(reset_peak=True)
-    start = time.perf_counter()
-    run = load()
-    calls.send((True, time.perf_counter() - start))
+    calls.send((True, None))
     repeats = 1
     while True:
         order, seconds = calls.recv()
-        if order == "warm up":
-            samples = _samples(run, seconds, 1)
-            repeats = max(1, round(_LEAST_SAMPLE / min(samples)))
-            calls.send((True, None))
+        answer: Any = None
+        if order == "load":
+            before = _memory(reset_peak=True)
+            start = time.perf_counter()
+            run = load()
+            answer = time.perf_counter() - start
+        elif order == "warm up":
+            repeats = max(1, round(_LEAST_SAMPLE / min(_samples(run, seconds, 1))))
         elif order == "turn":
-            calls.send((True, _samples(run, seconds, repeats)))
-        else:
-            after = _memory()
-            calls.send((True, None if before is None or after is None else max(0, after["VmHWM"] - before["VmRSS"])))
+            answer = _samples(run, seconds, repeats)
+        elif before is not None and (after := _memory()) is not None:
+            answer = max(0, after["VmHWM"] - before["VmRSS"])
+        calls.send((True, answer))
 
 
 def _samples(run: Run, seconds: float, repeats: int) -> list[float]:
