@@ -49,7 +49,7 @@ class Comparison:
             return f"cannot tell; about {self.more_rounds} more rounds would"
         apart = max(1 / self.low, self.high) - 1
         if apart <= _ALIKE:
-            return f"alike within {math.ceil(apart * 1000) / 10:g} %"
+            return f"alike within {math.ceil(round(apart * 1000, 6)) / 10:g} %"
         return f"cannot tell, nor would {_MOST_ROUNDS} rounds: times vary too much here"
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.rules [--threads N] [--rounds N] [NAME ...]
 
-The files are measured as `optexport bench` does it. The table gives the median of the ratio without / with (above 1: the
-rule makes it faster) and its 95 % interval. Both files of a pair have passed the proof.
+The files are measured as `optexport bench` does it. The table gives the median of the ratio without / with (above 1:
+the rule makes it faster) and its 95 % interval. Both files of a pair have passed the proof.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
     about = machine()
-    print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s), {arguments.rounds} rounds, ONNX Runtime "
-          f"{onnxruntime.__version__}, torch {torch.__version__}\n")  # fmt: skip
+    print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s), {arguments.rounds} rounds, "
+          f"ONNX Runtime {onnxruntime.__version__}, torch {torch.__version__}\n")  # fmt: skip
     print("| rule, model | file | without / with, by shape (95 % interval) |\n|---|---|---|")
     for pair in PAIRS:
         if not arguments.names or any(name in pair.name for name in arguments.names):
