@@ -25,6 +25,7 @@ from pydantic import (
 
 from optexport import registry
 from optexport.config_decisions import METRIC, Decisions
+from optexport.config_measuring import BenchConfig, GateConfig, check_measuring
 from optexport.config_mistakes import explained
 from optexport.errors import ConfigError, did_you_mean
 from optexport.tasks import AUTO_CLASSES
@@ -195,6 +196,8 @@ class Config(_Table):
     transformations: list[TransformationConfig] | None = None
     parity: ParityConfig = ParityConfig()
     export: ExportConfig = ExportConfig()
+    bench: BenchConfig = BenchConfig()
+    gate: GateConfig = GateConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     def rules(self) -> list[TransformationConfig]:
@@ -261,6 +264,7 @@ def parse_config(text: str, path: Path) -> Config:
     for name in config.parity.decisions or ():
         if name.startswith(METRIC):
             _check_module(name.removeprefix(METRIC), path.parent, f"{path.name}: parity.decisions.{name}")
+    check_measuring(config.bench, config.gate, config.export.formats, config.inputs.dynamic, path.name)
     _check_files(config, path)
     return config
 

@@ -110,6 +110,12 @@ class ExportError(OptexportError):
     exit_code = 5
 
 
+class BenchError(OptexportError):
+    """A file could not be run to be measured."""
+
+    exit_code = 5
+
+
 class TransformationError(OptexportError):
     """A transformation failed, or cannot be undone."""
 

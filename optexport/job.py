@@ -8,6 +8,7 @@ from pathlib import Path
 
 from optexport import registry
 from optexport.config import Config, TransformationConfig
+from optexport.config_measuring import BenchConfig, GateConfig
 from optexport.errors import ConfigError, did_you_mean
 from optexport.proof.cases import Batch
 from optexport.proof.decisions import Metric
@@ -94,6 +95,11 @@ def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = N
         name = str(Path(config.export.output).with_name(output.name))
         update["export"] = config.export.model_copy(update={"output": name})
     return config.model_copy(update=update)
+
+
+def unmeasured(config: Config) -> Config:
+    """The config without measuring, and without gates on what is measured."""
+    return config.model_copy(update={"bench": BenchConfig(), "gate": GateConfig()})
 
 
 def preset() -> tuple[NamedRule, ...]:

@@ -12,13 +12,18 @@ import torch
 from torch import fx
 
 from optexport import bundle, inputs, records, runtimes, sources, tracking
+from optexport.bench import gates, report
+from optexport.bench.artifact import exported
+from optexport.bench.measuring import Report, measure
+from optexport.bench.race import Settings
+from optexport.bench.workload import Workload, from_signature
 from optexport.blame import failure
 from optexport.blame.files import blame_files
 from optexport.blame.rules import blame_rules
-from optexport.config import Config, SourceKind, load_config, source_kind
+from optexport.config import Config, Format, SourceKind, load_config, source_kind
 from optexport.errors import ConfigError, TrackingError, redact
 from optexport.formats import exported_program, onnx, torchscript
-from optexport.job import Job, resolved, rules_of
+from optexport.job import Job, resolved, rules_of, unmeasured
 from optexport.manifest import ArtifactRecord, Manifest
 from optexport.original import graph_runner, run_reference, trace_original
 from optexport.proof import decisions, floor
@@ -48,6 +53,7 @@ class Result:
         run_page: The address of that run in MLflow's own page, after the command that serves it if one is needed.
         tracking_failure: Why the run could not be tracked, if it could not.
         baseline: The folder of the untransformed export, if it was asked for.
+        bench: What was measured of the files, if anything.
     """
 
     output: Path
@@ -57,6 +63,7 @@ class Result:
     run_page: str | None = None
     tracking_failure: TrackingError | None = None
     baseline: Path | None = None
+    bench: Report | None = None
 
     @property
     def passed(self) -> bool:
@@ -104,6 +111,7 @@ def run(
     metrics = decisions.load_metrics(config.parity.decisions, folder)
     config = resolved(config, rules)
     if not keep:
+        config = unmeasured(config)
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
     output = (folder / Path(config.export.output).expanduser()).resolve()
     plain = output.parent / f"{output.name}-baseline"
@@ -129,12 +137,13 @@ def run(
             job = replace(job, output=Path(downloads) / "bundle", beside=output)
         if baseline:
             produce(
-                replace(job, config=resolved(config, (), plain), rules=(), output=plain, dump=None),
+                replace(job, config=resolved(unmeasured(config), (), plain), rules=(), output=plain, dump=None),
                 Stages(stages.announce),
             )
         result = produce(job, stages)
         with stages.stage("track"):
-            tracker.result(result.manifest, stages.seconds, job.output, text)
+            figures = None if result.bench is None else report.metrics(result.bench)
+            tracker.result(result.manifest, stages.seconds, job.output, text, figures)
     return replace(
         result,
         run_id=tracker.run_id,
@@ -146,10 +155,15 @@ def run(
 
 def produce(job: Job, stages: Stages) -> Result:
     """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before."""
-    with bundle.drafting(job.output) as draft, torch.random.fork_rng(devices=[]):
+    with (
+        bundle.drafting(job.output) as draft,
+        torch.random.fork_rng(devices=[]),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         with stages.stage("trace"):
             traced, call = trace_original(job)
             signature = traced.signature
+            workloads = _workloads(job, signature, Path(scratch))
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
             ids = vocabularies(traced.graph_module, signature)
@@ -181,6 +195,7 @@ def produce(job: Job, stages: Stages) -> Result:
             )
         with stages.stage("undo"):
             check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
+        bench = _measure(job, workloads, signature, artifacts, draft, Path(scratch), stages)
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:
@@ -190,9 +205,11 @@ def produce(job: Job, stages: Stages) -> Result:
                 job.config, job.loaded, traced, transformed, nodes_before, found, stored, artifacts
             ).model_copy(update={"files": bundle.file_records(draft)})
             bundle.write_manifest(draft, manifest)
-        bundle.write_measurements(draft, records.measurements(stages.seconds))
+        bundle.write_measurements(
+            draft, records.measurements(stages.seconds, None if bench is None else report.as_json(bench))
+        )
     failure.remove(job.failure)
-    return Result(job.output, tuple(proof.places), manifest)
+    return Result(job.output, tuple(proof.places), manifest, bench=bench)
 
 
 def _export(
@@ -218,6 +235,47 @@ def _export(
                 metadata = records.onnx_metadata(job.loaded, applied)
                 onnx.save(flat, signature, job.example, path, opset=job.config.export.opset, metadata=metadata)
         yield ArtifactRecord(format=name, path=path.name, fixed_shape=fixed_shape)
+
+
+def _workloads(job: Job, signature: Signature, folder: Path) -> list[Workload]:
+    """What the files will be measured on, so that a size that the model does not take is told early; else nothing."""
+    bench = job.config.bench
+    if not (bench.enabled or job.config.gate.needs_times):
+        return []
+    return from_signature(job.example, signature, bench.shapes, folder, "bench.shapes")
+
+
+def _measure(
+    job: Job,
+    workloads: Sequence[Workload],
+    signature: Signature,
+    artifacts: Sequence[ArtifactRecord],
+    draft: Path,
+    scratch: Path,
+    stages: Stages,
+) -> Report | None:
+    """Measures the files where that is asked for, with the plain export if they are to be faster; checks the gates."""
+    bench, gate = job.config.bench, job.config.gate
+    inputs = [spec.name for spec in signature.inputs]
+    files, plain, found = exported(artifacts, inputs, draft, ""), [], None
+    if workloads:
+        with stages.stage("measure"):
+            if gate.min_speedup is not None:
+                compared = [name for name in job.config.export.formats if gate.min_speedup.of(name) is not None]
+                plain = exported(_export_plain(job, compared, scratch), inputs, scratch, "plain ", proven=False)
+            pairs = [(ours, theirs) for ours in files for theirs in plain if ours.format == theirs.format]
+            settings = Settings(bench.threads, bench.rounds)
+            found = measure([*files, *plain], workloads, pairs, settings)
+    gates.check(gate, files, found)
+    return found
+
+
+def _export_plain(job: Job, formats: Sequence[Format], folder: Path) -> list[ArtifactRecord]:
+    """Exports the model as it was traced, without any rule, to be measured and thrown away."""
+    export = job.config.export.model_copy(update={"formats": list(formats)})
+    job = replace(job, config=job.config.model_copy(update={"export": export}), rules=())
+    traced, _ = trace_original(job)
+    return list(_export(traced.graph_module, traced.signature, job, (), folder, Stages()))
 
 
 def _load(config: Config, folder: Path, downloads: Path) -> Loaded:

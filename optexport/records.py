@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import fx
 from optexport import __version__
 from optexport.config import Config
 from optexport.errors import redact
+from optexport.machine import machine
 from optexport.manifest import (
     ArtifactRecord,
     ChangeRecord,
@@ -51,25 +51,16 @@ def write_graph(path: Path, graph_module: fx.GraphModule) -> int:
     return len(graph_module.graph.nodes)
 
 
-def measurements(seconds: Mapping[str, float]) -> dict[str, Any]:
-    """What may differ between two equal runs: times, and the machine."""
+def measurements(seconds: Mapping[str, float], bench: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What may differ between two equal runs: times, the machine, and what was measured of the files."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cpus": os.cpu_count(),
+        **machine(),
         "threads": torch.get_num_threads(),
         "seconds": {stage: round(spent, 3) for stage, spent in seconds.items()},
+        **({} if bench is None else {"bench": bench}),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def onnx_metadata(loaded: Loaded, applied: Sequence[Applied]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from optexport.bench import report
 from optexport.manifest import ChangeRecord, Manifest, TensorRecord
 from optexport.pipeline import Result
 from optexport.proof.parity import PlaceParity
@@ -28,6 +29,9 @@ def show(result: Result, console: Console) -> None:
     console.print(f"[bold]Sizes[/] {escape('; '.join(sizes)) or 'all fixed'}", soft_wrap=True, highlight=False)
     _show_transformations(manifest, console)
     _show_parity(manifest, result.parity, console)
+    if result.bench is not None:
+        console.print("[bold]Measured[/]", highlight=False)
+        report.show(result.bench, console)
     _show_files(result, console)
     if result.run_page is not None:
         console.print(f"\n[bold]MLflow[/] run {result.run_id}", highlight=False)
@@ -123,16 +127,9 @@ def decision_table(places: Sequence[PlaceParity]) -> Table:
 def _show_files(result: Result, console: Console) -> None:
     console.print(f"[bold]Files[/] in {escape(str(result.output))}", soft_wrap=True, highlight=False)
     for file in sorted(result.output.iterdir()):
-        console.print(f"  {escape(file.name):28} {_size(file.stat().st_size):>10}", highlight=False)
+        console.print(f"  {escape(file.name):28} {report.size_in_words(file.stat().st_size):>10}", highlight=False)
     if result.baseline is not None:
         console.print(f"[bold]Baseline[/] in {escape(str(result.baseline))}", soft_wrap=True, highlight=False)
-
-
-def _size(size: int) -> str:
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size} B"
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -145,6 +142,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "transformed_nodes": result.transformed_nodes,
         "near_misses": {t.rule: [miss.model_dump() for miss in t.near_misses] for t in result.manifest.transformations},
         "parity": result.manifest.parity.model_dump(mode="json"),
+        "bench": None if result.bench is None else report.as_json(result.bench),
         "mlflow_run_id": result.run_id,
         "tracking_failure": None if result.tracking_failure is None else str(result.tracking_failure),
     }

@@ -51,8 +51,20 @@ class Tracker:
         """Logs tags; those without a value are left out."""
         self._guarded(lambda: self._mlflow.set_tags({key: value for key, value in values.items() if value}))
 
-    def result(self, manifest: Manifest, seconds: Mapping[str, float], folder: Path, config_text: str | None) -> None:
-        """Logs metrics, node lists, the bundle, and the ONNX file as a model to load by name."""
+    def result(
+        self,
+        manifest: Manifest,
+        seconds: Mapping[str, float],
+        folder: Path,
+        config_text: str | None,
+        bench: Mapping[str, float] | None = None,
+    ) -> None:
+        """Logs metrics, node lists, the bundle, and the ONNX file as a model to load by name.
+
+        Args:
+            bench: What was measured of the files; names may hold any characters.
+        """
+        self._guarded(lambda: self._mlflow.log_metrics({_key(key): value for key, value in (bench or {}).items()}))
         self._guarded(lambda: self._result(manifest, seconds, folder, config_text))
 
     def end(self, reason: str | None = None) -> None:

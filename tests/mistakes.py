@@ -85,6 +85,37 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "empty output": (table("export", 'output = ""'), "export.output", "not ''"),
     "output at the root": (table("export", 'output = "/"'), "export.output", "'/' names no folder"),
     "empty experiment": (table("tracking", 'experiment = ""'), "tracking.experiment", "not ''"),
+    # measuring
+    "size of nothing": (table("bench", "shapes = [{ batch = 0 }]"), "bench.shapes[0].batch", "not 0"),
+    "shape that is a list": (table("bench", "shapes = [[1, 16]]"), "bench.shapes[0]", "it must be a table"),
+    "shape of no declared dimension": (
+        table("bench", "shapes = [{ bach = 1 }]", "[inputs.dynamic]", "batch = [1, 8]"),
+        "bench.shapes[0].bach",
+        'Did you mean "batch"?',
+    ),
+    "shape beyond the declared sizes": (
+        table("bench", "shapes = [{ batch = 9 }]", "[inputs.dynamic]", "batch = [1, 8]"),
+        "bench.shapes[0].batch",
+        "inputs.dynamic.batch is 1 to 8, not 9",
+    ),
+    "no round": (table("bench", "rounds = 0"), "bench.rounds", "not 0"),
+    "text for a gate": (table("gate", 'max_size_mb = "1"'), "gate.max_size_mb", "it must be a table"),
+    "gate of zero": (table("gate", "max_latency_ms = 0"), "gate.max_latency_ms.every", "not 0"),
+    "gate on an unknown format": (
+        table("gate", "min_speedup = { onx = 1 }"),
+        "gate.min_speedup.onx",
+        'Did you mean "onnx"?',
+    ),
+    "gate on a file that is not made": (
+        table("gate", "max_size_mb = { pt2 = 1 }", "[export]", 'formats = ["onnx"]'),
+        "gate.max_size_mb.pt2",
+        "no such file is exported",
+    ),
+    "gate on too few rounds": (
+        table("gate", "min_speedup = 1", "[bench]", "rounds = 4"),
+        "bench.rounds",
+        "gate.min_speedup needs at least 12",
+    ),
     # kinds of inputs
     "two kinds of inputs": (table("inputs", 'texts = ["a"]', 'data = "a.npz"'), "inputs", "texts and data exclude"),
     "data and tensors": (

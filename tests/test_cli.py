@@ -176,6 +176,8 @@ def test_what_needs_no_model_imports_nothing_heavy(tmp_path: Path) -> None:
         "--help": 0,
         "--version": 0,
         "run --help": 0,
+        "bench --help": 0,
+        "bench nowhere.onnx": 2,
         "transformations": 0,
         "transformations --json": 0,
         "init .": 0,

@@ -1,0 +1,76 @@
+"""``optexport bench``: from paths and sizes to a report."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from optexport.bench.artifact import Artifact, Target, open_target
+from optexport.bench.measuring import Report, measure, pairs_of
+from optexport.bench.race import Settings
+from optexport.bench.workload import Sizes, Workload, from_bundle, from_file, from_onnx
+from optexport.errors import ConfigError
+
+
+def bench(
+    paths: Sequence[Path],
+    against: Sequence[Path] = (),
+    shapes: Sequence[Sizes] = (),
+    settings: Settings | None = None,
+    formats: Sequence[str] = (),
+    inputs: Path | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Measures bundles and files, and compares them with others.
+
+    Args:
+        against: Bundles and files to compare with; by default the first of a format is compared with.
+        shapes: Sizes of dynamic dimensions, for each shape; by default the traced ones.
+        formats: Only artifacts of these formats; all by default.
+        inputs: A safetensors file of the inputs; by default those of the first bundle, or made up from the first ONNX
+            file.
+
+    Raises:
+        ConfigError: A path, size or format cannot be meant.
+        BundleError: A bundle was changed.
+        BenchError: An artifact cannot be run.
+    """
+    targets = [open_target(path) for path in (*paths, *against)]
+    names = Counter[str]()
+    chosen: list[list[Artifact]] = [[], []]
+    for index, target in enumerate(targets):
+        for artifact in target.artifacts:
+            if not formats or artifact.format in formats:
+                names[artifact.name] += 1
+                again = names[artifact.name]  # one file may be given twice, to see how far that is from alike
+                name = artifact.name if again == 1 else f"{artifact.name} ({again})"
+                chosen[index >= len(paths)].append(replace(artifact, name=name))
+    artifacts, baselines = chosen
+    for given, option in ((artifacts, "--format"), (baselines if against else artifacts, "--against")):
+        if not given:
+            raise ConfigError(f"none of what is given is {' or '.join(formats)}", place=option)
+    with tempfile.TemporaryDirectory(prefix="optexport-bench-") as folder:
+        workloads, notes = _workloads(targets, [*artifacts, *baselines], inputs, shapes, Path(folder))
+        settings = settings or Settings()
+        report = measure([*artifacts, *baselines], workloads, pairs_of(artifacts, baselines), settings, announce)
+    return replace(report, notes=(*notes, *report.notes))
+
+
+def _workloads(
+    targets: Sequence[Target], artifacts: Sequence[Artifact], inputs: Path | None, shapes: Sequence[Sizes], folder: Path
+) -> tuple[list[Workload], list[str]]:
+    for target in targets:
+        if target.bundle is not None and target.manifest is not None:
+            return from_bundle(target.bundle, target.manifest, inputs, shapes, folder), []
+    if inputs is not None:
+        return from_file(inputs, shapes), []
+    for artifact in artifacts:
+        if artifact.format == "onnx":
+            return from_onnx(artifact, shapes, folder)
+    raise ConfigError(
+        f"nothing says what inputs {artifacts[0].name} takes",
+        mend="Give --inputs FILE.safetensors, or the bundle that it is of.",
+    )

@@ -1,0 +1,66 @@
+"""The gates of ``[gate]``: whether exported files are as small and as fast as is demanded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from optexport.bench.artifact import Artifact
+from optexport.bench.measuring import Report
+from optexport.config_measuring import BarConfig, GateConfig
+from optexport.errors import GateError
+
+
+def check(gate: GateConfig, artifacts: Sequence[Artifact], report: Report | None) -> None:
+    """Holds what was measured against what is demanded.
+
+    Args:
+        artifacts: The exported files.
+        report: What was measured of them, and of the plain export; None where times are not demanded.
+
+    Raises:
+        GateError: Something does not keep to it; the message names each gate, what was measured, what was demanded.
+    """
+    failures = [*_sizes(gate.max_size_mb, artifacts)]
+    if report is not None:
+        failures += [*_latencies(gate.max_latency_ms, artifacts, report)]
+        failures += [*_speedups(gate.min_speedup, artifacts, report)]
+    if failures:
+        told = "".join(f"\n  {failure}" for failure in failures)
+        raise GateError(f"the exported files are not what [gate] demands{told}")
+
+
+def _bars(bar: BarConfig | None, artifacts: Sequence[Artifact]) -> Iterator[tuple[Artifact, float]]:
+    for artifact in artifacts:
+        demanded = None if bar is None else bar.of(artifact.format)
+        if demanded is not None:
+            yield artifact, demanded
+
+
+def _sizes(bar: BarConfig | None, artifacts: Sequence[Artifact]) -> Iterator[str]:
+    for artifact, most in _bars(bar, artifacts):
+        if artifact.size > most * 1e6:
+            yield f"max_size_mb: {artifact.name} takes {artifact.size / 1e6:.4g}, {most:g} at most demanded"
+
+
+def _latencies(bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report) -> Iterator[str]:
+    for artifact, most in _bars(bar, artifacts):
+        measured = [figures for figures in report.figures if figures.artifact == artifact]
+        if not measured:
+            yield f"max_latency_ms: {artifact.name} was not measured: it takes the traced shape only"
+        for figures in measured:
+            if figures.p50 * 1e3 > most:
+                took = f"takes {figures.p50 * 1e3:.4g} (p50)"
+                yield f"max_latency_ms: {artifact.name} {took} at {figures.workload.label}, {most:g} at most demanded"
+
+
+def _speedups(bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report) -> Iterator[str]:
+    for artifact, least in _bars(bar, artifacts):
+        duels = [duel for duel in report.duels if duel.artifact == artifact]
+        if not duels:
+            yield f"min_speedup: {artifact.name} was not measured against the plain export: one has a fixed shape"
+        for duel in duels:
+            c = duel.comparison
+            if c.low < least:
+                found = f"is {c.speedup:.3g} ({c.low:.3g} to {c.high:.3g}) times as fast as the plain export"
+                where = f"at {duel.workload.label}"
+                yield f"min_speedup: {artifact.name} {found} {where}, {least:g} demanded of the lower end"

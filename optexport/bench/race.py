@@ -1,0 +1,177 @@
+"""Lets artifacts take turns, each in a process of its own, so that whatever disturbs one disturbs all alike."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from optexport.bench.artifact import Artifact
+from optexport.bench.worker import Task
+from optexport.bench.workload import Workload
+from optexport.errors import BenchError
+
+# As multiprocessing starts a process afresh, but without the caller's main module, which may be heavy.
+_WORKER = "import sys; sys.path[:] = sys.argv[2:]; from optexport.bench.worker import main; main()"
+
+
+# Where its memory happens to lie makes a process faster or slower, by 1 to 3 % as seen here, for as long as it lives.
+# So that this is drawn anew, artifacts that are compared are started afresh after so many rounds.
+ROUNDS_PER_LAUNCH = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How is measured.
+
+    Attributes:
+        threads: Threads of each artifact.
+        rounds: How often each artifact has its turn; rounded up to a multiple of `ROUNDS_PER_LAUNCH`.
+        seconds: How long a turn is; it has three calls at the least.
+    """
+
+    threads: int = 1
+    rounds: int = 20
+    seconds: float = 0.1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one artifact on one workload.
+
+    Attributes:
+        turns: Seconds of each call, of shape [launches, rounds, calls]; as many calls as fit into a turn.
+        load_seconds: From the file to a model that can be called, by launch.
+        peak_memory: Bytes resident at the peak beyond those before loading; None where the system does not tell.
+    """
+
+    artifact: Artifact
+    workload: Workload
+    turns: tuple[tuple[tuple[float, ...], ...], ...]
+    load_seconds: tuple[float, ...]
+    peak_memory: int | None
+
+    @property
+    def medians(self) -> list[list[float]]:
+        """The median call of each turn, in seconds, of shape [launches, rounds]."""
+        return [[statistics.median(turn) for turn in launch] for launch in self.turns]
+
+    @property
+    def calls(self) -> list[float]:
+        """Seconds of every call."""
+        return [seconds for launch in self.turns for turn in launch for seconds in turn]
+
+
+class _Worker:
+    """The process of one artifact, as its caller sees it."""
+
+    def __init__(self, artifact: Artifact, process: subprocess.Popen[bytes], calls: Connection, stderr: Any) -> None:
+        self.artifact = artifact
+        self._process = process
+        self._calls = calls
+        self._stderr = stderr
+
+    def ask(self, order: str, seconds: float = 0) -> Any:
+        """Gives an order and returns the answer.
+
+        Raises:
+            BenchError: The artifact raised, or its process died.
+        """
+        self.tell((order, seconds))
+        return self.answer()
+
+    def tell(self, message: object) -> None:
+        """Sends a message whose answer can wait."""
+        try:
+            self._calls.send(message)
+        except OSError as error:
+            raise BenchError(self._death(), place=self.artifact.name) from error
+
+    def answer(self) -> Any:
+        """Waits for the answer to a message."""
+        try:
+            good, answer = self._calls.recv()
+        except (EOFError, OSError) as error:
+            raise BenchError(self._death(), place=self.artifact.name) from error
+        if not good:
+            raise BenchError(f"it cannot be run: {answer}", place=self.artifact.name)
+        return answer
+
+    def _death(self) -> str:
+        code = self._process.wait()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return f"its process ended {how}{f': {lines[-1]}' if lines else ''}"
+
+
+@contextmanager
+def _working(artifact: Artifact, threads: int) -> Iterator[_Worker]:
+    ours, theirs = Pipe()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # as for ONNX Runtime's threads, see the worker
+    }
+    with ours, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, str(theirs.fileno()), *sys.path],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=environment,
+            start_new_session=True,  # an interrupt from the terminal comes to us alone, and we end the worker
+        )
+        try:
+            theirs.close()
+            yield _Worker(artifact, process, ours, stderr)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def race(artifacts: Sequence[Artifact], workload: Workload, settings: Settings) -> list[Timing]:
+    """Measures artifacts on one workload: in every round each has its turn, in an order that changes.
+
+    Raises:
+        BenchError: One of them cannot be run, or ends its process.
+    """
+    shuffle = random.Random(0).shuffle  # noqa: S311 - no secret
+    turns: list[list[list[tuple[float, ...]]]] = [[] for _ in artifacts]
+    loads: list[list[float]] = [[] for _ in artifacts]
+    peaks: list[int | None] = [None for _ in artifacts]
+    launches = -(-settings.rounds // ROUNDS_PER_LAUNCH)
+    for rounds in [ROUNDS_PER_LAUNCH] * launches if len(artifacts) > 1 else [ROUNDS_PER_LAUNCH * launches]:
+        with ExitStack() as stack:
+            workers = [stack.enter_context(_working(artifact, settings.threads)) for artifact in artifacts]
+            for artifact, worker in zip(artifacts, workers, strict=True):
+                worker.tell(Task(artifact.path, artifact.format, workload.file, artifact.inputs, settings.threads))
+            for worker in workers:  # they import their runtimes all at once, and load their files one by one
+                worker.answer()
+            for index, worker in enumerate(workers):
+                loads[index].append(worker.ask("load"))
+                worker.ask("warm up", settings.seconds)
+                turns[index].append([])
+            order = list(enumerate(workers))
+            for _ in range(rounds):
+                shuffle(order)
+                for index, worker in order:
+                    turns[index][-1].append(tuple(worker.ask("turn", settings.seconds)))
+            for index, worker in enumerate(workers):
+                peak = worker.ask("peak")
+                peaks[index] = None if peak is None else max(peak, peaks[index] or 0)
+    return [
+        Timing(artifact, workload, tuple(map(tuple, turns[index])), tuple(loads[index]), peaks[index])
+        for index, artifact in enumerate(artifacts)
+    ]

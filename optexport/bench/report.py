@@ -1,0 +1,130 @@
+"""What was measured, for people and for machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from optexport.bench.measuring import Figures, Report
+
+_MEASURED = ("p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak_memory_bytes")
+_COLOURS = {"faster": "green", "slower": "red", "cannot tell": None}
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as a document; times are in milliseconds or seconds as their names say, sizes in bytes."""
+    artifacts = {figures.artifact: None for figures in report.figures}
+    return {
+        "threads": report.settings.threads,
+        "rounds": report.settings.rounds,
+        "artifacts": [{"name": a.name, "format": a.format, "bytes": a.size, "proven": a.proven} for a in artifacts],
+        "figures": [_row(figures) for figures in report.figures],
+        "comparisons": [
+            {
+                "artifact": duel.artifact.name,
+                "baseline": duel.baseline.name,
+                "format": duel.artifact.format,
+                "shape": duel.workload.label,
+                "speedup": duel.comparison.speedup,
+                "low": duel.comparison.low,
+                "high": duel.comparison.high,
+                "verdict": duel.comparison.verdict,
+                "more_rounds": duel.comparison.more_rounds,
+            }
+            for duel in report.duels
+        ],
+        "notes": list(report.notes),
+    }
+
+
+def _row(figures: Figures) -> dict[str, Any]:
+    return {
+        "artifact": figures.artifact.name,
+        "format": figures.artifact.format,
+        "shape": figures.workload.label,
+        "sizes": dict(figures.workload.sizes),
+        "rows": figures.workload.rows,
+        "p50_ms": 1e3 * figures.p50,
+        "p90_ms": 1e3 * figures.p90,
+        "p99_ms": 1e3 * figures.p99,
+        "rows_per_second": figures.rows_per_second,
+        "load_seconds": figures.load,
+        "peak_memory_bytes": figures.peak_memory,
+    }
+
+
+def metrics(report: Report) -> dict[str, float]:
+    """The report as flat numbers: ``bench.ARTIFACT.SHAPE.p50_ms`` and so on."""
+    flat: dict[str, float] = {}
+    for figures in report.figures:
+        row = _row(figures)
+        measured = {key: row[key] for key in _MEASURED if row[key] is not None}
+        flat |= {f"bench.{row['artifact']}.{row['shape']}.{key}": value for key, value in measured.items()}
+    for duel in report.duels:
+        prefix = f"bench.{duel.artifact.name}.{duel.workload.label}.speedup"
+        c = duel.comparison
+        flat |= {prefix: c.speedup, f"{prefix}_low": c.low, f"{prefix}_high": c.high}
+    return flat
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints the figures, the comparisons and what to know about them."""
+    console.print(figures_table(report))
+    if report.duels:
+        console.print(comparison_table(report))
+    unproven = sorted({f.artifact.name for f in report.figures if not f.artifact.proven})
+    for note in report.notes:
+        console.print(escape(note), soft_wrap=True, highlight=False)
+    if unproven:
+        console.print(
+            f"Not proven to compute what a model computes, being of no bundle: {escape(', '.join(unproven))}",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def figures_table(report: Report) -> Table:
+    """One row for every artifact at every shape."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("artifact", "shape"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("p50 ms", "p90 ms", "p99 ms", "rows/s", "load s", "memory", "file"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for f in report.figures:
+        times = [f"{1e3 * seconds:.3g}" for seconds in (f.p50, f.p90, f.p99)]
+        memory = "?" if f.peak_memory is None else size_in_words(f.peak_memory)
+        cells = [*times, f"{f.rows_per_second:.4g}", f"{f.load:.2g}", memory, size_in_words(f.artifact.size)]
+        table.add_row(escape(f.artifact.name), f.workload.label, *cells)
+    return table
+
+
+def comparison_table(report: Report) -> Table:
+    """One row for every pair at every shape."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("artifact", "against", "shape"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("times as fast (95 % interval)", no_wrap=True)
+    table.add_column("verdict")
+    for duel in report.duels:
+        c = duel.comparison
+        table.add_row(
+            escape(duel.artifact.name),
+            escape(duel.baseline.name),
+            duel.workload.label,
+            f"{c.speedup:.3g} ({c.low:.3g} to {c.high:.3g})",
+            c.told,
+            style=_COLOURS[c.verdict],
+        )
+    return table
+
+
+def size_in_words(size: int) -> str:
+    """Bytes as people say them."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"

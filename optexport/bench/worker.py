@@ -1,0 +1,148 @@
+"""The process that serves one artifact. It imports no more than the artifact's own runtime needs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# One sample of a time is at least this long, so that neither the clock's grain nor reading it counts.
+_LEAST_SAMPLE = 1e-4
+_LEAST_SAMPLES = 3
+
+Run = Callable[[], object]
+Loader = Callable[[], Run]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker is to serve.
+
+    Attributes:
+        format: "onnx", "torchscript" or "pt2".
+        inputs: A safetensors file of the inputs, by name.
+        names: The inputs that it takes; None where only its runtime knows.
+    """
+
+    path: Path
+    format: str
+    inputs: Path
+    names: tuple[str, ...] | None
+    threads: int
+
+
+def main() -> None:
+    """Serves over the connection whose file descriptor is the first argument, until it is closed."""
+    with Connection(int(sys.argv[1])) as calls:
+        try:
+            _serve(calls)
+        except EOFError:  # the parent is gone, or is done
+            return
+        except Exception as error:  # a runtime may raise anything; the parent says where it happened
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            calls.send((False, f"{type(error).__name__}: {lines[0] if lines else 'no message'}"))
+
+
+def _serve(calls: Connection) -> None:
+    task = calls.recv()
+    load = (_onnx if task.format == "onnx" else _torch)(task)
+    calls.send((True, None))
+    repeats = 1
+    while True:
+        order, seconds = calls.recv()
+        answer: Any = None
+        if order == "load":
+            before = _memory(reset_peak=True)
+            start = time.perf_counter()
+            run = load()
+            answer = time.perf_counter() - start
+        elif order == "warm up":
+            repeats = max(1, round(_LEAST_SAMPLE / min(_samples(run, seconds, 1))))
+        elif order == "turn":
+            answer = _samples(run, seconds, repeats)
+        elif before is not None and (after := _memory()) is not None:
+            answer = max(0, after["VmHWM"] - before["VmRSS"])
+        calls.send((True, answer))
+
+
+def _samples(run: Run, seconds: float, repeats: int) -> list[float]:
+    """Seconds of one call, sampled for that long; each sample is the mean of some calls."""
+    samples: list[float] = []
+    gc.collect()
+    gc.disable()
+    end = time.perf_counter() + seconds
+    while len(samples) < _LEAST_SAMPLES or time.perf_counter() < end:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        samples.append((time.perf_counter() - start) / repeats)
+    gc.enable()
+    return samples
+
+
+def _onnx(task: Task) -> Loader:
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    import onnxruntime
+    from safetensors.numpy import load_file
+
+    inputs = load_file(task.inputs)
+
+    def load() -> Run:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = task.threads
+        options.log_severity_level = 4  # what it refuses, it raises too
+        # Threads that spin after a run would take the cores from the artifact whose turn is next.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        session = onnxruntime.InferenceSession(task.path, options, providers=["CPUExecutionProvider"])
+        batch = _chosen(inputs, [given.name for given in session.get_inputs()])
+        return lambda: session.run(None, batch)
+
+    return load
+
+
+def _torch(task: Task) -> Loader:
+    import warnings
+
+    import torch
+    from safetensors.torch import load_file
+
+    from optexport import archives
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(task.threads)
+    inputs = load_file(task.inputs)
+    batch = inputs if task.names is None else _chosen(inputs, task.names)
+
+    def load() -> Run:
+        if task.format == "torchscript":
+            module: Callable[..., Any] = archives.load_torchscript(task.path)
+        else:
+            module = archives.load_pt2(task.path).module()
+        torch.set_grad_enabled(False)
+        return lambda: module(**batch)
+
+    return load
+
+
+def _chosen(inputs: dict[str, Any], names: Any) -> dict[str, Any]:
+    if missing := [name for name in names if name not in inputs]:
+        raise LookupError(f"it takes {', '.join(missing)}, and the inputs are {', '.join(inputs)}")
+    return {name: inputs[name] for name in names}
+
+
+def _memory(*, reset_peak: bool = False) -> dict[str, int] | None:
+    """Resident memory now and at its peak, in bytes; None where the system does not tell."""
+    try:
+        if reset_peak:
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")}

@@ -1,0 +1,116 @@
+"""``[bench]`` and ``[gate]``: what a run measures of the files that it exports, and what it demands of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from optexport.errors import ConfigError, did_you_mean
+
+# Fewer rounds give no interval that could be believed, see optexport.bench.comparison.
+LEAST_ROUNDS = 12
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _named(sizes: dict[str, int]) -> dict[str, int]:
+    for name in sizes:
+        if not name.isidentifier():
+            raise ValueError(f'"{name}" names no dimension: write letters, digits and underscores')
+    return sizes
+
+
+_Shape = Annotated[dict[str, Annotated[int, Field(ge=1, lt=2**31)]], AfterValidator(_named)]
+
+
+class BenchConfig(_Table):
+    """``[bench]``: whether exported files are measured, at which sizes, with how many threads and rounds."""
+
+    enabled: bool = False
+    shapes: list[_Shape] = []
+    threads: int = Field(default=1, ge=1, le=1024)
+    rounds: int = Field(default=20, ge=1, le=10_000)
+
+
+_Bar = Annotated[float | None, Field(gt=0)]
+
+
+class BarConfig(_Table):
+    """A demand on all exported files, on those of some formats, or both; a number alone is ``every``."""
+
+    every: _Bar = None
+    onnx: _Bar = None
+    torchscript: _Bar = None
+    pt2: _Bar = None
+
+    def of(self, file_format: str) -> float | None:
+        """What is demanded of a format; None if nothing."""
+        own: float | None = getattr(self, file_format)
+        return self.every if own is None else own
+
+
+def _as_table(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return {"every": value} if is_number else value
+
+
+Bar = Annotated[BarConfig, BeforeValidator(_as_table)]
+
+
+class GateConfig(_Table):
+    """``[gate]``: what the exported files must keep to; a run that finds otherwise fails with exit code 6."""
+
+    max_size_mb: Bar | None = None
+    max_latency_ms: Bar | None = None
+    min_speedup: Bar | None = None
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether it can be told of files only by running them."""
+        return self.max_latency_ms is not None or self.min_speedup is not None
+
+
+_FORMATS = ("onnx", "torchscript", "pt2")
+
+
+def check_measuring(
+    bench: BenchConfig,
+    gate: GateConfig,
+    formats: Sequence[str],
+    dynamic: Mapping[str, Sequence[int]] | None,
+    place: str,
+) -> None:
+    """Checks what the two tables say against the rest of the config.
+
+    Args:
+        formats: Those that are exported.
+        dynamic: The declared dimensions with their least and largest sizes; None where the model decides.
+
+    Raises:
+        ConfigError: A gate is on a file that is not made, or a shape has a size that is not declared.
+    """
+    for key in ("max_size_mb", "max_latency_ms", "min_speedup"):
+        bar: BarConfig | None = getattr(gate, key)
+        for own in _FORMATS if bar is not None else ():
+            if getattr(bar, own) is not None and own not in formats:
+                raise ConfigError(
+                    "no such file is exported",
+                    place=f"{place}: gate.{key}.{own}",
+                    mend=f"export.formats is {', '.join(formats)}.",
+                )
+    if gate.min_speedup is not None and bench.rounds < LEAST_ROUNDS:
+        raise ConfigError(f"gate.min_speedup needs at least {LEAST_ROUNDS}", place=f"{place}: bench.rounds")
+    for index, shape in enumerate(bench.shapes if dynamic is not None else ()):
+        for name, size in shape.items():
+            where = f"{place}: bench.shapes[{index}].{name}"
+            if dynamic is None or name not in dynamic:
+                raise ConfigError(
+                    "inputs.dynamic has no such dimension", place=where, mend=did_you_mean(name, dynamic or ())
+                )
+            low, high = dynamic[name]
+            if not low <= size <= high:
+                raise ConfigError(f"inputs.dynamic.{name} is {low} to {high}, not {size}", place=where)

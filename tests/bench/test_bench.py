@@ -1,0 +1,301 @@
+"""``optexport bench``: what it measures, how it compares, what it refuses, and that it leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
+
+from optexport.bench import race as racing
+from optexport.bench.artifact import Artifact, open_target
+from optexport.bench.command import bench
+from optexport.bench.measuring import measure, pairs_of
+from optexport.bench.race import Settings, race
+from optexport.bench.workload import Workload
+from optexport.cli import cli
+from optexport.errors import BenchError
+from tests import exports
+from tests.bench.files import WIDTH, chain, lookup
+from tests.calling import message
+
+BRIEF = ("--rounds", "2", "--seconds", "0.01")
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["bench", *map(str, arguments)])
+
+
+def document(*arguments: object) -> dict[str, Any]:
+    result = call(*arguments, *BRIEF, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    return dict(json.loads(result.stdout))
+
+
+def workload(folder: Path, sequence: int = 32) -> Workload:
+    save_file({"x": np.ones((4, sequence, WIDTH), "float32")}, folder / "x.safetensors")
+    return Workload({"batch": 4, "length": sequence}, 4, folder / "x.safetensors")
+
+
+# What it measures
+
+
+def test_a_file_that_does_far_more_is_told_slower(tmp_path: Path) -> None:
+    few, many = chain(tmp_path / "few.onnx", 2), chain(tmp_path / "many.onnx", 200)
+    report = bench([few, many], shapes=[{"batch": 4, "length": 32}], settings=Settings(rounds=12, seconds=0.01))
+    (duel,) = report.duels
+    assert (duel.artifact.path, duel.baseline.path) == (many, few)
+    assert duel.comparison.verdict == "slower"
+    assert duel.comparison.high < 0.5
+    assert [figures.p50 <= figures.p90 <= figures.p99 for figures in report.figures] == [True, True]
+
+
+def test_every_file_of_a_bundle_is_measured_on_its_own_inputs_at_the_asked_sizes() -> None:
+    output = exports.exported().output
+    read = document(output, "--shape", "batch=3")
+    assert {artifact["format"] for artifact in read["artifacts"]} == {"onnx", "torchscript", "pt2"}
+    assert all(artifact["proven"] and artifact["bytes"] > 0 for artifact in read["artifacts"])
+    assert [(row["shape"], row["rows"]) for row in read["figures"]] == [("batch=3,sequence=5", 3)] * 3
+    assert all(row["rows_per_second"] > 0 and row["load_seconds"] > 0 for row in read["figures"])
+    assert read["comparisons"] == []
+    read = document(output / "model.onnx", "--shape", "batch=3,sequence=7", "--shape", "sequence=2")
+    assert [row["shape"] for row in read["figures"]] == ["batch=3,sequence=7", "batch=2,sequence=2"]
+
+
+def test_one_format_of_one_bundle_is_compared_with_another_bundle_of_the_same() -> None:
+    output = exports.exported().output
+    read = document(output, "--against", output, "--format", "onnx")
+    (compared,) = read["comparisons"]
+    assert (compared["artifact"], compared["baseline"]) == (f"{output}: onnx", f"{output}: onnx (2)")
+    assert compared["low"] <= compared["speedup"] <= compared["high"]
+    assert compared["verdict"] == "cannot tell"  # of two rounds nothing can be told
+
+
+def test_a_file_beside_its_manifest_is_that_of_the_bundle() -> None:
+    output = exports.exported().output
+    (artifact,) = open_target(output / "model.pt2").artifacts
+    assert (artifact.format, artifact.proven) == ("pt2", True)
+
+
+def test_a_bare_file_is_not_called_proven_and_what_was_made_up_is_told(tmp_path: Path) -> None:
+    result = call(lookup(tmp_path / "lookup.onnx"), "--shape", "batch=2", *BRIEF)
+    assert result.exit_code == 0, result.stderr
+    assert "nobody said what length is: 128" in result.stdout
+    assert "ids are 0 and 1 at random" in result.stdout
+    assert "Not proven to compute what a model computes" in result.stdout
+
+
+def test_external_weights_are_part_of_the_size(tmp_path: Path) -> None:
+    path = chain(tmp_path / "far.onnx", 1, external=True)
+    (artifact,) = open_target(path).artifacts
+    assert artifact.size == path.stat().st_size + (tmp_path / "far.onnx.data").stat().st_size
+    assert artifact.size > 4 * WIDTH * WIDTH
+
+
+def test_the_result_is_written_where_asked(tmp_path: Path) -> None:
+    place = tmp_path / "found.json"
+    assert call(chain(tmp_path / "a.onnx", 1), *BRIEF, "--output", place).exit_code == 0
+    assert json.loads(place.read_text())["figures"][0]["p50_ms"] > 0
+
+
+def test_torch_files_of_no_bundle_are_measured_on_given_inputs(tmp_path: Path) -> None:
+    output = exports.exported().output
+    for name in ("model.pt2", "model.torchscript.pt"):
+        shutil.copy(output / name, tmp_path / name)
+        assert "--inputs FILE.safetensors" in message(call(tmp_path / name), 2)
+    save_file({name: tensor.numpy() for name, tensor in exports.batch().items()}, tmp_path / "in.safetensors")
+    read = document(tmp_path / "model.pt2", tmp_path / "model.torchscript.pt", "--inputs", tmp_path / "in.safetensors")
+    assert [row["rows"] for row in read["figures"]] == [2, 2]
+
+
+SERVED = """
+import sys
+from pathlib import Path
+import optexport.bench.race
+from optexport.bench.worker import Task, _onnx
+run = _onnx(Task(Path(sys.argv[1]), "onnx", Path(sys.argv[2]), None, 1))()
+print([output.shape for output in run()], "torch" in sys.modules)
+"""
+
+
+def test_a_worker_of_an_onnx_file_imports_no_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SERVED, chain(tmp_path / "a.onnx", 1), workload(tmp_path).file]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[(4, 32, 64)] False\n"
+
+
+def test_the_order_of_turns_changes_and_everyone_has_the_same_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = chain(tmp_path / "a.onnx", 1)
+    artifacts = [Artifact(name, path, "onnx", 1) for name in "abc"]
+    order: list[str] = []
+    ask = racing._Worker.ask
+
+    def watched(self: racing._Worker, what: str, seconds: float = 0) -> Any:
+        if what == "turn":
+            order.append(self.artifact.name)
+        return ask(self, what, seconds)
+
+    monkeypatch.setattr(racing._Worker, "ask", watched)
+    timings = race(artifacts, workload(tmp_path), Settings(rounds=5, seconds=0.001))
+    rounds = ["".join(order[start : start + 3]) for start in range(0, len(order), 3)]
+    assert all(sorted(one) == list("abc") for one in rounds)
+    assert len(set(rounds)) > 1
+    assert [np.shape(timing.medians) for timing in timings] == [(3, 2)] * 3, "started afresh every second round"
+
+
+@pytest.mark.parametrize(
+    ("formats", "baselines", "pairs"),
+    [
+        ("onnx pt2", "", []),
+        ("onnx pt2 onnx onnx", "", [(2, 0), (3, 0)]),
+        ("onnx pt2", "pt2 onnx", [(0, "b1"), (1, "b0")]),
+        ("onnx", "pt2", [(0, "b0")]),
+        ("onnx", "onnx onnx", [(0, "b0"), (0, "b1")]),
+    ],
+)
+def test_like_is_compared_with_like(formats: str, baselines: str, pairs: list[tuple[int, Any]]) -> None:
+    artifacts = [Artifact(str(index), Path(), name, 1) for index, name in enumerate(formats.split())]
+    others = [Artifact(f"b{index}", Path(), name, 1) for index, name in enumerate(baselines.split())]
+    found = [(ours.name, theirs.name) for ours, theirs in pairs_of(artifacts, others)]
+    assert found == [(str(one), str(other)) for one, other in pairs]
+
+
+def test_a_file_of_fixed_shape_is_measured_at_no_other(tmp_path: Path) -> None:
+    fixed = Artifact("fixed", chain(tmp_path / "a.onnx", 1), "onnx", 1, fixed=True)
+    report = measure([fixed], [workload(tmp_path)], [], Settings(rounds=2, seconds=0.001))
+    assert report.figures == ()
+    assert report.notes == ("fixed: not at batch=4,length=32, since its shape is fixed",)
+
+
+# What it refuses
+
+
+def test_a_changed_bundle_is_refused_before_anything_in_it_is_loaded(tmp_path: Path) -> None:
+    bundle = shutil.copytree(exports.exported().output, tmp_path / "bundle")
+    content = bytearray((bundle / "model.onnx").read_bytes())
+    content[len(content) // 2] ^= 1
+    (bundle / "model.onnx").write_bytes(content)
+    assert "model.onnx: it was changed" in message(call(bundle), 4)
+    assert "model.onnx: it was changed" in message(call(bundle / "model.pt2"), 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ("batch=0", "is not of the form"),
+        ("batch", "is not of the form"),
+        ("batch=2,batch=3", "is not of the form"),
+        ("bach=2", 'Did you mean "batch"?'),
+        ("sequence=65", "sequence may be 2 to 64, not 65"),
+    ],
+)
+def test_sizes_that_cannot_be_meant_are_refused(shape: str, told: str) -> None:
+    result = call(exports.exported().output, "--shape", shape)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_what_is_no_exported_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    assert "neither a bundle nor an exported file" in message(call(tmp_path / "a.txt"), 2)
+    assert "it holds no manifest.json" in message(call(tmp_path), 2)
+    (tmp_path / "a.onnx").write_text("x")
+    assert "it is no ONNX file" in message(call(tmp_path / "a.onnx"), 5)
+    assert call(tmp_path / "nowhere.onnx").exit_code == 2
+    assert "none of what is given is pt2" in message(call(chain(tmp_path / "b.onnx", 1), "--format", "pt2"), 2)
+
+
+def test_a_file_that_its_runtime_refuses_is_named(tmp_path: Path) -> None:
+    other = tmp_path / "in.safetensors"
+    save_file({"z": np.ones((2, 2), "float32")}, other)
+    path = chain(tmp_path / "a.onnx", 1)
+    told = message(call(path, "--inputs", other, *BRIEF, "--json"), 5)
+    assert told.startswith(f"{path}: it cannot be run")
+    assert "takes x, and the inputs are z" in told
+
+
+def test_a_process_that_dies_is_told_with_its_artifact_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = chain(tmp_path / "a.onnx", 1)
+    monkeypatch.setattr(racing, "_WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(BenchError) as caught:
+        race([Artifact("mine", path, "onnx", 1)], workload(tmp_path), Settings(rounds=2))
+    assert (caught.value.place, caught.value.cause) == ("mine", "its process ended by SIGKILL")
+    assert caught.value.exit_code == 5
+    monkeypatch.setattr(racing, "_WORKER", "import sys; sys.exit('no room')")
+    with pytest.raises(BenchError, match="its process ended with exit code 1: no room"):
+        race([Artifact("mine", path, "onnx", 1)], workload(tmp_path), Settings(rounds=2))
+
+
+# What it leaves
+
+
+def workers(of: Path) -> list[int]:
+    """The processes that have a file of a folder open for them to measure."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and str(of) in (entry / "environ").read_text(errors="replace"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to see processes")
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_leaves_no_process_behind(sent: signal.Signals, code: int, tmp_path: Path) -> None:
+    path = chain(tmp_path / "a.onnx", 1)
+    program = subprocess.Popen(
+        [sys.executable, "-m", "optexport", "bench", path, path, "--seconds", "60"],
+        env={**os.environ, "OPTEXPORT_TEST": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(workers(tmp_path)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(workers(tmp_path)) == 3, "the program and two workers"
+        program.send_signal(sent)
+        _, told = program.communicate(timeout=30)
+    finally:
+        program.kill()
+    assert program.returncode == code
+    assert told.endswith("Error: interrupted\n")
+    assert workers(tmp_path) == []
+
+
+def test_the_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    path = chain(tmp_path / "a.onnx", 1)
+    program = subprocess.Popen(
+        [sys.executable, "-m", "optexport", "bench", path, path, "--seconds", "1"],
+        env={**os.environ, "OPTEXPORT_TEST": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while len(workers(tmp_path)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    program.kill()
+    program.wait()
+    while workers(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert workers(tmp_path) == []
+
+
+def test_measuring_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    before = torch.get_num_threads(), torch.is_grad_enabled()
+    document(exports.exported().output, "--threads", "2", "--format", "torchscript")
+    assert (torch.get_num_threads(), torch.is_grad_enabled()) == before

@@ -1,0 +1,161 @@
+"""``[bench]`` and ``[gate]`` of a run: where the numbers go, which bars hold, and what is said where one does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from click.testing import CliRunner
+
+from optexport import pipeline
+from optexport.bench import gates
+from optexport.bench.artifact import Artifact
+from optexport.bench.comparison import Comparison
+from optexport.bench.measuring import Duel, Figures, Report
+from optexport.bench.race import Settings
+from optexport.bench.workload import Workload
+from optexport.cli import cli
+from optexport.config_measuring import GateConfig
+from optexport.errors import GateError
+from tests import stores
+from tests.calling import Caller, config, message
+
+DYNAMIC = 'tensors.x.shape = ["batch", 4]\ndynamic.batch = [1, 8]'
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+def as_onnx(more: str) -> str:
+    """A config that exports what a worker is started for in the least time."""
+    return config(inputs=DYNAMIC, more=more).replace('formats = ["pt2"]', 'formats = ["onnx"]')
+
+
+def measured(folder: Path) -> Mapping[str, Any]:
+    return dict(json.loads((folder / "build" / "model" / "measurements.json").read_bytes())["bench"])
+
+
+# Where the numbers go
+
+
+def test_a_run_measures_nothing_unless_asked_to(call: Caller, tmp_path: Path) -> None:
+    assert "Measured" not in call("run", config(inputs=DYNAMIC)).stdout
+    assert "bench" not in json.loads((tmp_path / "build" / "model" / "measurements.json").read_bytes())
+
+
+def test_what_is_measured_is_shown_and_kept_beside_the_manifest_and_not_in_it(call: Caller, tmp_path: Path) -> None:
+    bench = "bench = { enabled = true, rounds = 1, shapes = [{ batch = 1 }, { batch = 8 }] }"
+    result = call("run", as_onnx(bench))
+    assert result.exit_code == 0, result.stderr
+    assert "p50 ms" in result.stdout
+    rows = measured(tmp_path)["figures"]
+    assert [(row["artifact"], row["shape"], row["rows"]) for row in rows] == [
+        ("onnx", "batch=1", 1),
+        ("onnx", "batch=8", 8),
+    ]
+    assert "p50" not in (tmp_path / "build" / "model" / "manifest.json").read_text()
+    manifest = (tmp_path / "build" / "model" / "manifest.json").read_bytes()
+    assert CliRunner().invoke(cli, ["verify", str(tmp_path / "build" / "model")]).exit_code == 0
+    assert call("run", as_onnx(bench)).exit_code == 0
+    assert (tmp_path / "build" / "model" / "manifest.json").read_bytes() == manifest, "equal runs, equal bytes"
+
+
+def test_what_is_measured_is_among_the_metrics_of_the_run(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    path = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["onnx"]')
+    path.write_text(f"{path.read_text()}[bench]\nenabled = true\nrounds = 1\nshapes = [{{ batch = 3 }}]\n")
+    before = mlflow.get_tracking_uri()
+    try:
+        result = pipeline.run(path)
+        metrics = mlflow.MlflowClient(uri).get_run(str(result.run_id)).data.metrics
+    finally:
+        mlflow.set_tracking_uri(before)
+    (figures,) = result.bench.figures if result.bench is not None else ()
+    label = figures.workload.label.replace("=", "_").replace(",", "_")
+    assert label.startswith("batch_3_sequence_")
+    assert metrics[f"bench.onnx.{label}.p50_ms"] == pytest.approx(1e3 * figures.p50)
+    assert metrics[f"bench.onnx.{label}.rows_per_second"] == pytest.approx(figures.rows_per_second)
+
+
+def test_a_size_that_the_model_does_not_take_is_told(call: Caller) -> None:
+    inputs = 'tensors.x.shape = ["batch", 4]'
+    bench = "bench = { enabled = true, shapes = [{ bach = 1 }] }"
+    told = message(call("run", config(inputs=inputs, more=bench)), 2)
+    assert told.startswith("bench.shapes[0]: no input has a dimension bach")
+
+
+# Gates
+
+
+def test_bars_that_hold_let_the_run_pass_and_imply_measuring(call: Caller, tmp_path: Path) -> None:
+    bars = "gate = { max_size_mb = 50, max_latency_ms = { onnx = 60000 }, min_speedup = 0.0001 }\nbench.rounds = 12"
+    result = call("run", as_onnx(bars))
+    assert result.exit_code == 0, result.stderr
+    found = measured(tmp_path)
+    (compared,) = found["comparisons"]
+    assert (compared["artifact"], compared["baseline"]) == ("onnx", "plain onnx")
+    assert {a["name"]: a["proven"] for a in found["artifacts"]} == {"onnx": True, "plain onnx": False}
+
+
+def test_bars_that_do_not_hold_end_the_run_with_6_and_each_is_named(call: Caller, tmp_path: Path) -> None:
+    bars = "gate = { max_size_mb = 1e-6, max_latency_ms = 1e-9, min_speedup = 1000 }\nbench.rounds = 12"
+    told = message(call("run", as_onnx(bars)), 6)
+    assert "max_size_mb: onnx takes " in told
+    assert "1e-06 at most demanded" in told
+    assert "max_latency_ms: onnx takes " in told
+    assert "min_speedup: onnx is " in told
+    assert "1000 demanded of the lower end" in told
+    assert not (tmp_path / "build" / "model").exists()
+
+
+def test_a_bar_on_size_alone_runs_nothing(call: Caller, tmp_path: Path) -> None:
+    assert call("run", config(inputs=DYNAMIC, more="gate.max_size_mb = 50")).exit_code == 0
+    assert "bench" not in json.loads((tmp_path / "build" / "model" / "measurements.json").read_bytes())
+    assert "max_size_mb" in message(call("run", config(inputs=DYNAMIC, more="gate.max_size_mb = { pt2 = 1e-6 }")), 6)
+
+
+ONNX = Artifact("onnx", Path(), "onnx", 2_000_000)
+PT2 = Artifact("pt2", Path(), "pt2", 3_000_000)
+AT = Workload({"batch": 1}, 1, Path())
+
+
+def found(low: float = 1.0, p50: float = 0.002) -> Report:
+    figures = tuple(Figures(artifact, AT, p50, 1, 1, 1, 1, None) for artifact in (ONNX, PT2))
+    duels = (Duel(ONNX, PT2, AT, Comparison(1.2, low, 1.3, "faster")),)
+    return Report(Settings(), figures, duels)
+
+
+@pytest.mark.parametrize(
+    ("gate", "report", "failures"),
+    [
+        ({"max_size_mb": 3}, None, []),
+        ({"max_size_mb": 2.9}, None, ["max_size_mb: pt2 takes 3,"]),
+        ({"max_size_mb": {"every": 1, "pt2": 3}}, None, ["max_size_mb: onnx takes 2,"]),
+        ({"max_size_mb": {"onnx": 2}}, None, []),
+        ({"max_latency_ms": 2}, found(), []),
+        ({"max_latency_ms": {"pt2": 1.9}}, found(), ["max_latency_ms: pt2 takes 2 (p50) at batch=1"]),
+        ({"max_latency_ms": 2}, Report(Settings(), (), ()), ["onnx was not measured", "pt2 was not measured"]),
+        ({"min_speedup": {"onnx": 1}}, found(), []),
+        ({"min_speedup": {"onnx": 1.1}}, found(1.09), ["min_speedup: onnx is 1.2 (1.09 to 1.3) times as fast"]),
+        ({"min_speedup": {"pt2": 0.5}}, found(), ["min_speedup: pt2 was not measured against the plain export"]),
+    ],
+)
+def test_each_bar_is_held_against_what_it_is_on(
+    gate: dict[str, Any], report: Report | None, failures: list[str]
+) -> None:
+    config = GateConfig.model_validate(gate)
+    if not failures:
+        gates.check(config, [ONNX, PT2], report)
+        return
+    with pytest.raises(GateError) as caught:
+        gates.check(config, [ONNX, PT2], report)
+    assert caught.value.exit_code == 6
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == len(failures)
+    assert all(failure in line for failure, line in zip(failures, lines, strict=True))
