@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,10 +29,20 @@ from optexport.blame.rules import _first_failing
 from optexport.blame.values import observe_graph, observe_onnx, observe_torchscript
 from optexport.cli import cli
 from optexport.stages import Stages
-from optexport.transformations import ChangeTrueDivToMulByInverse, Match, MergeLinears, Rule, Transformation
+from optexport.transformations import (
+    ChangeTrueDivToMulByInverse,
+    FuseBatchNorm,
+    Match,
+    MergeLinears,
+    Rule,
+    Transformation,
+)
 from tests import exports
 from tests.calling import Caller, config, message
-from tests.test_pipeline import bake_torchscript, tamper_onnx, tamper_pt2
+from tests.models import randomise
+from tests.tampering import tamper_onnx, tamper_pt2
+from tests.test_pipeline import bake_torchscript
+from tests.transformations.programs import Program
 
 NAMES = {"blame.txt", "case.safetensors", "parity.json", "reproduce.py"}
 
@@ -319,3 +330,72 @@ def test_blame_explains_a_bundle_by_itself(tmp_path: Path) -> None:
     assert "norm.bias" in told
     assert (tmp_path / "bundle-failure" / "reproduce.py").is_file()
     assert "no bundle" in message(CliRunner().invoke(cli, ["blame", str(tmp_path)]), 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpoiltFold(FuseBatchNorm):
+    """Folds a batch norm, and gets one weight wrong."""
+
+    def rewrite(self, graph_module: fx.GraphModule, match: Match) -> list[tuple[fx.Node, Any]]:
+        rewritten = super().rewrite(graph_module, match)
+        with torch.no_grad():
+            graph_module.get_submodule(str(rewritten[0][0].target)).weight.view(-1)[0] += 1e-2  # type: ignore[operator]
+        return rewritten
+
+
+def test_a_fold_is_compared_with_all_that_it_stands_for(tmp_path: Path) -> None:
+    """The convolution keeps its name and stands for the norm after it: alone it would always differ."""
+
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.out(m.norm(m.conv(x)).relu())
+
+    model = Program(body, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4), out=nn.Conv2d(4, 2, 1))
+    with pytest.raises(errors.ParityError) as caught:
+        export(
+            randomise(model), {"x": torch.randn(2, 3, 9, 9)}, tmp_path / "bundle", transformations=[SpoiltFold()],
+            formats=["pt2"],
+        )  # fmt: skip
+    told = str(caught.value)
+    assert "SpoiltFold is to blame, which changed conv2d" in told
+    parted = float(re.search(r"values part first at batch_norm \(norm\): by ([\d.e-]+) where", told)[1])  # type: ignore[index]
+    assert parted < 0.2  # and not all that the norm does
+    shown = reproduce(tmp_path / "bundle-failure")
+    assert shown.returncode == 1, shown.stdout + shown.stderr
+    assert f"batch_norm: {parted:.1g}" in shown.stdout
+
+
+def test_outputs_that_change_places_are_said_to(tmp_path: Path) -> None:
+    class Swapped(Transformation):
+        preserves_computation = True
+
+        def transform(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+            (output,) = graph_module.graph.find_nodes(op="output")
+            first, second = output.all_input_nodes
+            output.args = fx.map_arg(output.args, {first: second, second: first}.__getitem__)
+            return graph_module
+
+    model = Program(lambda m, x: (m.a(x), m.b(x)), a=nn.Linear(4, 3), b=nn.Linear(4, 3))
+    with pytest.raises(errors.ParityError, match="values part first at linear .*: the output is linear_1 in its place"):
+        export(
+            randomise(model), {"x": torch.randn(2, 4)}, tmp_path / "bundle", transformations=[Swapped()],
+            formats=["pt2"],
+        )  # fmt: skip
+
+
+def test_an_output_of_another_dtype_is_said_to_be_one(tmp_path: Path) -> None:
+    class Narrow(Transformation):
+        preserves_computation = True
+
+        def transform(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+            (output,) = graph_module.graph.find_nodes(op="output")
+            (found,) = output.all_input_nodes
+            with graph_module.graph.inserting_before(output):
+                cast = graph_module.graph.call_function(torch.ops.aten.to.dtype, (found, torch.int32))
+            output.replace_input_with(found, cast)
+            return graph_module
+
+    model = Program(lambda m, x: m.a(x).argmax(-1), a=nn.Linear(4, 3))
+    with pytest.raises(errors.ParityError, match="where values part: output: its dtype is torch.int32, and the orig"):
+        export(
+            randomise(model), {"x": torch.randn(2, 4)}, tmp_path / "bundle", transformations=[Narrow()], formats=["pt2"]
+        )

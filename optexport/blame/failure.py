@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import runpy
 import shutil
 import tempfile
@@ -267,6 +268,12 @@ def failing_case(proof: Proof, place: PlaceParity) -> int:
     failing = {case.case for output in place.outputs for case in output.cases if case.failure is not None}
     indices = [index for index, case in enumerate(proof.reference.cases) if case.name in failing]
     return min(indices or [0], key=lambda i: sum(t.numel() for t in proof.reference.cases[i].batch.values()))
+
+
+def incomparable(place: PlaceParity, case: str) -> str | None:
+    """Why an output cannot be compared at a case at all, whatever its values; None where all can."""
+    compared = ((output.output, found) for output in place.outputs for found in output.cases if found.case == case)
+    return next((f"{name}: {found.failure}" for name, found in compared if found.distance == math.inf), None)
 
 
 def outputs_at(proof: Proof, place: PlaceParity, case: int) -> tuple[dict[str, tuple[float, torch.dtype]], str]:

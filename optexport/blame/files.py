@@ -12,7 +12,7 @@ from torch import fx
 
 from optexport import archives, runtimes
 from optexport.blame.cutting import cut_onnx
-from optexport.blame.failure import Finding, Reproduction, failing_case, outputs_at
+from optexport.blame.failure import Finding, Reproduction, failing_case, incomparable, outputs_at
 from optexport.blame.parting import Comparison, compare, lost, told
 from optexport.blame.values import Observed, observe_graph, observe_onnx, observe_torchscript
 from optexport.proof import parity
@@ -58,7 +58,7 @@ def blame_files(graph_module: fx.GraphModule | None, files: Mapping[str, Path], 
         original = observe_graph(graph_module, case.batch)
         exact = observe_graph(graph_module, case.batch, double=True)
         comparison = compare(original, _OBSERVERS[file_format](path, case.batch), exact, by_name=False)
-        lines.append(told(comparison.parting, case.name))
+        lines.append(told(comparison.parting, case.name, incomparable(place, case.name)))
         if comparison.parting is not None and comparison.parting.inner is not None:
             if file_format == "onnx":
                 piece, made_by = _onnx_piece(path, graph_module, case.batch, comparison)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -110,18 +110,16 @@ def compare(original: Observed, candidate: Observed, exact: Observed | None, *, 
             alike = {v.name: _distance(value, v) for v in unmatched if v.kind == value.kind}
             near = [v for v in unmatched if alike.get(v.name, math.inf) <= _NEAR * min(alike.values())]
             other = near[-1]  # a layer's product is there before its bias is added
-        return Comparison(matched, _parting(original, value, other, exact, rounding, matched))
+        read = candidate.needs.get(other.name, ()) if by_name else matched.values()
+        agreeing = tuple(need for need in original.needs.get(name, ()) if matched.get(need) in read)
+        parting = _parting(value, other, exact, rounding, agreeing)
+        if by_name and matched.get(name) == name:  # and yet the output differs: it is another node
+            parting = replace(parting, why=f"the output is {other.name} in its place", agreeing=())
+        return Comparison(matched, parting)
     raise AssertionError("an output that differs is always reached")
 
 
-def _parting(
-    original: Observed,
-    value: Value,
-    other: Value,
-    exact: Observed | None,
-    rounding: float,
-    matched: dict[str, str],
-) -> Parting:
+def _parting(value: Value, other: Value, exact: Observed | None, rounding: float, agreeing: tuple[str, ...]) -> Parting:
     distance, limit = _distance(value, other), distances.largest(_allowed(value, exact, rounding))
     scale = distances.largest(distances.finite(value.tensor).abs())
     if value.shape != other.shape:
@@ -129,10 +127,9 @@ def _parting(
     elif distance == math.inf:
         why = "NaN or infinity stands where there should be none"
     elif not value.tensor.is_floating_point():
-        why = "it is another"
+        why = "it holds other whole numbers, or other truth values"
     else:
         why = f"by {distance:.2g} where the largest value is {scale:.2g} and rounding explains {limit:.2g}"
-    agreeing = tuple(need for need in original.needs.get(value.name, ()) if need in matched)
     return Parting(value.name, value.what, distance, scale, limit, (other.name, other.what), why, agreeing)
 
 
@@ -221,10 +218,14 @@ def _distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.where(same, 0.0, (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf))
 
 
-def told(parting: Parting | None, case: str) -> str:
-    """A sentence on where values part."""
+def told(parting: Parting | None, case: str, problem: str | None) -> str:
+    """A sentence on where values part.
+
+    Args:
+        problem: Why an output cannot be compared at all, if it cannot: its shape, dtype, or infinity.
+    """
     if parting is None:
-        return f"At {case} no place stands out where values part: the distance grows along the graph."
+        return f"At {case} no place stands out where values part: {problem or 'the distance grows along the graph'}."
     what = f" ({parting.what})" if parting.what and parting.what != parting.node else ""
     if parting.inner is None:
         return f"At {case} {parting.node or 'the file'}{what} {parting.why}."

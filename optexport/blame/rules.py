@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from optexport.blame.cutting import cut
-from optexport.blame.failure import Finding, Reproduction, failing_case, outputs_at
+from optexport.blame.failure import Finding, Reproduction, failing_case, incomparable, outputs_at
+from optexport.blame.pairing import name_alike
 from optexport.blame.parting import Comparison, compare, lost, told
 from optexport.blame.values import Observed, observe_graph
 from optexport.formats import exported_program, torchscript
@@ -109,8 +110,10 @@ def blame_rules(retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[Name
         else:
             before, _ = trial.graph(count, which - 1)
             after, _ = trial.graph(count, which)
+        blamed = changes if which is None else [changes[which - 1]]
+        name_alike(before, after, {name for change in blamed for name in (*change.nodes, *change.replaced)})
         comparison, double = _compare_graphs(before, after, trial.batch)
-        lines.append(told(comparison.parting, case))
+        lines.append(told(comparison.parting, case, incomparable(proof.places[-1], case)))
     except Exception as error:  # a model's own operators may raise anything
         lines.append(lost(error))
     title = f"What {rule.name} made of the graph differs from what it was given"

@@ -8,7 +8,8 @@ distance from float64 stays within a multiple of the floor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,9 @@ FALLBACK_ULPS = 64
 # At extreme cases, where gross faults show, rounding is given so many times more room: honest folds of batch norms
 # were seen to need it at zeros.
 _EXTREME_TIMES = 16
+# An ordinary case whose values are so many times as large as those of most has a limit of its own: what it rounds by
+# would let faults pass everywhere else.
+_OUTLIER_TIMES = 32
 # A limit above this share of the largest value would let anything pass.
 LARGEST_LIMIT = 0.1
 
@@ -35,8 +39,9 @@ class Bound:
             running it.
         limit: The distance from float64 up to which a candidate passes; with atol or rtol, the largest they allow.
         atol: With rtol, a fixed limit instead: ``|candidate - original| <= atol + rtol * |original|``.
-        extremes: The limits of extreme cases, which have floors of their own; infinite where noise drowns the result,
-            so that only NaN, infinities, shape and dtype are checked there.
+        extremes: The limits of cases that have limits of their own: those that are extreme, and those whose values are
+            far larger than those of most; infinite where noise drowns the result, so that only NaN, infinities, shape
+            and dtype are checked there.
     """
 
     floor: float
@@ -76,7 +81,7 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
         return Bound(0.0, 0.0, extremes={reference.cases[index].name: math.inf for index in extreme})
     noise = [of_case[name] for of_case in reference.noise]
     scales = [_scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
-    ordinary = [index for index, case in enumerate(reference.cases) if not case.extreme]
+    ordinary, outliers = _apart(reference, scales)
     floor, scale = (max(values[index] for index in ordinary) for values in (noise, scales))
     limit = _measured_limit(reference, dtype, multiple, floor, scale)
     if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
@@ -92,7 +97,11 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
         own = _EXTREME_TIMES * multiple * max(noise[index], unlucky, floor * max(1.0, scales[index] / (scale or 1.0)))
         drowned = own > LARGEST_LIMIT * max(scale, scales[index])
         extremes[reference.cases[index].name] = math.inf if drowned else own
-    if atol is not None or rtol is not None:
+    if atol is None and rtol is None:
+        for index in outliers:
+            own = max(limit, _measured_limit(reference, dtype, multiple, noise[index], scales[index]))
+            extremes[reference.cases[index].name] = own
+    else:
         limit = (atol or 0.0) + (rtol or 0.0) * scale
     return Bound(floor, limit, atol, rtol, extremes)
 
@@ -102,14 +111,22 @@ def rounding(name: str, reference: Reference, bound: Bound, multiple: float) -> 
     dtype = reference.outputs[0][name].dtype
     if not bound.fixed or not dtype.is_floating_point:
         return bound.limit
-    rows = zip(reference.cases, reference.outputs, reference.exact, strict=True)
-    scale = max(_scale(o[name], e[name]) for case, o, e in rows if not case.extreme)
+    scales = [_scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
+    scale = max(scales[index] for index in _apart(reference, scales)[0])
     return _measured_limit(reference, dtype, multiple, bound.floor, scale)
 
 
 def _measured_limit(reference: Reference, dtype: torch.dtype, multiple: float, floor: float, scale: float) -> float:
     ulps = distances.LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
     return multiple * max(floor, ulps * torch.finfo(dtype).eps * scale)
+
+
+def _apart(reference: Reference, scales: Sequence[float]) -> tuple[list[int], list[int]]:
+    """The cases that are neither extreme nor of values far larger than those of most; and the latter."""
+    given = [index for index, case in enumerate(reference.cases) if not case.extreme]
+    most = _OUTLIER_TIMES * statistics.median_high(scales[index] for index in given)
+    outliers = [index for index in given if scales[index] > most > 0]
+    return [index for index in given if index not in outliers], outliers
 
 
 def _scale(original: torch.Tensor, exact: torch.Tensor) -> float:

@@ -309,3 +309,30 @@ def test_an_extreme_case_alone_is_compared_too_as_blame_does() -> None:
     proof = Proof(known.only([1]), bounds(known, 4.0))
     assert proof.check("here", lambda _: {"y": torch.tensor([1000.0])}).passed
     assert not proof.check("there", lambda _: {"y": torch.tensor([2000.0])}).passed
+
+
+def test_one_batch_of_far_larger_values_hides_no_fault_in_the_others() -> None:
+    usual = [torch.full((4,), 1.0 + index / 8) for index in range(3)]
+    known = reference(*usual, torch.full((4,), 1e5))
+    exact = tuple({"y": outputs["y"].double() * (1 + 1e-7)} for outputs in known.outputs)
+    limits = bounds(replace(known, exact=exact), 4.0)
+    bound = limits["y"]
+    assert bound.limit < 1e-5
+    assert bound.extremes == {known.cases[3].name: pytest.approx(4 * 1e5 * LEAST_FLOOR_ULPS * EPS, rel=0.5)}
+    for wrong, fails in ((0, True), (3, False)):
+        results = [tensor.clone() for tensor in (*usual, torch.full((4,), 1e5))]
+        results[wrong][1] += 1e-3
+        proof = Proof(replace(known, exact=exact), limits)
+        checked = proof.check("graph", lambda batch, given=results: {"y": given[int(batch["index"])]})  # type: ignore[misc]
+        assert checked.passed is not fails
+
+
+def test_whole_numbers_that_rounding_decides_are_refused_with_the_reason() -> None:
+    labels, others = torch.tensor([3, 4, 5, 6]), torch.tensor([3, 4, 5, 7])
+    known = replace(reference(labels), exact=({"y": others},))
+    failure = compare(known, torch.tensor([3, 9, 5, 6])).failure
+    assert failure is not None
+    assert "1 of 4 values are others; the original itself gives others in float64, 1 of them: rounding" in failure
+    plain = compare(reference(labels), others).failure
+    assert plain is not None
+    assert plain.endswith("1 of 4 values are others")
