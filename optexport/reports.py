@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,6 +16,7 @@ from optexport.errors import ConfigError, OptexportError
 from optexport.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
 
 _SUITE = "optexport"
+_SHOWN_DATA = 4
 
 
 def junit(proof: ParityRecord) -> str:
@@ -74,7 +75,7 @@ def markdown(proof: ParityRecord, title: str) -> str:
     lines = [
         f"### {title}: parity {'failed' if failures or gates else 'passed'}",
         "",
-        f"Compared with the original in {precision} on {len(proof.cases)} batches: {'; '.join(proof.cases)}.",
+        f"Compared with the original in {precision} on {len(proof.cases)} batches: {batches(proof.cases)}.",
         "",
         "| place | output | distance | floor | limit | from the place before | would pass | |",
         "|---|---|---:|---:|---:|---:|---|---|",
@@ -98,6 +99,15 @@ def markdown(proof: ParityRecord, title: str) -> str:
     for place, output in failures:
         lines += ["", f"- **{place.place}, {output.output}**: {_failure(output)}. {_explained(output)}"]
     return "\n".join(lines) + "\n"
+
+
+def batches(cases: Sequence[str]) -> str:
+    """The names of the batches that were checked; of many batches of data the first and the last."""
+    data = [name for name in cases if name.startswith("data ")]
+    if len(data) <= _SHOWN_DATA:
+        return "; ".join(cases)
+    run = f"{data[0]} to {data[-1].removeprefix('data ')}"
+    return "; ".join(run if name == data[0] else name for name in cases if name == data[0] or name not in data)
 
 
 def error_lines(proof: ParityRecord) -> list[str]:

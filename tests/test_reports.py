@@ -199,3 +199,10 @@ def test_what_xml_cannot_hold_is_replaced(call: Caller, tmp_path: Path) -> None:
     assert call("run", config("halves:coloured"), "--junit", str(report)).exit_code == 3
     (error,) = ElementTree.parse(report).getroot().findall("testsuite/testcase/error")
     assert "?[31m red ?" in error.get("message", "")
+
+
+def test_of_many_batches_of_data_the_first_and_the_last_are_named() -> None:
+    few = ["traced", "data 1", "data 2", "batch 1"]
+    assert reports.batches(few) == "traced; data 1; data 2; batch 1"
+    many = ["traced", *(f"data {index}" for index in range(1, 250)), "batch 1"]
+    assert reports.batches(many) == "traced; data 1 to 249; batch 1"
