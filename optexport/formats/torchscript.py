@@ -6,6 +6,7 @@ import copy
 import operator
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.export import ExportedProgram
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
+from optexport.formats.fresh_compiler import compile_afresh
 from optexport.signature import Signature
 
 aten = torch.ops.aten
@@ -66,11 +68,11 @@ def save(program: ExportedProgram, signature: Signature, example: Mapping[str, t
     assert isinstance(graph_module, fx.GraphModule)
     with transformers_exporters.quiet():  # TorchScript is deprecated, and asked for
         try:
-            module: torch.jit.ScriptModule = torch.jit.script(scriptable(graph_module, signature))
+            module = compile_afresh(lambda: torch.jit.script(scriptable(graph_module, signature)))
             reason = None
         except Exception as error:  # the TorchScript compiler raises many kinds
             reason = first_line(error)
-            module = _trace(graph_module, signature, example, reason)
+            module = compile_afresh(partial(_trace, graph_module, signature, example, reason))
         torch.jit.save(module, str(path))
     return reason
 
