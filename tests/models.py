@@ -101,6 +101,7 @@ def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
 def model(name: str) -> nn.Module:
     """A tiny model in eval mode; it is shared between tests, so none may change it."""
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         return randomise(_FACTORIES[name]())
 
 
