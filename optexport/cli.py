@@ -224,19 +224,22 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     except OptexportError as error:
         reports.publish(bundle.name, None, error, junit)
         raise
-    reports.publish(bundle.name, parity_record(proof), None, junit)
     places = proof.places[1:]
     failures = [f"{p.place}: {o.output}, {o.failure}" for p in places for o in p.outputs if o.failure is not None]
     gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]
+    failed: OptexportError | None = None
+    told = "\n  ".join(failures + gates)
+    if failures:
+        failed = ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
+    elif gates:
+        failed = GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
+    reports.publish(bundle.name, parity_record(proof), failed, junit)
     if as_json:
         rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs, "limit": o.limit, "passed": o.passed}
                 for p in places for o in p.outputs]  # fmt: skip
         click.echo(json.dumps({"passed": not failures and not gates, "places": rows, "gates": gates}, indent=2))
-    told = "\n  ".join(failures + gates)
-    if failures:
-        raise ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
-    if gates:
-        raise GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
+    if failed is not None:
+        raise failed
     if not as_json:
         click.echo(f"{bundle}: unchanged, and {', '.join(p.place for p in places)} give the stored outputs.")
 

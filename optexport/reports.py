@@ -5,6 +5,7 @@ All are made from the record of the proof that a bundle's manifest holds, or tha
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -170,7 +171,14 @@ def start(junit_file: Path | None, of: Path) -> None:
         junit_file.parent.mkdir(parents=True, exist_ok=True)
         junit_file.write_text(junit_of_error(OptexportError("it did not end")), encoding="utf-8")
     except OSError as problem:
-        raise ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}") from problem
+        raise _unwritable(junit_file, problem) from problem
+
+
+def _unwritable(junit_file: Path, problem: OSError, mend: str | None = None) -> ConfigError | OSError:
+    """What the program fails with; a full disk is no mistake of its call."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return problem
+    return ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}", mend=mend)
 
 
 def publish(title: str, proof: ParityRecord | None, error: OptexportError | None, junit_file: Path | None) -> None:
@@ -179,14 +187,16 @@ def publish(title: str, proof: ParityRecord | None, error: OptexportError | None
     Args:
         title: What was proven: the config or the bundle.
         proof: What was compared, if it came to that.
-        error: What the program ends with, if it does.
+        error: What the program fails with, if it does. It stays what the program fails with: that a file cannot be
+            written is then said beside it.
+
+    Raises:
+        ConfigError: The JUnit file can no longer be written, though the work is done.
+        OSError: Its disk is full.
     """
     if proof is None and error is not None:
         proof = error.proof
-    if junit_file is not None and proof is not None:
-        junit_file.write_text(junit(proof), encoding="utf-8")
-    elif junit_file is not None and error is not None:
-        junit_file.write_text(junit_of_error(error), encoding="utf-8")
+    text = junit(proof) if proof is not None else None if error is None else junit_of_error(error)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         lines = [] if proof is None else error_lines(proof)
         if error is not None and not lines:
@@ -199,3 +209,10 @@ def publish(title: str, proof: ParityRecord | None, error: OptexportError | None
                 file.write(markdown(proof, title))
         except OSError as problem:  # in a container that the file is not mounted in; the work is done all the same
             print(f"The summary of the job cannot be written: {problem}", file=sys.stderr)
+    if junit_file is not None and text is not None:
+        try:
+            junit_file.write_text(text, encoding="utf-8")
+        except OSError as problem:
+            if error is None:
+                raise _unwritable(junit_file, problem, "All else is done.") from problem
+            print(f"The JUnit file cannot be written: {problem}", file=sys.stderr)

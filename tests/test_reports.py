@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -146,8 +148,6 @@ def spoiled(bundle: Path) -> None:
 
 @pytest.mark.parametrize(("spoil", "code"), [(None, 0), (spoiled, 4)])
 def test_verify_reports_too(tmp_path: Path, spoil: Callable[[Path], None] | None, code: int) -> None:
-    import shutil
-
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     if spoil is not None:
         spoil(bundle)
@@ -199,3 +199,54 @@ def test_what_xml_cannot_hold_is_replaced(call: Caller, tmp_path: Path) -> None:
     assert call("run", config("halves:coloured"), "--junit", str(report)).exit_code == 3
     (error,) = ElementTree.parse(report).getroot().findall("testsuite/testcase/error")
     assert "?[31m red ?" in error.get("message", "")
+
+
+GONE = """
+class Gone(Doubles if DOUBLES else Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        import pathlib, shutil
+        folder = pathlib.Path(__file__).parent / "reports"
+        shutil.rmtree(folder, ignore_errors=True)
+        if FULL:
+            folder.mkdir()
+            (folder / "parity.xml").symlink_to("/dev/full")
+        return super().transform(graph_module) if DOUBLES else graph_module
+"""
+GONE_RULE = '[[transformations]]\nuse = "python:halves:Gone"'
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_report_that_can_no_longer_be_written_hides_no_failure_and_is_told_alone_where_there_is_none(
+    call: Caller, tmp_path: Path, full: bool, fails: bool
+) -> None:
+    module = tmp_path / "halves.py"
+    added = GONE.replace("DOUBLES", str(fails)).replace("FULL", str(full))
+    module.write_text(module.read_text(encoding="utf-8") + added, encoding="utf-8")
+    report = tmp_path / "reports" / "parity.xml"
+    result = call("run", config(more=GONE_RULE), "--junit", str(report))
+    told = message(result, 4 if fails else 1 if full else 2)
+    why = "No space left on device" if full else f"No such file or directory: '{report}'"
+    if fails:
+        assert "python:halves:Gone is to blame" in told
+        assert why in result.stderr.split("The JUnit file cannot be written: ")[1].splitlines()[0]
+    else:
+        assert why in told
+        assert ("All else is done." in told) is not full
+        assert (tmp_path / "build" / "model" / "manifest.json").is_file()
+
+
+def test_verify_says_what_differs_though_its_report_cannot_be_written(tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    spoiled(bundle)
+    report = tmp_path / "parity.xml"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))  # room for "it did not end", and no more
+    try:
+        result = CliRunner().invoke(cli, ["verify", str(bundle), "--junit", str(report)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the files no longer give the stored outputs" in message(result, 4)
+    assert "The JUnit file cannot be written: [Errno 27]" in result.stderr
