@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from optexport import __version__
-from optexport.errors import ConfigError, GateError, OptexportError, ParityError
+from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 if TYPE_CHECKING:
     from optexport.stages import Stages
@@ -225,7 +225,9 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         reports.publish(bundle.name, None, error, junit)
         raise
     places = proof.places[1:]
-    failures = [f"{p.place}: {o.output}, {o.failure}" for p in places for o in p.outputs if o.failure is not None]
+    failures = [
+        f"{p.place}: {on_one_line(o.output)}, {o.failure}" for p in places for o in p.outputs if o.failure is not None
+    ]
     gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]
     failed: OptexportError | None = None
     told = "\n  ".join(failures + gates)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from optexport.errors import ConfigError, OptexportError
+from optexport.errors import ConfigError, OptexportError, on_one_line
 from optexport.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
 
 _SUITE = "optexport"
@@ -73,17 +73,18 @@ def markdown(proof: ParityRecord, title: str) -> str:
     gates = [decision for _, decision in _decisions(proof) if decision.failure is not None]
     precision = "its own precision" if proof.fallback else "float64"
     lines = [
-        f"### {title}: parity {'failed' if failures or gates else 'passed'}",
+        f"### {_literal(title)}: parity {'failed' if failures or gates else 'passed'}",
         "",
-        f"Compared with the original in {precision} on {len(proof.cases)} batches: {'; '.join(proof.cases)}.",
+        f"Compared with the original in {precision} on {len(proof.cases)} batches: {_literal('; '.join(proof.cases))}.",
         "",
         "| place | output | distance | floor | limit | from the place before | would pass | |",
         "|---|---|---:|---:|---:|---:|---|---|",
     ]
     for place, output in _outputs(proof):
         bound = proof.bounds[output.output]
-        cells = [place.place, output.output, _number(output.max_abs), _number(bound.floor), _number(bound.limit)]
-        cells += [_number(output.step), _tolerance(output), "passed" if _failure(output) is None else "**failed**"]
+        cells = [place.place, _literal(output.output), _number(output.max_abs), _number(bound.floor)]
+        cells += [_number(bound.limit), _number(output.step), _tolerance(output)]
+        cells.append("passed" if _failure(output) is None else "**failed**")
         lines.append(f"| {' | '.join(cells)} |")
     if any(place.decisions for place in proof.places):
         lines += [
@@ -93,12 +94,19 @@ def markdown(proof: ParityRecord, title: str) -> str:
         ]
     for place, decision in _decisions(proof):
         interval = "-" if decision.low is None else f"{decision.low:.6g} to {decision.high:.6g}"
-        cells = [place.place, _measured(decision), "-" if decision.value is None else f"{decision.value:.6g}", interval]
+        value = "-" if decision.value is None else f"{decision.value:.6g}"
+        cells = [place.place, _literal(_measured(decision)), value, interval]
         cells += [str(decision.count), f"{decision.min:g}", "passed" if decision.failure is None else "**failed**"]
         lines.append(f"| {' | '.join(cells)} |")
     for place, output in failures:
-        lines += ["", f"- **{place.place}, {output.output}**: {_failure(output)}. {_explained(output)}"]
+        told = _literal(f"{_failure(output)}. {_explained(output)}")
+        lines += ["", f"- **{place.place}, {_literal(output.output)}**: {told}"]
     return "\n".join(lines) + "\n"
+
+
+def _literal(text: str) -> str:
+    """A text as it stands in a cell of a table or a line of Markdown, where none of it is markup."""
+    return re.sub(r"[\\`*|<>\[\]~&]|\b_|_\b", r"\\\g<0>", on_one_line(text))
 
 
 def error_lines(proof: ParityRecord) -> list[str]:
@@ -116,9 +124,11 @@ def error_lines(proof: ParityRecord) -> list[str]:
 
 def _annotation(title: str, message: str) -> str:
     """One error in the form of GitHub's workflow commands, whose documentation says what is to be escaped."""
-    message = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    title = title.replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
-    return f"::error title={title}::{message}"
+
+    def escape(text: str) -> str:
+        return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+    return f"::error title={escape(title).replace(':', '%3A').replace(',', '%2C')}::{escape(message)}"
 
 
 def _outputs(proof: ParityRecord) -> Iterator[tuple[PlaceRecord, OutputRecord]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from markdown_it import MarkdownIt
 
 from optexport import reports
 from optexport.cli import cli
@@ -121,6 +124,51 @@ def test_github_is_told_of_other_errors_in_one_line(call: Caller, monkeypatch: p
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("::error ")]
     assert line.endswith('Did you mean "load"?')
     assert "%0A" in line
+
+
+NAMES = ["lo|g%its,a:b", "po\noled::error::x", "a\r\n::error::y", "`a` <b> *c* _d_ [e](f) ~~g~~ &lt; \\| https://h"]
+ODD = f"""
+class Odd(nn.Module):
+    def forward(self, x):
+        return {{name: x / (index + 2) for index, name in enumerate({NAMES!r})}}
+"""
+
+
+def odd(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, str]:
+    """What a run says of outputs of any name that fail, and its summary as Markdown."""
+    module = tmp_path / "halves.py"
+    module.write_text(module.read_text(encoding="utf-8") + ODD, encoding="utf-8")
+    summary = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    result = call("run", config("halves:Odd", more=WRONG))
+    assert result.exit_code == 4
+    return result, summary.read_text(encoding="utf-8")
+
+
+def test_github_is_told_one_error_for_each_output_whatever_its_name(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, _ = odd(call, tmp_path, monkeypatch)
+    commands = [line for line in result.stderr.splitlines() if line.lstrip().startswith("::")]
+    titles = []
+    for command in commands:
+        found = re.fullmatch(r"::error title=([^:,]*)::(.*)", command)
+        assert found is not None, command
+        titles.append(unquote(found.group(1)))
+    assert titles == [f"optexport: transformed graph, {name}" for name in NAMES]
+
+
+def test_a_summary_has_one_row_for_each_output_whatever_its_name(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, summary = odd(call, tmp_path, monkeypatch)
+    html = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(summary)
+    rows = ElementTree.fromstring(f"<html>{html}</html>").findall(".//tbody/tr")
+    shown = [name.replace("\r", "\\r").replace("\n", "\\n") for name in NAMES]
+    assert [row[1].text for row in rows] == shown * (len(rows) // len(NAMES))
+    assert {len(row) for row in rows} == {8}
+    assert [cell.tag for row in rows for cell in row[1].iter()] == ["td"] * len(rows), "no markup"
 
 
 @pytest.fixture
