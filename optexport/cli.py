@@ -106,10 +106,16 @@ def run(
     """Transform, prove and export the model that CONFIG names."""
     from optexport import reports
     from optexport.config import load_config
+    from optexport.places import kept, output_of
 
-    reports.start(junit, config)
     try:
-        load_config(config)  # a mistake in the file is told before torch is imported
+        read = load_config(config)  # a mistake in the file is told before torch is imported
+    except ConfigError as error:
+        reports.start(junit, [config])
+        reports.publish(config.name, None, error, junit)
+        raise
+    reports.start(junit, [config, *kept(output_of(read, config.parent))])
+    try:
         with _progress(quiet=as_json) as stages:
             from optexport import pipeline, summary
 
@@ -215,7 +221,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     """Check that BUNDLE is unchanged, and that its files still give its stored outputs."""
     from optexport import reports
 
-    reports.start(junit, bundle)
+    reports.start(junit, [bundle])
     try:
         from optexport.proof.record import parity_record
         from optexport.verification import verify as verify_bundle
@@ -314,9 +320,12 @@ def bench(
     from optexport.bench import command, report
     from optexport.bench.race import Settings
     from optexport.machine import machine
+    from optexport.places import check_outside
 
     if output is not None and not output.parent.is_dir():
         raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
+    if output is not None:
+        check_outside("--output", output, [*paths, *against])
     with _progress(quiet=as_json) as stages, contextlib.ExitStack() as stack:
 
         def announce(text: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from optexport import bundle, inputs, records, runtimes, sources, tracking
+from optexport import bundle, inputs, places, records, runtimes, sources, tracking
 from optexport.bench import gates, report
 from optexport.bench.artifact import exported
 from optexport.bench.measuring import Report, measure
@@ -113,8 +113,10 @@ def run(
     if not keep:
         config = unmeasured(config)
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
-    output = (folder / Path(config.export.output).expanduser()).resolve()
-    plain = output.parent / f"{output.name}-baseline"
+    output = places.output_of(config, folder)
+    plain = places.beside(output, "baseline")
+    if dump is not None:
+        places.check_outside("--dump", dump, places.kept(output), is_file=False)
     for place in ((output, plain) if baseline else (output,)) if keep else ():
         bundle.check_output(place)
     if dump is not None:

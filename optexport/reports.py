@@ -9,12 +9,13 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 from optexport.errors import ConfigError, OptexportError, on_one_line
 from optexport.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
+from optexport.places import check_outside
 
 _SUITE = "optexport"
 
@@ -164,19 +165,18 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
 
 
-def start(junit_file: Path | None, of: Path) -> None:
+def start(junit_file: Path | None, kept: Iterable[Path]) -> None:
     """Writes that the work did not end, which stands in the JUnit file until it has.
 
     Args:
-        of: What is worked on: a config, or a bundle.
+        kept: What the file must not change: the config, and the folders of a run; or a bundle.
 
     Raises:
         ConfigError: The file cannot be written, or something else would be written over.
     """
     if junit_file is None:
         return
-    if junit_file.resolve().is_relative_to(of.resolve()):
-        raise ConfigError(f"it would change {of}", place=f"--junit {junit_file}", mend="Name another file.")
+    check_outside("--junit", junit_file, kept)
     try:
         junit_file.parent.mkdir(parents=True, exist_ok=True)
         junit_file.write_text(junit_of_error(OptexportError("it did not end")), encoding="utf-8")
