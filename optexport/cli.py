@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from optexport import __version__
+from optexport import __version__, interrupts
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 if TYPE_CHECKING:
@@ -40,23 +39,21 @@ class _Group(click.Group):
     """Turns errors into one message and their exit code; a traceback only with ``--debug``."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        received: list[int] = []
+        with interrupts.heeded():
+            return self._invoke(ctx)
 
-        def stop(signum: int, frame: object) -> None:  # noqa: ARG001
-            received.append(signum)
-            raise KeyboardInterrupt
-
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
-        before = {signum: signal.signal(signum, stop) for signum in signals}
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            interrupts.check()
+            return result
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             # Some libraries turn an interrupt in the middle of their imports into errors of their own.
-            if isinstance(error, KeyboardInterrupt) or received:
-                _fail(ctx, "interrupted", 128 + (received or [signal.SIGINT])[0])
+            signum = interrupts.received()
+            if isinstance(error, KeyboardInterrupt) or signum is not None:
+                _fail(ctx, "interrupted", 128 + (signum or signal.SIGINT))
             if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader went away: click ends quietly
                 raise
             if isinstance(error, OptexportError):
@@ -67,9 +64,6 @@ class _Group(click.Group):
                 _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
             # A defect of ours, or of a library: still one message.
             _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
