@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def save(
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
         raise ExportError(
-            f"onnx.checker refuses the file: {first_line(error)}",
+            f"onnx.checker refuses the file: {first_line(error)}".replace(f"{path.parent}{os.sep}", ""),
             place=path.name,
             mend="This is a defect of the exporter: please report it with the config.",
         ) from error
