@@ -19,6 +19,7 @@ from torch import fx
 from optexport import transformers_exporters
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.formats.exported_program import to_program
+from optexport.formats.onnx_probe import check_opens
 from optexport.signature import Signature
 
 # Weights beyond this many bytes go to a file of their own; a protobuf holds no more than 2 GB.
@@ -43,7 +44,8 @@ def save(
         external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
 
     Raises:
-        ExportError: The graph holds an operator that ONNX lacks, or the file does not pass ``onnx.checker``.
+        ExportError: The graph holds an operator that ONNX lacks, or the file does not pass ``onnx.checker``, or crashes
+            ONNX Runtime.
     """
     try:
         with torch.no_grad(), transformers_exporters.onnx_patches():
@@ -73,6 +75,7 @@ def save(
             place=path.name,
             mend="This is a defect of the exporter: please report it with the config.",
         ) from error
+    check_opens(path, {node.op_type for node in model.graph.all_nodes()})
 
 
 def _convert(
