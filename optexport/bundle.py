@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from optexport import sealed_json
+from optexport import interrupts, sealed_json
 from optexport.errors import BundleError, ConfigError
 from optexport.manifest import FileRecord, Manifest
 from optexport.proof.cases import Case
@@ -86,15 +86,18 @@ def drafting(output: Path, check: Callable[[Path], None] = _check_replaceable) -
         for file in draft.iterdir():  # some writers keep their files to themselves
             file.chmod(0o666 & ~mask)
         check(output)  # once more: the work took its time
-        if output.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
-            output.rename(replaced / output.name)
-            draft.rename(output)
-            shutil.rmtree(replaced)
-        else:
-            draft.rename(output)
+        with interrupts.deferred():
+            interrupts.check()
+            if output.exists():
+                replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+                output.rename(replaced / output.name)
+                draft.rename(output)
+                shutil.rmtree(replaced)
+            else:
+                draft.rename(output)
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        with interrupts.deferred():
+            shutil.rmtree(draft, ignore_errors=True)
         raise
 
 

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from optexport import __version__
-from optexport.errors import ConfigError, GateError, OptexportError, ParityError
+from optexport import __version__, interrupts
+from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 if TYPE_CHECKING:
     from optexport.stages import Stages
@@ -40,23 +39,21 @@ class _Group(click.Group):
     """Turns errors into one message and their exit code; a traceback only with ``--debug``."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        received: list[int] = []
+        with interrupts.heeded():
+            return self._invoke(ctx)
 
-        def stop(signum: int, frame: object) -> None:  # noqa: ARG001
-            received.append(signum)
-            raise KeyboardInterrupt
-
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
-        before = {signum: signal.signal(signum, stop) for signum in signals}
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            interrupts.check()
+            return result
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             # Some libraries turn an interrupt in the middle of their imports into errors of their own.
-            if isinstance(error, KeyboardInterrupt) or received:
-                _fail(ctx, "interrupted", 128 + (received or [signal.SIGINT])[0])
+            signum = interrupts.received()
+            if isinstance(error, KeyboardInterrupt) or signum is not None:
+                _fail(ctx, "interrupted", 128 + (signum or signal.SIGINT))
             if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader went away: click ends quietly
                 raise
             if isinstance(error, OptexportError):
@@ -67,9 +64,6 @@ class _Group(click.Group):
                 _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
             # A defect of ours, or of a library: still one message.
             _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
@@ -106,10 +100,16 @@ def run(
     """Transform, prove and export the model that CONFIG names."""
     from optexport import reports
     from optexport.config import load_config
+    from optexport.places import kept, output_of
 
-    reports.start(junit, config)
     try:
-        load_config(config)  # a mistake in the file is told before torch is imported
+        read = load_config(config)  # a mistake in the file is told before torch is imported
+    except ConfigError as error:
+        reports.start(junit, [config])
+        reports.publish(config.name, None, error, junit)
+        raise
+    reports.start(junit, [config, *kept(output_of(read, config.parent))])
+    try:
         with _progress(quiet=as_json) as stages:
             from optexport import pipeline, summary
 
@@ -215,7 +215,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     """Check that BUNDLE is unchanged, and that its files still give its stored outputs."""
     from optexport import reports
 
-    reports.start(junit, bundle)
+    reports.start(junit, [bundle])
     try:
         from optexport.proof.record import parity_record
         from optexport.verification import verify as verify_bundle
@@ -224,19 +224,24 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     except OptexportError as error:
         reports.publish(bundle.name, None, error, junit)
         raise
-    reports.publish(bundle.name, parity_record(proof), None, junit)
     places = proof.places[1:]
-    failures = [f"{p.place}: {o.output}, {o.failure}" for p in places for o in p.outputs if o.failure is not None]
+    failures = [
+        f"{p.place}: {on_one_line(o.output)}, {o.failure}" for p in places for o in p.outputs if o.failure is not None
+    ]
     gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]
+    failed: OptexportError | None = None
+    told = "\n  ".join(failures + gates)
+    if failures:
+        failed = ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
+    elif gates:
+        failed = GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
+    reports.publish(bundle.name, parity_record(proof), failed, junit)
     if as_json:
         rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs, "limit": o.limit, "passed": o.passed}
                 for p in places for o in p.outputs]  # fmt: skip
         click.echo(json.dumps({"passed": not failures and not gates, "places": rows, "gates": gates}, indent=2))
-    told = "\n  ".join(failures + gates)
-    if failures:
-        raise ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
-    if gates:
-        raise GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
+    if failed is not None:
+        raise failed
     if not as_json:
         click.echo(f"{bundle}: unchanged, and {', '.join(p.place for p in places)} give the stored outputs.")
 
@@ -309,9 +314,12 @@ def bench(
     from optexport.bench import command, report
     from optexport.bench.race import Settings
     from optexport.machine import machine
+    from optexport.places import check_outside
 
     if output is not None and not output.parent.is_dir():
         raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
+    if output is not None:
+        check_outside("--output", output, [*paths, *against])
     with _progress(quiet=as_json) as stages, contextlib.ExitStack() as stack:
 
         def announce(text: str) -> None:

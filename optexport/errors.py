@@ -30,6 +30,11 @@ def root_cause(error: BaseException) -> str:
     return first_line(error)
 
 
+def on_one_line(name: str) -> str:
+    """A name in which characters that cannot be printed are written as in Python: a model may give its outputs any."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint at the nearest known word, or at all of them."""
     names = list(known)

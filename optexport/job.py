@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optexport import registry
+from optexport import places, registry
 from optexport.config import Config, TransformationConfig
 from optexport.config_measuring import BenchConfig, GateConfig
 from optexport.errors import ConfigError, did_you_mean
@@ -46,8 +46,7 @@ class Job:
     @property
     def failure(self) -> Path:
         """The folder that is left if the proof fails."""
-        output = self.beside or self.output
-        return output.with_name(f"{output.name}-failure")
+        return places.beside(self.beside or self.output, "failure")
 
     @property
     def sizes_declared(self) -> bool:

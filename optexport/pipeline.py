@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from optexport import bundle, inputs, records, runtimes, sources, tracking
+from optexport import bundle, inputs, interrupts, places, records, runtimes, sources, tracking
 from optexport.bench import gates, report
 from optexport.bench.artifact import exported
 from optexport.bench.measuring import Report, measure
@@ -113,8 +112,10 @@ def run(
     if not keep:
         config = unmeasured(config)
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
-    output = (folder / Path(config.export.output).expanduser()).resolve()
-    plain = output.parent / f"{output.name}-baseline"
+    output = places.output_of(config, folder)
+    plain = places.beside(output, "baseline")
+    if dump is not None:
+        places.check_outside("--dump", dump, places.kept(output), is_file=False)
     for place in ((output, plain) if baseline else (output,)) if keep else ():
         bundle.check_output(place)
     if dump is not None:
@@ -122,11 +123,11 @@ def run(
             dump.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"nothing can be written there: {error}", place=f"--dump {dump}") from error
-    with tempfile.TemporaryDirectory() as downloads, tracking.tracking(config.tracking, folder) as tracker:
+    with interrupts.temporary_folder() as downloads, tracking.tracking(config.tracking, folder) as tracker:
         tracker.params(config.model_dump(mode="json", exclude_none=True))
         tracker.tags({**tracking.git_tags(folder), **records.versions(), "source": config.model.source})
         with stages.stage("load"):
-            loaded = _load(config, folder, Path(downloads))
+            loaded = _load(config, folder, downloads)
         with stages.stage("inputs"):
             given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
@@ -134,7 +135,7 @@ def run(
             config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, given.rows, metrics
         )
         if not keep:
-            job = replace(job, output=Path(downloads) / "bundle", beside=output)
+            job = replace(job, output=downloads / "bundle", beside=output)
         if baseline:
             produce(
                 replace(job, config=resolved(unmeasured(config), (), plain), rules=(), output=plain, dump=None),
@@ -158,12 +159,12 @@ def produce(job: Job, stages: Stages) -> Result:
     with (
         bundle.drafting(job.output) as draft,
         torch.random.fork_rng(devices=[]),
-        tempfile.TemporaryDirectory() as scratch,
+        interrupts.temporary_folder() as scratch,
     ):
         with stages.stage("trace"):
             traced, call = trace_original(job)
             signature = traced.signature
-            workloads = _workloads(job, signature, Path(scratch))
+            workloads = _workloads(job, signature, scratch)
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
             ids = vocabularies(traced.graph_module, signature)
@@ -195,7 +196,7 @@ def produce(job: Job, stages: Stages) -> Result:
             )
         with stages.stage("undo"):
             check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
-        bench = _measure(job, workloads, signature, artifacts, draft, Path(scratch), stages)
+        bench = _measure(job, workloads, signature, artifacts, draft, scratch, stages)
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:

@@ -5,15 +5,17 @@ All are made from the record of the proof that a bundle's manifest holds, or tha
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from optexport.errors import ConfigError, OptexportError
+from optexport.errors import ConfigError, OptexportError, on_one_line
 from optexport.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
+from optexport.places import check_outside
 
 _SUITE = "optexport"
 _SHOWN_DATA = 4
@@ -73,17 +75,18 @@ def markdown(proof: ParityRecord, title: str) -> str:
     gates = [decision for _, decision in _decisions(proof) if decision.failure is not None]
     precision = "its own precision" if proof.fallback else "float64"
     lines = [
-        f"### {title}: parity {'failed' if failures or gates else 'passed'}",
+        f"### {_literal(title)}: parity {'failed' if failures or gates else 'passed'}",
         "",
-        f"Compared with the original in {precision} on {len(proof.cases)} batches: {batches(proof.cases)}.",
+        f"Compared with the original in {precision} on {len(proof.cases)} batches: {_literal(batches(proof.cases))}.",
         "",
         "| place | output | distance | floor | limit | from the place before | would pass | |",
         "|---|---|---:|---:|---:|---:|---|---|",
     ]
     for place, output in _outputs(proof):
         bound = proof.bounds[output.output]
-        cells = [place.place, output.output, _number(output.max_abs), _number(bound.floor), _number(bound.limit)]
-        cells += [_number(output.step), _tolerance(output), "passed" if _failure(output) is None else "**failed**"]
+        cells = [place.place, _literal(output.output), _number(output.max_abs), _number(bound.floor)]
+        cells += [_number(bound.limit), _number(output.step), _tolerance(output)]
+        cells.append("passed" if _failure(output) is None else "**failed**")
         lines.append(f"| {' | '.join(cells)} |")
     if any(place.decisions for place in proof.places):
         lines += [
@@ -93,11 +96,13 @@ def markdown(proof: ParityRecord, title: str) -> str:
         ]
     for place, decision in _decisions(proof):
         interval = "-" if decision.low is None else f"{decision.low:.6g} to {decision.high:.6g}"
-        cells = [place.place, _measured(decision), "-" if decision.value is None else f"{decision.value:.6g}", interval]
+        value = "-" if decision.value is None else f"{decision.value:.6g}"
+        cells = [place.place, _literal(_measured(decision)), value, interval]
         cells += [str(decision.count), f"{decision.min:g}", "passed" if decision.failure is None else "**failed**"]
         lines.append(f"| {' | '.join(cells)} |")
     for place, output in failures:
-        lines += ["", f"- **{place.place}, {output.output}**: {_failure(output)}. {_explained(output)}"]
+        told = _literal(f"{_failure(output)}. {_explained(output)}")
+        lines += ["", f"- **{place.place}, {_literal(output.output)}**: {told}"]
     return "\n".join(lines) + "\n"
 
 
@@ -108,6 +113,11 @@ def batches(cases: Sequence[str]) -> str:
         return "; ".join(cases)
     run = f"{data[0]} to {data[-1].removeprefix('data ')}"
     return "; ".join(run if name == data[0] else name for name in cases if name == data[0] or name not in data)
+
+
+def _literal(text: str) -> str:
+    """A text as it stands in a cell of a table or a line of Markdown, where none of it is markup."""
+    return re.sub(r"[\\`*|<>\[\]~&]|\b_|_\b", r"\\\g<0>", on_one_line(text))
 
 
 def error_lines(proof: ParityRecord) -> list[str]:
@@ -125,9 +135,11 @@ def error_lines(proof: ParityRecord) -> list[str]:
 
 def _annotation(title: str, message: str) -> str:
     """One error in the form of GitHub's workflow commands, whose documentation says what is to be escaped."""
-    message = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    title = title.replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
-    return f"::error title={title}::{message}"
+
+    def escape(text: str) -> str:
+        return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+    return f"::error title={escape(title).replace(':', '%3A').replace(',', '%2C')}::{escape(message)}"
 
 
 def _outputs(proof: ParityRecord) -> Iterator[tuple[PlaceRecord, OutputRecord]]:
@@ -163,24 +175,30 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
 
 
-def start(junit_file: Path | None, of: Path) -> None:
+def start(junit_file: Path | None, kept: Iterable[Path]) -> None:
     """Writes that the work did not end, which stands in the JUnit file until it has.
 
     Args:
-        of: What is worked on: a config, or a bundle.
+        kept: What the file must not change: the config, and the folders of a run; or a bundle.
 
     Raises:
         ConfigError: The file cannot be written, or something else would be written over.
     """
     if junit_file is None:
         return
-    if junit_file.resolve().is_relative_to(of.resolve()):
-        raise ConfigError(f"it would change {of}", place=f"--junit {junit_file}", mend="Name another file.")
+    check_outside("--junit", junit_file, kept)
     try:
         junit_file.parent.mkdir(parents=True, exist_ok=True)
         junit_file.write_text(junit_of_error(OptexportError("it did not end")), encoding="utf-8")
     except OSError as problem:
-        raise ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}") from problem
+        raise _unwritable(junit_file, problem) from problem
+
+
+def _unwritable(junit_file: Path, problem: OSError, mend: str | None = None) -> ConfigError | OSError:
+    """What the program fails with; a full disk is no mistake of its call."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return problem
+    return ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}", mend=mend)
 
 
 def publish(title: str, proof: ParityRecord | None, error: OptexportError | None, junit_file: Path | None) -> None:
@@ -189,14 +207,16 @@ def publish(title: str, proof: ParityRecord | None, error: OptexportError | None
     Args:
         title: What was proven: the config or the bundle.
         proof: What was compared, if it came to that.
-        error: What the program ends with, if it does.
+        error: What the program fails with, if it does. It stays what the program fails with: that a file cannot be
+            written is then said beside it.
+
+    Raises:
+        ConfigError: The JUnit file can no longer be written, though the work is done.
+        OSError: Its disk is full.
     """
     if proof is None and error is not None:
         proof = error.proof
-    if junit_file is not None and proof is not None:
-        junit_file.write_text(junit(proof), encoding="utf-8")
-    elif junit_file is not None and error is not None:
-        junit_file.write_text(junit_of_error(error), encoding="utf-8")
+    text = junit(proof) if proof is not None else None if error is None else junit_of_error(error)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         lines = [] if proof is None else error_lines(proof)
         if error is not None and not lines:
@@ -209,3 +229,10 @@ def publish(title: str, proof: ParityRecord | None, error: OptexportError | None
                 file.write(markdown(proof, title))
         except OSError as problem:  # in a container that the file is not mounted in; the work is done all the same
             print(f"The summary of the job cannot be written: {problem}", file=sys.stderr)
+    if junit_file is not None and text is not None:
+        try:
+            junit_file.write_text(text, encoding="utf-8")
+        except OSError as problem:
+            if error is None:
+                raise _unwritable(junit_file, problem, "All else is done.") from problem
+            print(f"The JUnit file cannot be written: {problem}", file=sys.stderr)

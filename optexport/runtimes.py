@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from optexport import archives
-from optexport.errors import ExportError, first_line
+from optexport.errors import ExportError, SourceError, first_line
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
 import onnxruntime
@@ -21,15 +21,25 @@ Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def open_file(path: Path, file_format: str, outputs: Sequence[str]) -> Iterator[tuple[str, Run]]:
-    """Opens an exported file in each way that it is proven; gives the name of each and how to run it."""
-    match file_format:
-        case "onnx":
-            yield "onnx", open_onnx(path, outputs, optimised=False)
-            yield "onnx, optimised", open_onnx(path, outputs, optimised=True)
-        case "torchscript":
-            yield "torchscript", open_torchscript(path, outputs)
-        case "pt2":
-            yield "pt2", open_pt2(path, outputs)
+    """Opens an exported file in each way that it is proven; gives the name of each and how to run it.
+
+    Raises:
+        ExportError: Its runtime refuses it. The file's folder is not named, since a draft is gone when that is read.
+    """
+    try:
+        match file_format:
+            case "onnx":
+                yield "onnx", open_onnx(path, outputs, optimised=False)
+                yield "onnx, optimised", open_onnx(path, outputs, optimised=True)
+            case "torchscript":
+                yield "torchscript", open_torchscript(path, outputs)
+            case "pt2":
+                yield "pt2", open_pt2(path, outputs)
+    except (ExportError, SourceError) as error:
+        place = path.name if error.place is None else error.place.replace(str(path), path.name)
+        cause = error.cause.replace(f"{path.parent}{os.sep}", "")
+        mend = f'Leave "{file_format}" out of export.formats.' if isinstance(error, SourceError) else error.mend
+        raise ExportError(cause, place=place, mend=mend) from error
 
 
 def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool, level: str = "ORT_ENABLE_ALL") -> Run:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from optexport import interrupts
+
 
 @dataclass
 class Stages:
@@ -22,10 +24,16 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Within it, the stage runs; one that fails is not announced as ended."""
+        """Within it, the stage runs; one that fails is not announced as ended.
+
+        Raises:
+            KeyboardInterrupt: A signal to end came before its end.
+        """
+        interrupts.check()
         self.announce(name, None)
         start = time.perf_counter()
         yield
+        interrupts.check()
         elapsed = time.perf_counter() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
         self.announce(name, elapsed)

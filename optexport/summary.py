@@ -12,6 +12,7 @@ from rich.table import Table
 
 from optexport import reports
 from optexport.bench import report
+from optexport.errors import on_one_line
 from optexport.manifest import ChangeRecord, Manifest, TensorRecord
 from optexport.pipeline import Result
 from optexport.proof.parity import PlaceParity
@@ -25,7 +26,7 @@ def show(result: Result, console: Console) -> None:
     manifest = result.manifest
     for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
         shown = "; ".join(_signature(tensor) for tensor in tensors)
-        console.print(f"[bold]{title}[/] {escape(shown)}", soft_wrap=True, highlight=False)
+        console.print(f"[bold]{title}[/] {escape(on_one_line(shown))}", soft_wrap=True, highlight=False)
     sizes = [f"{name} {dim.min} to {dim.max or 'any'}" for name, dim in manifest.dims.items()]
     console.print(f"[bold]Sizes[/] {escape('; '.join(sizes)) or 'all fixed'}", soft_wrap=True, highlight=False)
     _show_transformations(manifest, console)
@@ -106,7 +107,7 @@ def parity_table(places: Sequence[PlaceParity], *, wide: bool) -> Table:
             cells = [f"{value:.2g}" for value in (o.max_abs, o.floor, o.multiple)]
             if wide:
                 cells += [f"{o.limit:.2g}", f"{o.step:.2g}", f"{o.argmax_agreement:.2%}", f"atol={o.tolerance:.2g}"]
-            table.add_row(place.place, escape(o.output), *cells, style=None if o.passed else "red")
+            table.add_row(place.place, escape(on_one_line(o.output)), *cells, style=None if o.passed else "red")
     return table
 
 

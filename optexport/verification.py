@@ -10,7 +10,7 @@ from pathlib import Path
 
 from optexport import bundle, runtimes
 from optexport.config_decisions import MEASURES, METRIC
-from optexport.errors import BundleError, ExportError, SourceError
+from optexport.errors import BundleError, ExportError
 from optexport.manifest import BoundRecord, GateRecord, Manifest
 from optexport.proof.decisions import CaseDecision, Gate, pooled
 from optexport.proof.floor import Bound
@@ -43,7 +43,7 @@ def verify(folder: Path) -> Proof:
         for artifact in manifest.artifacts:
             for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
                 proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None)
-    except (ExportError, SourceError) as error:  # whose mends are for those who export
+    except ExportError as error:  # whose mends are for those who export
         raise BundleError(error.cause, place=error.place) from error
     return proof
 

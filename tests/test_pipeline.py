@@ -320,6 +320,30 @@ def test_a_file_that_came_out_wrong_is_caught_and_the_exporter_is_blamed(
     assert nothing_is_left(project)
 
 
+@pytest.mark.parametrize("damage", [lambda content: content[:-100], None])
+@pytest.mark.parametrize(
+    ("file_format", "name"),
+    [("onnx", "model.onnx"), ("torchscript", "model.torchscript.pt"), ("pt2", "model.pt2")],
+)
+def test_a_file_that_came_out_damaged_is_an_error_of_the_export_that_names_it_without_its_draft(
+    project: Path, file_format: str, name: str, damage: Callable[[bytes], bytes] | None
+) -> None:
+    def act() -> None:
+        (file,) = (draft / name for draft in drafts(project))
+        if damage is None:
+            file.unlink()
+        else:
+            file.write_bytes(damage(file.read_bytes()))
+
+    with pytest.raises(ExportError) as caught:
+        pipeline.run(config(project, formats=(file_format,)), stages=at(f"check {file_format}", act))
+    assert caught.value.exit_code == 5
+    assert caught.value.place == name
+    assert "partial" not in str(caught.value)
+    assert f'leave "{file_format}" out of export.formats' in str(caught.value).replace("Leave", "leave")
+    assert nothing_is_left(project)
+
+
 @pytest.mark.parametrize("stage", ["trace", "check graph", "export onnx", "bundle"])
 def test_an_interrupt_at_any_stage_leaves_nothing(project: Path, stage: str) -> None:
     def interrupt() -> None:

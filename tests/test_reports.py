@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from markdown_it import MarkdownIt
 
 from optexport import reports
 from optexport.cli import cli
@@ -121,6 +126,51 @@ def test_github_is_told_of_other_errors_in_one_line(call: Caller, monkeypatch: p
     assert "%0A" in line
 
 
+NAMES = ["lo|g%its,a:b", "po\noled::error::x", "a\r\n::error::y", "`a` <b> *c* _d_ [e](f) ~~g~~ &lt; \\| https://h"]
+ODD = f"""
+class Odd(nn.Module):
+    def forward(self, x):
+        return {{name: x / (index + 2) for index, name in enumerate({NAMES!r})}}
+"""
+
+
+def odd(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, str]:
+    """What a run says of outputs of any name that fail, and its summary as Markdown."""
+    module = tmp_path / "halves.py"
+    module.write_text(module.read_text(encoding="utf-8") + ODD, encoding="utf-8")
+    summary = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    result = call("run", config("halves:Odd", more=WRONG))
+    assert result.exit_code == 4
+    return result, summary.read_text(encoding="utf-8")
+
+
+def test_github_is_told_one_error_for_each_output_whatever_its_name(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, _ = odd(call, tmp_path, monkeypatch)
+    commands = [line for line in result.stderr.splitlines() if line.lstrip().startswith("::")]
+    titles = []
+    for command in commands:
+        found = re.fullmatch(r"::error title=([^:,]*)::(.*)", command)
+        assert found is not None, command
+        titles.append(unquote(found.group(1)))
+    assert titles == [f"optexport: transformed graph, {name}" for name in NAMES]
+
+
+def test_a_summary_has_one_row_for_each_output_whatever_its_name(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, summary = odd(call, tmp_path, monkeypatch)
+    html = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(summary)
+    rows = ElementTree.fromstring(f"<html>{html}</html>").findall(".//tbody/tr")
+    shown = [name.replace("\r", "\\r").replace("\n", "\\n") for name in NAMES]
+    assert [row[1].text for row in rows] == shown * (len(rows) // len(NAMES))
+    assert {len(row) for row in rows} == {8}
+    assert [cell.tag for row in rows for cell in row[1].iter()] == ["td"] * len(rows), "no markup"
+
+
 @pytest.fixture
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
@@ -146,8 +196,6 @@ def spoiled(bundle: Path) -> None:
 
 @pytest.mark.parametrize(("spoil", "code"), [(None, 0), (spoiled, 4)])
 def test_verify_reports_too(tmp_path: Path, spoil: Callable[[Path], None] | None, code: int) -> None:
-    import shutil
-
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     if spoil is not None:
         spoil(bundle)
@@ -206,3 +254,54 @@ def test_of_many_batches_of_data_the_first_and_the_last_are_named() -> None:
     assert reports.batches(few) == "traced; data 1; data 2; batch 1"
     many = ["traced", *(f"data {index}" for index in range(1, 250)), "batch 1"]
     assert reports.batches(many) == "traced; data 1 to 249; batch 1"
+
+
+GONE = """
+class Gone(Doubles if DOUBLES else Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        import pathlib, shutil
+        folder = pathlib.Path(__file__).parent / "reports"
+        shutil.rmtree(folder, ignore_errors=True)
+        if FULL:
+            folder.mkdir()
+            (folder / "parity.xml").symlink_to("/dev/full")
+        return super().transform(graph_module) if DOUBLES else graph_module
+"""
+GONE_RULE = '[[transformations]]\nuse = "python:halves:Gone"'
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_report_that_can_no_longer_be_written_hides_no_failure_and_is_told_alone_where_there_is_none(
+    call: Caller, tmp_path: Path, full: bool, fails: bool
+) -> None:
+    module = tmp_path / "halves.py"
+    added = GONE.replace("DOUBLES", str(fails)).replace("FULL", str(full))
+    module.write_text(module.read_text(encoding="utf-8") + added, encoding="utf-8")
+    report = tmp_path / "reports" / "parity.xml"
+    result = call("run", config(more=GONE_RULE), "--junit", str(report))
+    told = message(result, 4 if fails else 1 if full else 2)
+    why = "No space left on device" if full else f"No such file or directory: '{report}'"
+    if fails:
+        assert "python:halves:Gone is to blame" in told
+        assert why in result.stderr.split("The JUnit file cannot be written: ")[1].splitlines()[0]
+    else:
+        assert why in told
+        assert ("All else is done." in told) is not full
+        assert (tmp_path / "build" / "model" / "manifest.json").is_file()
+
+
+def test_verify_says_what_differs_though_its_report_cannot_be_written(tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    spoiled(bundle)
+    report = tmp_path / "parity.xml"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))  # room for "it did not end", and no more
+    try:
+        result = CliRunner().invoke(cli, ["verify", str(bundle), "--junit", str(report)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the files no longer give the stored outputs" in message(result, 4)
+    assert "The JUnit file cannot be written: [Errno 27]" in result.stderr

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from optexport import interrupts
 from optexport.bench.artifact import Artifact, Target, open_target
 from optexport.bench.measuring import Report, measure, pairs_of
 from optexport.bench.race import Settings
@@ -52,8 +52,8 @@ def bench(
     for given, option in ((artifacts, "--format"), (baselines if against else artifacts, "--against")):
         if not given:
             raise ConfigError(f"none of what is given is {' or '.join(formats)}", place=option)
-    with tempfile.TemporaryDirectory(prefix="optexport-bench-") as folder:
-        workloads, notes = _workloads(targets, [*artifacts, *baselines], inputs, shapes, Path(folder))
+    with interrupts.temporary_folder() as folder:
+        workloads, notes = _workloads(targets, [*artifacts, *baselines], inputs, shapes, folder)
         settings = settings or Settings()
         report = measure([*artifacts, *baselines], workloads, pairs_of(artifacts, baselines), settings, announce)
     return replace(report, notes=(*notes, *report.notes))

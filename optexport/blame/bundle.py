@@ -10,7 +10,7 @@ from optexport import archives, bundle, runtimes, sealed_json
 from optexport.blame import failure
 from optexport.blame.failure import Finding
 from optexport.blame.files import blame_files
-from optexport.errors import BundleError, ExportError, SourceError
+from optexport.errors import BundleError, ExportError
 from optexport.manifest import Manifest
 from optexport.proof.parity import Proof
 from optexport.verification import bound_of
@@ -42,7 +42,7 @@ def blame_bundle(folder: Path) -> str:
         try:
             for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
                 proof.check(place, run, traced_shape_only=fixed)
-        except (ExportError, SourceError) as error:  # whose mends are for those who export
+        except ExportError as error:  # whose mends are for those who export
             damage = damage or BundleError(error.cause, place=error.place)
     if not proof.passed:
 

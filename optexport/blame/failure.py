@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from optexport import bundle
-from optexport.errors import ConfigError, GateError, OptexportError, ParityError, first_line
+from optexport.errors import ConfigError, GateError, OptexportError, ParityError, first_line, on_one_line
 from optexport.proof import distances
 from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.record import parity_record
@@ -163,7 +163,7 @@ def error(
         how = f"python {folder / SCRIPT}" if shown else f"the tensors are in {folder}, no script shows it apart"
         explanation += f"\nTo see it again: {how}"
     lines = [
-        f"{place.place}: {output.output}, {output.failure}"
+        f"{place.place}: {on_one_line(output.output)}, {output.failure}"
         for place in proof.places
         for output in place.outputs
         if output.failure is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import fx
 from optexport import transformers_exporters
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.formats.exported_program import to_program
+from optexport.formats.onnx_probe import check_opens
 from optexport.signature import Signature
 
 # Weights beyond this many bytes go to a file of their own; a protobuf holds no more than 2 GB.
@@ -42,7 +44,8 @@ def save(
         external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
 
     Raises:
-        ExportError: The graph holds an operator that ONNX lacks, or the file does not pass ``onnx.checker``.
+        ExportError: The graph holds an operator that ONNX lacks, or the file does not pass ``onnx.checker``, or crashes
+            ONNX Runtime.
     """
     try:
         with torch.no_grad(), transformers_exporters.onnx_patches():
@@ -68,10 +71,11 @@ def save(
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
         raise ExportError(
-            f"onnx.checker refuses the file: {first_line(error)}",
+            f"onnx.checker refuses the file: {first_line(error)}".replace(f"{path.parent}{os.sep}", ""),
             place=path.name,
             mend="This is a defect of the exporter: please report it with the config.",
         ) from error
+    check_opens(path, {node.op_type for node in model.graph.all_nodes()})
 
 
 def _convert(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from optexport import interrupts
 from optexport.proof import distances
 from optexport.proof.cases import Batch, Case, cut_to, is_padding_mask, resize, with_padding
 from optexport.proof.floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
@@ -292,7 +292,7 @@ def _no_files() -> Iterator[None]:
     """Within it, hypothesis keeps its files elsewhere than in the working directory."""
     from hypothesis import configuration
 
-    with tempfile.TemporaryDirectory() as folder:
+    with interrupts.temporary_folder() as folder:
         configuration.set_hypothesis_home_dir(folder)
         try:
             yield

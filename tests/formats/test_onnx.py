@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from optexport import runtimes
 from optexport.errors import ExportError
 from optexport.formats import onnx as onnx_format
+from optexport.formats.onnx_probe import check_opens
 from optexport.signature import Dim
 from tests.formats import files
 from tests.models import randomise
@@ -229,3 +231,46 @@ def test_a_small_number_that_is_added_stays(eps: float, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x / (x.norm(dim=-1, keepdim=True) + eps), torch.log(x.relu() + eps)))
     made, path = saved(model, tmp_path)
     runs(made, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})
+
+
+class Tagger(nn.Module):
+    """An embedding before a bidirectional LSTM, in float16: ONNX Runtime ends its process as it opens the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 12)
+        self.lstm = nn.LSTM(12, 10, batch_first=True, bidirectional=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lstm(self.embed(ids))[0]
+
+
+def tagger(dtype: torch.dtype) -> files.Prepared:
+    return files.prepare(Tagger().to(dtype).eval(), {"ids": torch.arange(10).reshape(2, 5)}, {"ids": {0: "batch"}})
+
+
+def test_a_file_that_crashes_the_runtime_as_it_is_opened_is_an_error_and_this_process_goes_on(tmp_path: Path) -> None:
+    made, path, told = tagger(torch.float16), tmp_path / "model.onnx", ""
+    try:
+        onnx_format.save(made.flat, made.signature, made.example, path)
+    except ExportError as error:
+        told = str(error)
+    if told:
+        assert re.match(r"model.onnx: ONNX Runtime crashed when it opened the file \(SIG[A-Z]+, signal \d+\)", told)
+    else:  # a runtime that was mended
+        runtimes.open_onnx(path, made.signature.output_names, optimised=True)
+
+
+def test_a_recurrent_file_that_does_not_crash_is_written(tmp_path: Path) -> None:
+    made, path = tagger(torch.float32), tmp_path / "model.onnx"
+    onnx_format.save(made.flat, made.signature, made.example, path)
+    runs(made, path, made.example)
+
+
+@pytest.mark.parametrize("operators", [{"LSTM"}, {"Gemm", "GRU"}])
+def test_a_file_that_the_runtime_refuses_is_no_crash(operators: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"x" * 999)
+    check_opens(path, operators)
+    with pytest.raises(ExportError, match="ONNX Runtime refuses the file"):
+        runtimes.open_onnx(path, [], optimised=False)

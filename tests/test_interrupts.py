@@ -1,0 +1,140 @@
+"""A signal ends the program wherever it comes, and nothing is left by halves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optexport import interrupts
+from tests.calling import Caller, config, message
+
+SIGNALS = pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+# What Python swallows: the exception that a signal raises in a finaliser. Once only, since blame runs a rule again.
+SWALLOWING = """
+import os
+
+class Dies:
+    def __del__(self):
+        os.kill(os.getpid(), SENT)
+        list(range(1000))
+
+class Kills(Doubles if DOUBLES else Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        Dies()
+        return super().transform(graph_module) if DOUBLES else graph_module
+
+def dies():
+    Dies()
+    return load()
+"""
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the program makes its temporary folders."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("torchinductor"))
+
+
+def sends_first(real: Callable[..., Any], sent: signal.Signals) -> Callable[..., Any]:
+    """The function, which sends a signal before it does its work for the first time."""
+    calls: list[object] = []
+
+    def function(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            os.kill(os.getpid(), sent)
+        return real(*args, **options)
+
+    return function
+
+
+@SIGNALS
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_a_finaliser_swallows_ends_the_run_all_the_same(
+    call: Caller, tmp_path: Path, temporary: Path, sent: signal.Signals, code: int, fails: bool
+) -> None:
+    module = tmp_path / "halves.py"
+    added = SWALLOWING.replace("DOUBLES", str(fails)).replace("SENT", str(int(sent)))
+    module.write_text(module.read_text(encoding="utf-8") + added, encoding="utf-8")
+    more = '[[transformations]]\nuse = "python:halves:Kills"'
+    assert message(call("run", config(more=more)), code) == "interrupted\n"
+    assert left(tmp_path / "build") == left(temporary) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_comes_after_the_last_stage_is_heeded_too(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optexport import summary
+
+    class Dies:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            list(range(1000))
+
+    real = summary.show
+
+    def show(*args: Any) -> None:
+        real(*args)
+        Dies()
+
+    monkeypatch.setattr(summary, "show", show)
+    result = call("run", config())
+    assert result.exit_code == 130
+    assert result.stderr.endswith("Error: interrupted\n")
+
+
+@SIGNALS
+def test_a_signal_while_temporary_folders_are_removed_leaves_none(
+    call: Caller, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
+) -> None:
+    monkeypatch.setattr(shutil, "rmtree", sends_first(shutil.rmtree, sent))
+    assert message(call("run", config()), code) == "interrupted\n"
+    assert left(tmp_path / "build") == left(temporary) == []
+
+
+def test_a_signal_while_a_bundle_takes_its_name_leaves_one_whole_bundle_there(
+    call: Caller, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("run", config()).exit_code == 0
+    before = (tmp_path / "build" / "model" / "manifest.json").read_bytes()
+    monkeypatch.setattr(Path, "rename", sends_first(Path.rename, signal.SIGINT))
+    assert message(call("run", config()), 130) == "interrupted\n"
+    assert left(tmp_path / "build") == ["model"]
+    assert (tmp_path / "build" / "model" / "manifest.json").read_bytes() == before
+    assert left(temporary) == []
+
+
+def test_a_signal_waits_until_what_defers_it_is_done() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), interrupts.heeded():
+        with interrupts.deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done = sum(range(1000)) > 0
+        assert interrupts.received() == signal.SIGTERM
+        interrupts.check()
+    assert done
+    assert interrupts.received() is None, "the next command starts afresh"
