@@ -109,7 +109,7 @@ def run(
 
     reports.start(junit, config)
     try:
-        load_config(config)  # a mistake in the file is told before torch is imported
+        load_config(config, without)  # a mistake in the file is told before torch is imported
         with _progress(quiet=as_json) as stages:
             from optexport import pipeline, summary
 
@@ -133,9 +133,13 @@ def run(
 def check(config: Path) -> None:
     """Check the whole of CONFIG, without loading anything."""
     from optexport.config import load_config
+    from optexport.config_checks import check_output, open_question
 
-    rules = [rule.use for rule in load_config(config).rules()]
-    click.echo(f"{config}: good. Rules: {', '.join(rules) or 'none'}.")
+    read = load_config(config)
+    check_output(read, config.parent)
+    click.echo(f"{config}: good. Rules: {', '.join(rule.use for rule in read.rules()) or 'none'}.")
+    if (question := open_question(read)) is not None:
+        click.echo(question)
 
 
 @cli.command()

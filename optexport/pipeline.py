@@ -106,7 +106,7 @@ def run(
         OptexportError: One of its kinds, with the exit code of what went wrong.
     """
     stages = stages or Stages()
-    config, folder = load_config(path), path.parent
+    config, folder = load_config(path, without), path.parent
     rules = rules_of(config, folder, without)
     metrics = decisions.load_metrics(config.parity.decisions, folder)
     config = resolved(config, rules)

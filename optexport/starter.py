@@ -169,19 +169,20 @@ def _inputs(known: dict[str, Any], kind: SourceKind) -> list[str]:
 
 def _texts(known: dict[str, Any]) -> list[str]:
     if _NO_TOKENIZER in known:
+        ids = ['dtype = "int64"', "low = 0", f"high = {_number(known.get('vocab_size'), 2, 1000)}"]
+        decoder = ["[inputs.tensors.decoder_input_ids]", 'shape = ["batch", "decoder_sequence"]', *ids]
         return [
             "# The folder holds no tokenizer, so these are random numbers. For real data:",
             '# data = "inputs.npz"  # or .safetensors: a tensor for each input, by name',
             "[inputs.tensors.input_ids]",
             'shape = ["batch", "sequence"]',
-            'dtype = "int64"',
-            "low = 0",
-            f"high = {_number(known.get('vocab_size'), 2, 1000)}",
+            *ids,
             "[inputs.tensors.attention_mask]",
             'shape = ["batch", "sequence"]',
             'dtype = "int64"',
             "low = 1",
             "high = 2",
+            *(decoder if known.get("is_encoder_decoder") is True else []),
         ]
     return [
         'texts = ["A sentence of the kind that the model will see.", "And another one, of another length."]',

@@ -56,6 +56,41 @@ def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
     assert result.stdout == f"{tmp_path / 'mine.toml'}: good. Rules: MergeLinears.\n"
 
 
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (".", "it exists and is no bundle"),
+        ("halves.py", "it exists and is no bundle"),
+        ("halves.py/x", "nothing can be written there"),
+        ("n" * 3000, "nothing can be written there"),
+        ("new/" + "n" * 250, "nothing can be written there"),
+    ],
+    ids=["full folder", "file", "below a file", "long name", "long draft"],
+)
+def test_check_tells_of_an_output_that_cannot_be_replaced_and_makes_nothing(
+    output: str, words: str, call: Caller, tmp_path: Path
+) -> None:
+    told = message(call("check", f'{MODEL}[export]\noutput = "{output}"\n'), 2)
+    assert words in told
+    assert call("check", f'{MODEL}[export]\noutput = "new/folder"\n').exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["halves.py", "mine.toml"]
+
+
+def test_check_says_that_only_a_model_of_transformers_needs_no_inputs(call: Caller) -> None:
+    without = '[model]\nsource = "python:halves:load"\n'
+    told = call("check", without)
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert "It gives no inputs: they can be made for a model of transformers" in told.stdout
+    assert "It gives no inputs" not in call("check", f"{without}inputs.tensors.x.shape = [1]\n").stdout
+    assert "It gives no inputs" not in call("check", MODEL).stdout
+
+
+def test_check_refuses_texts_for_a_file_that_has_no_tokenizer(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").touch()
+    told = message(call("check", '[model]\nsource = "model.pt2"\n[inputs]\ntexts = ["a"]\n'), 2)
+    assert told.startswith("mine.toml: inputs.texts: a .pt2 file has no tokenizer")
+
+
 def test_every_rule_is_listed_for_people_and_for_machines() -> None:
     listed = CliRunner().invoke(cli, ["transformations"]).stdout.splitlines()
     assert [line.split()[0] for line in listed] == list(RULES)

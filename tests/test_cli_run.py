@@ -166,6 +166,12 @@ def test_a_rule_can_be_left_out_and_an_unknown_one_is_told(call: Caller) -> None
     assert 'Did you mean "merge-linears"?' in message(call("run", config(), "--without", "merge-linear"), 2)
 
 
+def test_a_rule_that_is_left_out_needs_no_tolerance(call: Caller) -> None:
+    text = config(more='transformations = [{ use = "cast-precision" }]')
+    assert "Set parity.atol or parity.rtol" in message(call("run", text), 2)
+    assert call("run", text, "--without", "CastPrecision").exit_code == 0
+
+
 def test_a_baseline_lies_beside_the_bundle(call: Caller, tmp_path: Path) -> None:
     assert call("run", config(), "--baseline").exit_code == 0
     plain = json.loads((tmp_path / "build" / "model-baseline" / "manifest.json").read_text())
