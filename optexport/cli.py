@@ -149,7 +149,7 @@ def check(config: Path) -> None:
 def init(source: str, output: Path, force: bool) -> None:
     """Write a commented starter config for the model at SOURCE: a folder, a package:NAME/PATH or a hub id."""
     from optexport.config import parse_config
-    from optexport.starter import starter_config
+    from optexport.starter import GUESS, missing_model, starter_config
 
     if output.exists() and not force:
         raise click.UsageError(f"{output} is there already. Give another --output, or --force.")
@@ -166,6 +166,10 @@ def init(source: str, output: Path, force: bool) -> None:
     except OSError as error:
         raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
     click.echo(f"Wrote {output}. Read it, then: optexport run {output}")
+    if GUESS in text:
+        click.echo(f"The inputs are a guess: edit [inputs] in {output}.")
+    if (missing := missing_model(source, output.parent)) is not None:
+        click.echo(f"{missing}.")
 
 
 @cli.command()
