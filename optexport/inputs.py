@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from optexport.config import InputsConfig, TensorConfig
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, did_you_mean, first_line
+from optexport.program_inputs import program_inputs
 from optexport.proof.cases import Batch, at_least_two, traceable
 from optexport.proof.shards import shards
 from optexport.signature import Dim, Dynamic, conventional_axes
@@ -44,13 +46,21 @@ class Inputs:
     rows: int = 0
 
 
-def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pretrained | None, seed: int) -> Inputs:
+def prepare(
+    config: InputsConfig,
+    folder: Path,
+    model: nn.Module,
+    pretrained: Pretrained | None,
+    seed: int,
+    program: ExportedProgram | None = None,
+) -> Inputs:
     """Makes the inputs that the config asks for.
 
     Args:
         folder: The config's folder, which paths are relative to.
         pretrained: Where to find the model's tokenizer or processor.
         seed: For inputs made of random numbers.
+        program: What ``model`` is the module of, if it is; where nothing is asked for, inputs are made from it.
 
     Raises:
         ConfigError: The data cannot be read, do not fit the model, or a dimension is declared that no input has.
@@ -66,6 +76,8 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
         example = real[0]
     elif config.tensors is not None:
         example = _from_specs(config.tensors, config.dynamic or {}, seed)
+    elif program is not None:
+        example = program_inputs(program, seed)
     elif hasattr(model, "main_input_name"):
         example = dummy_inputs(model)
     else:
@@ -84,6 +96,8 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
     real, rows = _cut(real, axes, config, model)
     example = real[0] if real else example
     if config.dynamic is None:
+        if program is not None and not config.axes:  # which is not traced again, and may take a batch of one alone
+            return Inputs(example, real, None, rows)
         return replace(_undeclared(example, real, config), rows=rows)
     dims = {name: Dim(name, low, high) for name, (low, high) in config.dynamic.items()}
     known = {axis for names in axes.values() for axis in names}

@@ -128,7 +128,9 @@ def run(
         with stages.stage("load"):
             loaded = _load(config, folder, Path(downloads))
         with stages.stage("inputs"):
-            given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
+            given = inputs.prepare(
+                config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
+            )
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
         job = Job(
             config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, given.rows, metrics
