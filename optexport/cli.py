@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import signal
 import sys
 import tempfile
-import threading
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from optexport import __version__
+from optexport.cli_group import Group, debug_option, json_option, outcome, print_json
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError
 
 if TYPE_CHECKING:
@@ -36,53 +33,10 @@ Exit codes:
   130  interrupted (143 by SIGTERM)"""
 
 
-class _Group(click.Group):
-    """Turns errors into one message and their exit code; a traceback only with ``--debug``."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        received: list[int] = []
-
-        def stop(signum: int, frame: object) -> None:  # noqa: ARG001
-            received.append(signum)
-            raise KeyboardInterrupt
-
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
-        before = {signum: signal.signal(signum, stop) for signum in signals}
-        try:
-            return super().invoke(ctx)
-        except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
-            raise
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            # Some libraries turn an interrupt in the middle of their imports into errors of their own.
-            if isinstance(error, KeyboardInterrupt) or received:
-                _fail(ctx, "interrupted", 128 + (received or [signal.SIGINT])[0])
-            if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader went away: click ends quietly
-                raise
-            if isinstance(error, OptexportError):
-                _fail(ctx, str(error), error.exit_code)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                _fail(ctx, f"{error}\n  Make room, and run again.", 1)
-            if isinstance(error, SystemExit):
-                _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
-            # A defect of ours, or of a library: still one message.
-            _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-
-def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
-    if ctx.params.get("debug"):
-        traceback.print_exc()
-    click.echo(f"Error: {message}", err=True)
-    ctx.exit(code)
-
-
-@click.group(cls=_Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.group(cls=Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@debug_option
 @click.version_option(__version__, prog_name="optexport")
-def cli(debug: bool) -> None:
+def cli() -> None:
     """Turns a PyTorch or transformers model into an optimised, portable one, with proof that it is the same."""
 
 
@@ -90,7 +44,6 @@ _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=Fals
 _JUNIT = click.option(
     "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
 @cli.command()
@@ -99,7 +52,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the result a
 @click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
 @_JUNIT
-@_JSON
+@json_option
 def run(
     config: Path, without: tuple[str, ...], baseline: bool, dump: Path | None, junit: Path | None, as_json: bool
 ) -> None:
@@ -121,7 +74,7 @@ def run(
         raise
     reports.publish(config.name, result.manifest.parity, result.tracking_failure, junit)
     if as_json:
-        click.echo(json.dumps(summary.as_json(result), indent=2))
+        print_json(summary.as_json(result))
     else:
         summary.show(result, _console())
     if result.tracking_failure is not None:
@@ -173,7 +126,7 @@ def init(source: str, output: Path, force: bool) -> None:
 
 
 @cli.command()
-@_JSON
+@json_option
 def transformations(as_json: bool) -> None:
     """List the built-in rules, and those of installed packages."""
     from optexport.registry import RULES, installed
@@ -189,7 +142,7 @@ def transformations(as_json: bool) -> None:
             }
             for name, info in RULES.items()
         } | {name: {"plugin": location} for name, location in installed().items()}
-        click.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     width = max(map(len, [*RULES, *installed()]))
     for name, info in RULES.items():
@@ -218,7 +171,7 @@ def new_rule(name: str, folder: Path) -> None:
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
 @_JUNIT
-@_JSON
+@json_option
 def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     """Check that BUNDLE is unchanged, and that its files still give its stored outputs."""
     from optexport import reports
@@ -232,19 +185,23 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     except OptexportError as error:
         reports.publish(bundle.name, None, error, junit)
         raise
-    reports.publish(bundle.name, parity_record(proof), None, junit)
+    record = parity_record(proof)
+    reports.publish(bundle.name, record, None, junit)
     places = proof.places[1:]
     failures = [f"{p.place}: {o.output}, {o.failure}" for p in places for o in p.outputs if o.failure is not None]
     gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]
+    told = "\n  ".join(failures + gates)
+    problem: OptexportError | None = None
+    if failures:
+        problem = ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
+    elif gates:
+        problem = GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
     if as_json:
         rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs, "limit": o.limit, "passed": o.passed}
                 for p in places for o in p.outputs]  # fmt: skip
-        click.echo(json.dumps({"passed": not failures and not gates, "places": rows, "gates": gates}, indent=2))
-    told = "\n  ".join(failures + gates)
-    if failures:
-        raise ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
-    if gates:
-        raise GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
+        print_json({**outcome(problem), "places": rows, "gates": gates, "parity": record.model_dump(mode="json")})
+    if problem is not None:
+        raise problem
     if not as_json:
         click.echo(f"{bundle}: unchanged, and {', '.join(p.place for p in places)} give the stored outputs.")
 
@@ -297,7 +254,7 @@ _PATH = click.Path(path_type=Path, exists=True)
 @click.option("--format", "formats", multiple=True, type=click.Choice(["onnx", "torchscript", "pt2"]))
 @click.option("--inputs", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A safetensors file.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result there, as JSON.")
-@_JSON
+@json_option
 def bench(
     paths: tuple[Path, ...],
     against: tuple[Path, ...],
@@ -328,14 +285,14 @@ def bench(
 
         settings = Settings(threads, rounds, seconds)
         found = command.bench(paths, against, shapes, settings, formats, inputs, announce)
-    text = json.dumps({"machine": machine(), **report.as_json(found)}, indent=2)
+    document = {"machine": machine(), **report.as_json(found)}
     if output is not None:
         try:
-            output.write_text(f"{text}\n", encoding="utf-8")
+            output.write_text(f"{json.dumps(document, indent=2)}\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
     if as_json:
-        click.echo(text)
+        print_json(document)
     else:
         report.show(found, _console())
 

@@ -136,6 +136,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """The result for machines."""
     return {
         "passed": result.passed,
+        "exit_code": 0 if result.tracking_failure is None else result.tracking_failure.exit_code,
         "output": str(result.output),
         "baseline": None if result.baseline is None else str(result.baseline),
         "files": {name: str(path) for name, path in result.files.items()},

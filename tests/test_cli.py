@@ -47,6 +47,42 @@ def test_a_traceback_is_shown_when_asked_for(name: str, call: Caller) -> None:
     assert result.stderr.count("Error: ") >= 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("--debug", "check"), ("check", "--debug"), ("--debug", "check", "--debug")],
+    ids=" ".join,
+)
+def test_a_traceback_may_be_asked_for_before_and_after_the_command(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, [*arguments, str(tmp_path / "nowhere.toml")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Traceback")
+    assert "Traceback" not in CliRunner().invoke(cli, ["check", str(tmp_path / "nowhere.toml")]).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "nowhere.toml"], "nowhere.toml: there is no such file"),
+        (["run"], "Missing argument 'CONFIG'"),
+        (["verify", "nowhere"], "nowhere: "),
+        (["bench", "nowhere.onnx"], "'nowhere.onnx' does not exist"),
+        (["bench", "a.onnx", "--output", "nowhere/x.json"], "there is no folder nowhere"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
+)
+def test_machines_are_told_of_a_call_that_is_wrong(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.onnx").touch()
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    document = json.loads(result.stdout)
+    assert words in document.pop("error")
+    assert words in result.stderr
+    assert document == {"passed": False, "exit_code": 2, "parity": None}
+    assert result.exit_code == 2
+
+
 # What goes well
 
 

@@ -160,6 +160,37 @@ def test_machines_read_one_document_and_nothing_else(call: Caller) -> None:
     assert set(read["transformed_nodes"]) == {name for name, info in RULES.items() if info.in_preset}
 
 
+FAILURES = {
+    "refused": (config(inputs=""), 2),
+    "not loaded": (config("halves:fails"), 3),
+    "left": (config("halves:leaves"), 3),
+    "not proven": (config(more='transformations = [{ use = "python:halves:Doubles" }]'), 4),
+    "not transformed": (config(more='transformations = [{ use = "python:halves:Fails" }]'), 5),
+    "without work": (config(more='transformations = [{ use = "merge-linears", expect = { min = 1 } }]'), 6),
+    "interrupted": (config("halves:interrupted"), 130),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_machines_read_one_document_of_a_failure_too(name: str, call: Caller) -> None:
+    text, code = FAILURES[name]
+    result = call("run", text, "--json")
+    read = json.loads(result.stdout)
+    assert (read["passed"], read["exit_code"], result.exit_code) == (False, code, code)
+    assert result.stderr.endswith(f"Error: {read['error']}\n")
+    if code == 4:
+        assert {place["place"] for place in read["parity"]["places"]} == {"original", "transformed graph"}
+    else:
+        assert read["parity"] is None
+
+
+def test_machines_read_one_document_where_only_tracking_failed(call: Caller) -> None:
+    result = call("run", config().replace("enabled = false", 'uri = "nonsense://nowhere"'), "--json")
+    read = json.loads(result.stdout)
+    assert (read["passed"], read["exit_code"], result.exit_code) == (True, 7, 7)
+    assert "nonsense" in read["tracking_failure"]
+
+
 def test_a_rule_can_be_left_out_and_an_unknown_one_is_told(call: Caller) -> None:
     result = call("run", config(), "--json", "--without", "MergeLinears")
     assert "merge-linears" not in json.loads(result.stdout)["transformed_nodes"]

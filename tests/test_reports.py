@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -146,8 +147,6 @@ def spoiled(bundle: Path) -> None:
 
 @pytest.mark.parametrize(("spoil", "code"), [(None, 0), (spoiled, 4)])
 def test_verify_reports_too(tmp_path: Path, spoil: Callable[[Path], None] | None, code: int) -> None:
-    import shutil
-
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     if spoil is not None:
         spoil(bundle)
@@ -157,6 +156,25 @@ def test_verify_reports_too(tmp_path: Path, spoil: Callable[[Path], None] | None
     root = ElementTree.parse(report).getroot()
     assert (root.get("failures") != "0") == bool(code)
     assert {case.get("classname") for case in root.iter("testcase")} >= {"optexport.onnx", "optexport.pt2"}
+
+
+def test_verify_tells_machines_of_a_failure_in_one_document(tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    spoiled(bundle)
+    result = CliRunner().invoke(cli, ["verify", str(bundle), "--json"])
+    read = json.loads(result.stdout)
+    assert (read["passed"], read["exit_code"], result.exit_code) == (False, 4, 4)
+    assert "no longer give the stored outputs" in read["error"]
+    assert not all(row["passed"] for row in read["places"])
+    assert read["parity"]["places"]
+    (bundle / "model.onnx").unlink()
+    changed = CliRunner().invoke(cli, ["verify", str(bundle), "--json"])
+    assert json.loads(changed.stdout) == {
+        "passed": False,
+        "exit_code": 4,
+        "error": "model.onnx: it is missing",
+        "parity": None,
+    }
 
 
 def test_a_summary_that_cannot_be_written_is_told_and_the_run_passes(
