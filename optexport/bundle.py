@@ -113,6 +113,8 @@ def read_manifest(folder: Path) -> Manifest:
         ConfigError: The folder is no bundle.
         BundleError: A file is missing, added or changed.
     """
+    if not folder.is_dir():
+        raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
     if not (folder / MANIFEST).is_file():
         raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder))
     for path in sorted(folder.rglob("*")):

@@ -50,6 +50,12 @@ def check_replaceable(output: Path) -> None:
             ours = {MANIFEST, MEASUREMENTS, *(str(file.get("path")) for file in document["files"])}
             if names <= ours:
                 return
+            added = sorted(names - ours)
+            raise ConfigError(
+                f"it holds {', '.join(added[:3])}{', ...' if added[3:] else ''}, not of the bundle that is there",
+                place=f"export.output: {output}",
+                mend="Move that away, or choose another place.",
+            )
         if not names:
             return
     raise ConfigError(

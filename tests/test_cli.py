@@ -64,7 +64,7 @@ def test_a_traceback_may_be_asked_for_before_and_after_the_command(arguments: tu
     [
         (["run", "nowhere.toml"], "nowhere.toml: there is no such file"),
         (["run"], "Missing argument 'CONFIG'"),
-        (["verify", "nowhere"], "nowhere: "),
+        (["verify", "nowhere"], "nowhere: there is no such folder"),
         (["bench", "nowhere.onnx"], "'nowhere.onnx' does not exist"),
         (["bench", "a.onnx", "--output", "nowhere/x.json"], "there is no folder nowhere"),
     ],
