@@ -179,13 +179,14 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     reports.start(junit, bundle)
     try:
         from optexport.proof.record import parity_record
+        from optexport.records import with_largest
         from optexport.verification import verify as verify_bundle
 
         proof = verify_bundle(bundle)
+        record = with_largest(parity_record(proof), proof.reference)
     except OptexportError as error:
         reports.publish(bundle.name, None, error, junit)
         raise
-    record = parity_record(proof)
     reports.publish(bundle.name, record, None, junit)
     places = proof.places[1:]
     failures = [f"{p.place}: {o.output}, {o.failure}" for p in places for o in p.outputs if o.failure is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from optexport.blame import failure
 from optexport.blame.files import blame_files
 from optexport.blame.rules import blame_rules
 from optexport.config import Config, Format, SourceKind, load_config, source_kind
-from optexport.errors import ConfigError, TrackingError, redact
+from optexport.errors import ConfigError, OptexportError, TrackingError, redact
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.job import Job, resolved, rules_of, unmeasured
 from optexport.manifest import ArtifactRecord, Manifest
@@ -179,7 +179,7 @@ def produce(job: Job, stages: Stages) -> Result:
             suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
             if not suspects.check(GRAPH, graph_runner(graph_module, call)).passed:
                 find = partial(blame_rules, lambda: trace_original(job), job.rules, proof)
-                raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
+                raise _failed(proof, job, find, suspects)
         artifacts = []
         for artifact in _export(graph_module, signature, job, applied, draft, stages):
             artifacts.append(artifact)
@@ -192,9 +192,7 @@ def produce(job: Job, stages: Stages) -> Result:
         if not proof.passed:
             flat = exported_program.flatten(graph_module, signature)
             files: dict[str, Path] = {artifact.format: draft / artifact.path for artifact in artifacts}
-            raise failure.error(
-                proof, job.failure, job.config_text, partial(blame_files, flat, files, proof), suspects.smallest
-            )
+            raise _failed(proof, job, partial(blame_files, flat, files, proof), suspects)
         with stages.stage("undo"):
             check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
         bench = _measure(job, workloads, signature, artifacts, draft, Path(scratch), stages)
@@ -202,7 +200,7 @@ def produce(job: Job, stages: Stages) -> Result:
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
-            found = parity_record(proof)
+            found = records.with_largest(parity_record(proof), reference)
             manifest = records.manifest(
                 job.config, job.loaded, traced, transformed, nodes_before, found, stored, artifacts
             ).model_copy(update={"files": bundle.file_records(draft)})
@@ -212,6 +210,13 @@ def produce(job: Job, stages: Stages) -> Result:
         )
     failure.remove(job.failure)
     return Result(job.output, tuple(proof.places), manifest, bench=bench)
+
+
+def _failed(proof: Proof, job: Job, find: Callable[[], failure.Finding], suspects: Suspects) -> OptexportError:
+    error = failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
+    if error.proof is not None:
+        error.proof = records.with_largest(error.proof, proof.reference)
+    return error
 
 
 def _export(

@@ -28,12 +28,27 @@ from optexport.manifest import (
     TensorRecord,
     TransformationRecord,
 )
+from optexport.proof.reference import Reference
 from optexport.signature import TensorSpec
 from optexport.sources import Loaded
 from optexport.trace import Traced
 from optexport.transform import Applied, Transformed
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
+
+
+def with_largest(proof: ParityRecord, reference: Reference) -> ParityRecord:
+    """The record of a proof with the largest magnitude of each output, to three digits."""
+    bounds = {}
+    for name, bound in proof.bounds.items():
+        ordinary = [
+            output[name].double()
+            for case, output in zip(reference.cases, reference.outputs, strict=True)
+            if case.name not in bound.extremes
+        ]
+        sizes = [tensor[tensor.isfinite()].abs().max().item() for tensor in ordinary if tensor.isfinite().any()]
+        bounds[name] = bound.model_copy(update={"largest": float(f"{max(sizes, default=0.0):.3g}")})
+    return proof.model_copy(update={"bounds": bounds})
 
 
 def versions() -> dict[str, str]:

@@ -16,6 +16,8 @@ from optexport.errors import ConfigError, OptexportError
 from optexport.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
 
 _SUITE = "optexport"
+# The share of an output's largest value up to which a tolerance may be meant.
+_MEANT = 0.1
 
 
 def junit(proof: ParityRecord) -> str:
@@ -28,7 +30,7 @@ def junit(proof: ParityRecord) -> str:
             )
             if case.failure is not None:
                 failure = ElementTree.SubElement(element, "failure", message=case.failure, type="ParityError")
-                failure.text = _explained(output)
+                failure.text = _explained(proof, output)
             cases.append(element)
     for place, decision in _decisions(proof):
         element = ElementTree.Element("testcase", classname=f"{_SUITE}.{place.place}", name=_measured(decision))
@@ -96,14 +98,14 @@ def markdown(proof: ParityRecord, title: str) -> str:
         cells += [str(decision.count), f"{decision.min:g}", "passed" if decision.failure is None else "**failed**"]
         lines.append(f"| {' | '.join(cells)} |")
     for place, output in failures:
-        lines += ["", f"- **{place.place}, {output.output}**: {_failure(output)}. {_explained(output)}"]
+        lines += ["", f"- **{place.place}, {output.output}**: {_failure(output)}. {_explained(proof, output)}"]
     return "\n".join(lines) + "\n"
 
 
 def error_lines(proof: ParityRecord) -> list[str]:
     """A line for each output that fails, in the form that GitHub shows as an error of the job."""
     return [
-        _annotation(f"{_SUITE}: {place.place}, {output.output}", f"{_failure(output)}. {_explained(output)}")
+        _annotation(f"{_SUITE}: {place.place}, {output.output}", f"{_failure(output)}. {_explained(proof, output)}")
         for place, output in _outputs(proof)
         if _failure(output) is not None
     ] + [
@@ -136,12 +138,18 @@ def _failure(output: OutputRecord) -> str | None:
     return next((f"at {case.case}: {case.failure}" for case in output.cases if case.failure is not None), None)
 
 
-def _explained(output: OutputRecord) -> str:
+def _explained(proof: ParityRecord, output: OutputRecord) -> str:
     if output.tolerance is None:
         return "No tolerance would have passed."
     multiple = (
         "" if output.multiple is None else f" It is {output.multiple:g} times as far from float64 as the original."
     )
+    largest = proof.bounds[output.output].largest
+    if largest is not None and output.tolerance > _MEANT * largest:
+        return (
+            f"A tolerance that it passed would prove nothing: it would be more than {_MEANT:g} of the largest value, "
+            f"{_number(largest)}.{multiple}"
+        )
     return f"With {_tolerance(output)} against the original it would have passed.{multiple}"
 
 
