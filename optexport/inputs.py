@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport.config import InputsConfig, TensorConfig
+from optexport.data_lines import read_lines, stack_records, texts_of
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.program_inputs import program_inputs
@@ -283,15 +283,11 @@ def _read(path: Path, place: str, model: nn.Module, pretrained: Pretrained | Non
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         if path.suffix == ".jsonl":
-            # Not splitlines: JSON strings may hold what Unicode takes for the end of a line.
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-            records = [json.loads(line) for line in lines if line.strip()]
-            if records and all(isinstance(record, dict) and set(record) == {"text"} for record in records):
-                texts = [record["text"] for record in records]
-                if not all(isinstance(text, str) for text in texts):
-                    raise ConfigError('"text" must be a text in every line', place=place)
+            records = read_lines(path.read_text(encoding="utf-8-sig"), place)
+            texts = texts_of(records, place)
+            if texts is not None:
                 return _from_texts(texts, model, pretrained, max_length, place)
-            return _from_records(records, model, place)
+            return stack_records(records, model, place)
     except ConfigError:
         raise
     except Exception as error:  # each format has errors of its own
@@ -301,30 +297,6 @@ def _read(path: Path, place: str, model: nn.Module, pretrained: Pretrained | Non
         place=place,
         mend="Give .safetensors, .npz, or .jsonl.",
     )
-
-
-def _from_records(records: Sequence[Any], model: nn.Module, place: str) -> Batch:
-    """One row per record; shorter ones are padded, and an attention mask says where."""
-    if not records or not all(isinstance(record, dict) and set(record) == set(records[0]) for record in records):
-        raise ConfigError(
-            "its lines must be objects with the same keys",
-            place=place,
-            mend='Write {"text": ...} or {"input_ids": [...]}.',
-        )
-    padding = {"input_ids": int(getattr(getattr(model, "config", None), "pad_token_id", None) or 0)}
-    batch: Batch = {}
-    for name in records[0]:
-        rows = [torch.tensor(record[name]) for record in records]
-        if any(not row.numel() for row in rows):
-            raise ConfigError(f'"{name}" is empty in one of its lines', place=place)
-        if len({row.shape for row in rows}) > 1 and all(row.dim() == 1 for row in rows):
-            batch[name] = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding.get(name, 0))
-        else:
-            batch[name] = torch.stack(rows)
-    if "input_ids" in batch and "attention_mask" not in batch:
-        lengths = torch.tensor([len(record["input_ids"]) for record in records])
-        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-    return batch
 
 
 def _from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[int]], seed: int) -> Batch:

@@ -114,6 +114,12 @@ def transform(graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Pa
         nodes_before = len(graph_module.graph.nodes)
         try:
             graph_module, report = run(rule.transformation, graph_module)
+        except TransformationError as error:
+            if error.place != type(rule.transformation).__name__:
+                raise
+            raise TransformationError(
+                error.cause, place=rule.name, mend=error.mend
+            ) from error  # as the config names it
         except OptexportError:
             raise
         except (Exception, SystemExit) as error:  # a plugin's own code may raise anything

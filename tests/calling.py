@@ -15,7 +15,7 @@ MODULE = '''
 import operator
 import torch
 from torch import nn
-from optexport.transformations import Transformation
+from optexport.transformations import Match, Rule, Transformation
 
 class Halves(nn.Module):
     def __init__(self):
@@ -64,6 +64,13 @@ class Nudges(Transformation):
             if node.target is operator.truediv:
                 node.args = (node.args[0], 2.002)
         return graph_module
+
+class Forever(Rule):
+    def match(self, graph_module, node):
+        return Match((node,)) if node.op == "call_module" else None
+
+    def rewrite(self, graph_module, match):
+        return []
 
 class Fails(Transformation):
     def transform(self, graph_module):

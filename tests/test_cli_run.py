@@ -91,6 +91,11 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
         "Doubles",
     ),
     "plugin that fails": (config(more='transformations = [{ use = "python:halves:Fails" }]'), 5, "no such thing"),
+    "plugin that never has enough": (
+        config(more='transformations = [{ use = "python:halves:Forever" }]'),
+        5,
+        "python:halves:Forever: match finds linear again after rewrite",
+    ),
     "output that is a file": (
         config().replace("formats", 'output = "halves.py"\nformats'),
         2,

@@ -55,7 +55,7 @@ def test_every_file_that_the_guide_links_to_is_there() -> None:
     [
         ("Drop Tanh", "cannot name a rule"),
         ("../escape", "cannot name a rule"),
-        ("class", "cannot name a rule"),
+        ("class", "class is a Python keyword"),
         ("", "cannot name a rule"),
         ("merge-linears", "there is a built-in rule"),
         ("taken", "it is there already"),
