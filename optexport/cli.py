@@ -165,7 +165,8 @@ def new_rule(name: str, folder: Path) -> None:
     from optexport.new_rule import write_rule
 
     rule, test, config = write_rule(name, folder)
-    click.echo(f"Wrote {rule}, {test} and {config}. Then: pytest {test}; optexport run {config}")
+    click.echo(f"Wrote {rule}, {test} and {config}. Then:")
+    click.echo(f"  pip install pytest; python -m pytest {test}; optexport run {config}")
 
 
 @cli.command()

@@ -50,7 +50,7 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
     for t in manifest.transformations:
         replaced = sum(len(change.replaced) for change in t.changes)
         made = sum(len(change.nodes) for change in t.changes)
-        done = f"{replaced} nodes -> {made}" if t.changes else "nothing to change"
+        done = f"{replaced} {'node' if replaced == 1 else 'nodes'} -> {made}" if t.changes else "nothing to change"
         first = f", first at {escape(_where(t.changes[0]))}" if t.changes else ""
         console.print(f"  {escape(t.rule):38} {done}{first}", highlight=False, soft_wrap=True)
         for miss in t.near_misses[:_SHOWN_NEAR_MISSES]:
