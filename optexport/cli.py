@@ -97,10 +97,20 @@ def check(config: Path) -> None:
 
 @cli.command()
 @click.argument("source", required=False, default=".")
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), default=Path("optexport.toml"))
+@click.option(
+    *("--output", "-o"),
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("optexport.toml"),
+    show_default=True,
+    help="The file to write.",
+)
 @click.option("--force", is_flag=True, help="Replace the file if it is there.")
 def init(source: str, output: Path, force: bool) -> None:
-    """Write a commented starter config for the model at SOURCE: a folder, a package:NAME/PATH or a hub id."""
+    """Write a commented starter config for the model at SOURCE.
+
+    SOURCE is a folder (the default is this one), a hub id, package:NAME/PATH, python:module:factory,
+    mlflow:models:/NAME@ALIAS, or a .pt2 file.
+    """
     from optexport.config import parse_config
     from optexport.starter import GUESS, missing_model, starter_config
 
@@ -159,9 +169,14 @@ def transformations(as_json: bool) -> None:
 
 @cli.command("new-rule")
 @click.argument("name")
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), default=Path())
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    default=Path(),
+    help="Where to write it; by default here.",
+)
 def new_rule(name: str, folder: Path) -> None:
-    """Write a rule of your own to start from, its test, and a config that runs it."""
+    """Write a rule to start from, its test and its config."""
     from optexport.new_rule import write_rule
 
     rule, test, config = write_rule(name, folder)
@@ -174,7 +189,10 @@ def new_rule(name: str, folder: Path) -> None:
 @_JUNIT
 @json_option
 def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
-    """Check that BUNDLE is unchanged, and that its files still give its stored outputs."""
+    """Check that BUNDLE is unchanged and gives its outputs.
+
+    Its files are run on the stored inputs, and compared with the stored outputs.
+    """
     from optexport import reports
 
     reports.start(junit, bundle)
@@ -211,7 +229,11 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True))
 def blame(path: Path) -> None:
-    """Say which rule, file and place the proof fails at, of a CONFIG or a BUNDLE; leaves what shows it again."""
+    """Say what a failed proof is to be blamed on.
+
+    Runs a CONFIG up to the proof, or the files of a BUNDLE on their stored inputs; names the rule, its change and the
+    place in the graph or the file, and leaves a folder with what shows it again.
+    """
     from optexport.config import load_config
 
     if path.is_dir():
@@ -250,10 +272,15 @@ _PATH = click.Path(path_type=Path, exists=True)
 @click.argument("paths", nargs=-1, required=True, type=_PATH, metavar="BUNDLE|FILE...")
 @click.option("--against", multiple=True, type=_PATH, metavar="BUNDLE|FILE", help="Compare with it; may be repeated.")
 @click.option("--shape", "shapes", multiple=True, callback=_sizes, metavar="NAME=SIZE,...", help="May be repeated.")
-@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True)
+@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of a process.")
 @click.option("--rounds", type=click.IntRange(1, 10000), default=20, show_default=True, help="Turns of each artifact.")
 @click.option("--seconds", type=click.FloatRange(0, 3600), default=0.1, show_default=True, help="Length of a turn.")
-@click.option("--format", "formats", multiple=True, type=click.Choice(["onnx", "torchscript", "pt2"]))
+@click.option(
+    *("--format", "formats"),
+    multiple=True,
+    type=click.Choice(["onnx", "torchscript", "pt2"]),
+    help="Only files of this format; may be repeated.",
+)
 @click.option("--inputs", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A safetensors file.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result there, as JSON.")
 @json_option
@@ -269,7 +296,9 @@ def bench(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure exported files, and say which is faster, or that it cannot be told.
+    """Measure exported files, and say which is faster.
+
+    Where that cannot be told, it says so.
 
     Takes bundles, .onnx, .pt (TorchScript) and .pt2 files. Without --against, the first of a format is compared with.
     """

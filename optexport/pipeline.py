@@ -140,7 +140,7 @@ def run(
         if baseline:
             produce(
                 replace(job, config=resolved(unmeasured(config), (), plain), rules=(), output=plain, dump=None),
-                Stages(stages.announce),
+                Stages(lambda name, seconds: stages.announce(f"baseline: {name}", seconds)),
             )
         result = produce(job, stages)
         with stages.stage("track"):

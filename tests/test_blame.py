@@ -23,6 +23,7 @@ from onnx import numpy_helper
 from torch import fx, nn
 
 from optexport import errors, export
+from optexport.blame import failure
 from optexport.blame.parting import compare
 from optexport.blame.rules import _first_failing
 from optexport.blame.values import observe_graph, observe_onnx, observe_torchscript
@@ -320,3 +321,10 @@ def test_blame_explains_a_bundle_by_itself(tmp_path: Path) -> None:
     assert "norm.bias" in told
     assert (tmp_path / "bundle-failure" / "reproduce.py").is_file()
     assert "no bundle" in message(CliRunner().invoke(cli, ["blame", str(tmp_path)]), 2)
+
+
+def test_every_file_of_a_failure_is_explained() -> None:
+    text = (Path(__file__).parents[1] / "optexport" / "proof" / "README.md").read_text(encoding="utf-8")
+    table = text.partition("`OUTPUT-failure/`:")[2].partition("`optexport blame")[0]
+    whole = {"model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt", "before.pt", "after.pt"}
+    assert [name for name in sorted(failure._NAMES - whole) if f"`{name}`" not in table] == []

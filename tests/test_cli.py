@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 
 from optexport import __version__
 from optexport.cli import cli
+from optexport.config import SourceKind
 from optexport.errors import OptexportError
 from optexport.registry import RULES
 from tests.calling import Caller, message
@@ -214,6 +216,21 @@ def test_every_error_has_an_exit_code_that_the_help_explains() -> None:
     assert {str(code) for code in errors} | {"0", "2", "6", "130"} <= explained
     assert all(isinstance(command, click.Command) and command.help for command in cli.commands.values())
     assert set(cli.commands) >= {"run", "check", "init", "transformations", "verify"}
+
+
+@pytest.mark.parametrize("name", cli.commands)
+def test_every_option_is_described_and_no_command_is_cut_short_in_the_list(name: str) -> None:
+    options = [option for option in cli.commands[name].params if isinstance(option, click.Option)]
+    assert [option.name for option in options if not option.help] == []
+    listed = CliRunner().invoke(cli, ["--help"]).stdout.partition("Commands:")[2].partition("Exit codes:")[0]
+    assert not re.search(rf"^  {name} .*\.\.\.$", listed, re.MULTILINE)
+
+
+def test_init_names_every_kind_of_source() -> None:
+    told = " ".join(CliRunner().invoke(cli, ["init", "--help"]).stdout.split())
+    for kind in ("a folder", "a hub id", "package:", "python:", "mlflow:", ".pt2"):
+        assert kind in told
+    assert len(SourceKind) == 6
 
 
 # In a process of its own
