@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -19,11 +18,12 @@ from safetensors.torch import save_file
 from optexport import interrupts, sealed_json
 from optexport.errors import BundleError, ConfigError
 from optexport.manifest import FileRecord, Manifest
+from optexport.places import MANIFEST as MANIFEST
+from optexport.places import MEASUREMENTS as MEASUREMENTS
+from optexport.places import check_place, check_replaceable
 from optexport.proof.cases import Case
 from optexport.proof.reference import Outputs, Reference
 
-MANIFEST = "manifest.json"
-MEASUREMENTS = "measurements.json"
 REFERENCE = "reference.safetensors"
 
 # Reference tensors beyond this many bytes are left out, largest cases first; the traced case always stays.
@@ -36,41 +36,17 @@ def check_output(output: Path) -> None:
     Raises:
         ConfigError: Something else is there, or nothing can be written there.
     """
+    check_place(output)
     try:
-        _check_replaceable(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.parent):
             pass
-        Path(f"{output}{'-' * 24}").exists()  # room for the name that it bears until it is whole
     except (OSError, ValueError) as error:
         raise ConfigError(f"nothing can be written there: {error}", place=f"export.output: {output}") from error
 
 
-def _check_replaceable(output: Path) -> None:
-    """Only an empty folder, or a bundle, may be replaced."""
-    if not output.exists() and not output.is_symlink():
-        return
-    if not output.is_symlink() and output.is_dir():
-        try:
-            document = json.loads((output / MANIFEST).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            document = None
-        names = {path.name for path in output.iterdir()}
-        if isinstance(document, dict) and {"manifest_version", "digest", "files"} <= document.keys():
-            ours = {MANIFEST, MEASUREMENTS, *(str(file.get("path")) for file in document["files"])}
-            if names <= ours:
-                return
-        if not names:
-            return
-    raise ConfigError(
-        "it exists and is no bundle, so it is not replaced",
-        place=f"export.output: {output}",
-        mend="Choose another place, or remove it.",
-    )
-
-
 @contextmanager
-def drafting(output: Path, check: Callable[[Path], None] = _check_replaceable) -> Iterator[Path]:
+def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) -> Iterator[Path]:
     """Gives a folder to write a bundle in; it takes its final name when the block ends well, and goes when it fails.
 
     A bundle of an earlier run stays under the name until then.
@@ -140,6 +116,8 @@ def read_manifest(folder: Path) -> Manifest:
         ConfigError: The folder is no bundle.
         BundleError: A file is missing, added or changed.
     """
+    if not folder.is_dir():
+        raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
     if not (folder / MANIFEST).is_file():
         raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder))
     for path in sorted(folder.rglob("*")):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from optexport import __version__, interrupts
+from optexport import __version__
+from optexport.cli_group import Group, debug_option, json_option, outcome, print_json
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 if TYPE_CHECKING:
@@ -35,48 +33,10 @@ Exit codes:
   130  interrupted (143 by SIGTERM)"""
 
 
-class _Group(click.Group):
-    """Turns errors into one message and their exit code; a traceback only with ``--debug``."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with interrupts.heeded():
-            return self._invoke(ctx)
-
-    def _invoke(self, ctx: click.Context) -> Any:
-        try:
-            result = super().invoke(ctx)
-            interrupts.check()
-            return result
-        except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
-            raise
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            # Some libraries turn an interrupt in the middle of their imports into errors of their own.
-            signum = interrupts.received()
-            if isinstance(error, KeyboardInterrupt) or signum is not None:
-                _fail(ctx, "interrupted", 128 + (signum or signal.SIGINT))
-            if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader went away: click ends quietly
-                raise
-            if isinstance(error, OptexportError):
-                _fail(ctx, str(error), error.exit_code)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                _fail(ctx, f"{error}\n  Make room, and run again.", 1)
-            if isinstance(error, SystemExit):
-                _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
-            # A defect of ours, or of a library: still one message.
-            _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
-
-
-def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
-    if ctx.params.get("debug"):
-        traceback.print_exc()
-    click.echo(f"Error: {message}", err=True)
-    ctx.exit(code)
-
-
-@click.group(cls=_Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.group(cls=Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@debug_option
 @click.version_option(__version__, prog_name="optexport")
-def cli(debug: bool) -> None:
+def cli() -> None:
     """Turns a PyTorch or transformers model into an optimised, portable one, with proof that it is the same."""
 
 
@@ -84,7 +44,6 @@ _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=Fals
 _JUNIT = click.option(
     "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
 @cli.command()
@@ -93,7 +52,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the result a
 @click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
 @_JUNIT
-@_JSON
+@json_option
 def run(
     config: Path, without: tuple[str, ...], baseline: bool, dump: Path | None, junit: Path | None, as_json: bool
 ) -> None:
@@ -103,7 +62,7 @@ def run(
     from optexport.places import kept, output_of
 
     try:
-        read = load_config(config)  # a mistake in the file is told before torch is imported
+        read = load_config(config, without)  # a mistake in the file is told before torch is imported
     except ConfigError as error:
         reports.start(junit, [config])
         reports.publish(config.name, None, error, junit)
@@ -121,7 +80,7 @@ def run(
         raise
     reports.publish(config.name, result.manifest.parity, result.tracking_failure, junit)
     if as_json:
-        click.echo(json.dumps(summary.as_json(result), indent=2))
+        print_json(summary.as_json(result))
     else:
         summary.show(result, _console())
     if result.tracking_failure is not None:
@@ -133,19 +92,33 @@ def run(
 def check(config: Path) -> None:
     """Check the whole of CONFIG, without loading anything."""
     from optexport.config import load_config
+    from optexport.config_checks import check_output, open_question
 
-    rules = [rule.use for rule in load_config(config).rules()]
-    click.echo(f"{config}: good. Rules: {', '.join(rules) or 'none'}.")
+    read = load_config(config)
+    check_output(read, config.parent)
+    click.echo(f"{config}: good. Rules: {', '.join(rule.use for rule in read.rules()) or 'none'}.")
+    if (question := open_question(read)) is not None:
+        click.echo(question)
 
 
 @cli.command()
 @click.argument("source", required=False, default=".")
-@click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), default=Path("optexport.toml"))
+@click.option(
+    *("--output", "-o"),
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("optexport.toml"),
+    show_default=True,
+    help="The file to write.",
+)
 @click.option("--force", is_flag=True, help="Replace the file if it is there.")
 def init(source: str, output: Path, force: bool) -> None:
-    """Write a commented starter config for the model at SOURCE: a folder, a package:NAME/PATH or a hub id."""
+    """Write a commented starter config for the model at SOURCE.
+
+    SOURCE is a folder (the default is this one), a hub id, package:NAME/PATH, python:module:factory,
+    mlflow:models:/NAME@ALIAS, or a .pt2 file.
+    """
     from optexport.config import parse_config
-    from optexport.starter import starter_config
+    from optexport.starter import GUESS, missing_model, starter_config
 
     if output.exists() and not force:
         raise click.UsageError(f"{output} is there already. Give another --output, or --force.")
@@ -162,10 +135,14 @@ def init(source: str, output: Path, force: bool) -> None:
     except OSError as error:
         raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
     click.echo(f"Wrote {output}. Read it, then: optexport run {output}")
+    if GUESS in text:
+        click.echo(f"The inputs are a guess: edit [inputs] in {output}.")
+    if (missing := missing_model(source, output.parent)) is not None:
+        click.echo(f"{missing}.")
 
 
 @cli.command()
-@_JSON
+@json_option
 def transformations(as_json: bool) -> None:
     """List the built-in rules, and those of installed packages."""
     from optexport.registry import RULES, installed
@@ -181,7 +158,7 @@ def transformations(as_json: bool) -> None:
             }
             for name, info in RULES.items()
         } | {name: {"plugin": location} for name, location in installed().items()}
-        click.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     width = max(map(len, [*RULES, *installed()]))
     for name, info in RULES.items():
@@ -198,21 +175,30 @@ def transformations(as_json: bool) -> None:
 
 @cli.command("new-rule")
 @click.argument("name")
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), default=Path())
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    default=Path(),
+    help="Where to write it; by default here.",
+)
 def new_rule(name: str, folder: Path) -> None:
-    """Write a rule of your own to start from, its test, and a config that runs it."""
+    """Write a rule to start from, its test and its config."""
     from optexport.new_rule import write_rule
 
     rule, test, config = write_rule(name, folder)
-    click.echo(f"Wrote {rule}, {test} and {config}. Then: pytest {test}; optexport run {config}")
+    click.echo(f"Wrote {rule}, {test} and {config}. Then:")
+    click.echo(f"  pip install pytest; python -m pytest {test}; optexport run {config}")
 
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
 @_JUNIT
-@_JSON
+@json_option
 def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
-    """Check that BUNDLE is unchanged, and that its files still give its stored outputs."""
+    """Check that BUNDLE is unchanged and gives its outputs.
+
+    Its files are run on the stored inputs, and compared with the stored outputs.
+    """
     from optexport import reports
 
     reports.start(junit, [bundle])
@@ -221,6 +207,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         from optexport.verification import verify as verify_bundle
 
         proof = verify_bundle(bundle)
+        record = parity_record(proof)
     except OptexportError as error:
         reports.publish(bundle.name, None, error, junit)
         raise
@@ -235,11 +222,11 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         failed = ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
     elif gates:
         failed = GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
-    reports.publish(bundle.name, parity_record(proof), failed, junit)
+    reports.publish(bundle.name, record, failed, junit)
     if as_json:
         rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs, "limit": o.limit, "passed": o.passed}
                 for p in places for o in p.outputs]  # fmt: skip
-        click.echo(json.dumps({"passed": not failures and not gates, "places": rows, "gates": gates}, indent=2))
+        print_json({**outcome(failed), "places": rows, "gates": gates, "parity": record.model_dump(mode="json")})
     if failed is not None:
         raise failed
     if not as_json:
@@ -249,7 +236,11 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True))
 def blame(path: Path) -> None:
-    """Say which rule, file and place the proof fails at, of a CONFIG or a BUNDLE; leaves what shows it again."""
+    """Say what a failed proof is to be blamed on.
+
+    Runs a CONFIG up to the proof, or the files of a BUNDLE on their stored inputs; names the rule, its change and the
+    place in the graph or the file, and leaves a folder with what shows it again.
+    """
     from optexport.config import load_config
 
     if path.is_dir():
@@ -288,13 +279,18 @@ _PATH = click.Path(path_type=Path, exists=True)
 @click.argument("paths", nargs=-1, required=True, type=_PATH, metavar="BUNDLE|FILE...")
 @click.option("--against", multiple=True, type=_PATH, metavar="BUNDLE|FILE", help="Compare with it; may be repeated.")
 @click.option("--shape", "shapes", multiple=True, callback=_sizes, metavar="NAME=SIZE,...", help="May be repeated.")
-@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True)
+@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of a process.")
 @click.option("--rounds", type=click.IntRange(1, 10000), default=20, show_default=True, help="Turns of each artifact.")
 @click.option("--seconds", type=click.FloatRange(0, 3600), default=0.1, show_default=True, help="Length of a turn.")
-@click.option("--format", "formats", multiple=True, type=click.Choice(["onnx", "torchscript", "pt2"]))
+@click.option(
+    *("--format", "formats"),
+    multiple=True,
+    type=click.Choice(["onnx", "torchscript", "pt2"]),
+    help="Only files of this format; may be repeated.",
+)
 @click.option("--inputs", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A safetensors file.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result there, as JSON.")
-@_JSON
+@json_option
 def bench(
     paths: tuple[Path, ...],
     against: tuple[Path, ...],
@@ -307,7 +303,9 @@ def bench(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure exported files, and say which is faster, or that it cannot be told.
+    """Measure exported files, and say which is faster.
+
+    Where that cannot be told, it says so.
 
     Takes bundles, .onnx, .pt (TorchScript) and .pt2 files. Without --against, the first of a format is compared with.
     """
@@ -328,14 +326,14 @@ def bench(
 
         settings = Settings(threads, rounds, seconds)
         found = command.bench(paths, against, shapes, settings, formats, inputs, announce)
-    text = json.dumps({"machine": machine(), **report.as_json(found)}, indent=2)
+    document = {"machine": machine(), **report.as_json(found)}
     if output is not None:
         try:
-            output.write_text(f"{text}\n", encoding="utf-8")
+            output.write_text(f"{json.dumps(document, indent=2)}\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
     if as_json:
-        click.echo(text)
+        print_json(document)
     else:
         report.show(found, _console())
 

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 import tomllib
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +25,7 @@ from pydantic import (
 )
 
 from optexport import registry
+from optexport.config_checks import check_inputs, check_tolerance
 from optexport.config_decisions import METRIC, Decisions
 from optexport.config_measuring import BenchConfig, GateConfig, check_measuring
 from optexport.config_mistakes import explained
@@ -230,8 +232,11 @@ def source_kind(source: str, folder: Path) -> SourceKind:
     return SourceKind.HUB
 
 
-def load_config(path: Path) -> Config:
+def load_config(path: Path, without: Collection[str] = ()) -> Config:
     """Reads and checks a config file, without importing torch.
+
+    Args:
+        without: Rules that the run leaves out.
 
     Raises:
         ConfigError: The file cannot be read, is not TOML, or says something that cannot be meant.
@@ -242,10 +247,10 @@ def load_config(path: Path) -> Config:
         raise ConfigError("there is no such file", place=str(path), mend="optexport init writes one.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
-    return parse_config(text, path)
+    return parse_config(text, path, without)
 
 
-def parse_config(text: str, path: Path) -> Config:
+def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config:
     """Checks the text of a config file, as it stands or would stand at a path.
 
     Raises:
@@ -266,6 +271,9 @@ def parse_config(text: str, path: Path) -> Config:
             _check_module(name.removeprefix(METRIC), path.parent, f"{path.name}: parity.decisions.{name}")
     check_measuring(config.bench, config.gate, config.export.formats, config.inputs.dynamic, path.name)
     _check_files(config, path)
+    of_program = config.model.source.endswith(".pt2") and not config.model.source.startswith("python:")
+    check_inputs(config.inputs, of_program=of_program, place=path.name)
+    check_tolerance(config, without, path.name)
     return config
 
 

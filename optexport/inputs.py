@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from optexport.config import InputsConfig, TensorConfig
+from optexport.data_lines import read_lines, stack_records, texts_of
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, did_you_mean, first_line
+from optexport.program_inputs import program_inputs
 from optexport.proof.cases import Batch, at_least_two, traceable
 from optexport.proof.shards import shards
 from optexport.signature import Dim, Dynamic, conventional_axes
@@ -44,13 +46,21 @@ class Inputs:
     rows: int = 0
 
 
-def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pretrained | None, seed: int) -> Inputs:
+def prepare(
+    config: InputsConfig,
+    folder: Path,
+    model: nn.Module,
+    pretrained: Pretrained | None,
+    seed: int,
+    program: ExportedProgram | None = None,
+) -> Inputs:
     """Makes the inputs that the config asks for.
 
     Args:
         folder: The config's folder, which paths are relative to.
         pretrained: Where to find the model's tokenizer or processor.
         seed: For inputs made of random numbers.
+        program: What ``model`` is the module of, if it is; where nothing is asked for, inputs are made from it.
 
     Raises:
         ConfigError: The data cannot be read, do not fit the model, or a dimension is declared that no input has.
@@ -66,6 +76,8 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
         example = real[0]
     elif config.tensors is not None:
         example = _from_specs(config.tensors, config.dynamic or {}, seed)
+    elif program is not None:
+        example = program_inputs(program, seed)
     elif hasattr(model, "main_input_name"):
         example = dummy_inputs(model)
     else:
@@ -84,6 +96,8 @@ def prepare(config: InputsConfig, folder: Path, model: nn.Module, pretrained: Pr
     real, rows = _cut(real, axes, config, model)
     example = real[0] if real else example
     if config.dynamic is None:
+        if program is not None and not config.axes:  # which is not traced again, and may take a batch of one alone
+            return Inputs(example, real, None, rows)
         return replace(_undeclared(example, real, config), rows=rows)
     dims = {name: Dim(name, low, high) for name, (low, high) in config.dynamic.items()}
     known = {axis for names in axes.values() for axis in names}
@@ -269,15 +283,11 @@ def _read(path: Path, place: str, model: nn.Module, pretrained: Pretrained | Non
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         if path.suffix == ".jsonl":
-            # Not splitlines: JSON strings may hold what Unicode takes for the end of a line.
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-            records = [json.loads(line) for line in lines if line.strip()]
-            if records and all(isinstance(record, dict) and set(record) == {"text"} for record in records):
-                texts = [record["text"] for record in records]
-                if not all(isinstance(text, str) for text in texts):
-                    raise ConfigError('"text" must be a text in every line', place=place)
+            records = read_lines(path.read_text(encoding="utf-8-sig"), place)
+            texts = texts_of(records, place)
+            if texts is not None:
                 return _from_texts(texts, model, pretrained, max_length, place)
-            return _from_records(records, model, place)
+            return stack_records(records, model, place)
     except ConfigError:
         raise
     except Exception as error:  # each format has errors of its own
@@ -287,30 +297,6 @@ def _read(path: Path, place: str, model: nn.Module, pretrained: Pretrained | Non
         place=place,
         mend="Give .safetensors, .npz, or .jsonl.",
     )
-
-
-def _from_records(records: Sequence[Any], model: nn.Module, place: str) -> Batch:
-    """One row per record; shorter ones are padded, and an attention mask says where."""
-    if not records or not all(isinstance(record, dict) and set(record) == set(records[0]) for record in records):
-        raise ConfigError(
-            "its lines must be objects with the same keys",
-            place=place,
-            mend='Write {"text": ...} or {"input_ids": [...]}.',
-        )
-    padding = {"input_ids": int(getattr(getattr(model, "config", None), "pad_token_id", None) or 0)}
-    batch: Batch = {}
-    for name in records[0]:
-        rows = [torch.tensor(record[name]) for record in records]
-        if any(not row.numel() for row in rows):
-            raise ConfigError(f'"{name}" is empty in one of its lines', place=place)
-        if len({row.shape for row in rows}) > 1 and all(row.dim() == 1 for row in rows):
-            batch[name] = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding.get(name, 0))
-        else:
-            batch[name] = torch.stack(rows)
-    if "input_ids" in batch and "attention_mask" not in batch:
-        lengths = torch.tensor([len(record["input_ids"]) for record in records])
-        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-    return batch
 
 
 def _from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[int]], seed: int) -> Batch:

@@ -103,4 +103,6 @@ def unmeasured(config: Config) -> Config:
 
 def preset() -> tuple[NamedRule, ...]:
     """The rules that are applied where none are named."""
-    return tuple(NamedRule(name, {}, registry.load(name, {}, Path(), "preset")) for name in registry.PRESET)
+    return tuple(
+        NamedRule(name, {}, registry.load(name, {}, Path(), "preset"), in_python=True) for name in registry.PRESET
+    )

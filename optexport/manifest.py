@@ -160,7 +160,8 @@ class PlaceRecord(_Record):
 class BoundRecord(_Record):
     """The noise floor of an output, and how far from the reference it may be.
 
-    ``extremes`` holds the limits of extreme cases, null where only NaN, shape and dtype are checked.
+    ``extremes`` holds the limits of extreme cases, null where only NaN, shape and dtype are checked. ``largest`` is the
+    largest magnitude of the original's finite values in the other cases; null of a bundle that does not tell.
     """
 
     floor: float
@@ -168,6 +169,7 @@ class BoundRecord(_Record):
     atol: float | None
     rtol: float | None
     extremes: dict[str, float | None]
+    largest: float | None = None
 
 
 class ParityRecord(_Record):

@@ -27,7 +27,9 @@ def write_rule(name: str, folder: Path) -> list[Path]:
         ConfigError: The name cannot be a module's, is a built-in rule's, or one of the files is there already.
     """
     module = name.replace("-", "_")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", module) or keyword.iskeyword(module):
+    if keyword.iskeyword(module):
+        raise ConfigError(f"{module} is a Python keyword", place="NAME", mend=f"Write drop-{module}, say.")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", module):
         raise ConfigError(f'"{name}" cannot name a rule', place="NAME", mend="Write small letters, as in drop-tanh.")
     if canonical_name(name) is not None:
         raise ConfigError(f"there is a built-in rule {name}", place="NAME", mend="Choose another name.")

@@ -105,7 +105,7 @@ def run(
         OptexportError: One of its kinds, with the exit code of what went wrong.
     """
     stages = stages or Stages()
-    config, folder = load_config(path), path.parent
+    config, folder = load_config(path, without), path.parent
     rules = rules_of(config, folder, without)
     metrics = decisions.load_metrics(config.parity.decisions, folder)
     config = resolved(config, rules)
@@ -129,7 +129,9 @@ def run(
         with stages.stage("load"):
             loaded = _load(config, folder, downloads)
         with stages.stage("inputs"):
-            given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
+            given = inputs.prepare(
+                config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
+            )
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
         job = Job(
             config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, given.rows, metrics
@@ -139,7 +141,7 @@ def run(
         if baseline:
             produce(
                 replace(job, config=resolved(unmeasured(config), (), plain), rules=(), output=plain, dump=None),
-                Stages(stages.announce),
+                Stages(lambda name, seconds: stages.announce(f"baseline: {name}", seconds)),
             )
         result = produce(job, stages)
         with stages.stage("track"):
@@ -191,9 +193,8 @@ def produce(job: Job, stages: Stages) -> Result:
         if not proof.passed:
             flat = exported_program.flatten(graph_module, signature)
             files: dict[str, Path] = {artifact.format: draft / artifact.path for artifact in artifacts}
-            raise failure.error(
-                proof, job.failure, job.config_text, partial(blame_files, flat, files, proof), suspects.smallest
-            )
+            find = partial(blame_files, flat, files, proof)
+            raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
         with stages.stage("undo"):
             check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
         bench = _measure(job, workloads, signature, artifacts, draft, scratch, stages)

@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,16 +267,22 @@ def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Tra
     """
     location = location_of(name)
     assert location is not None, "the config was checked"
-    cls = import_from(location, folder, place)
+    from optexport.transformations import Transformation
+
+    def is_transformation(value: Any) -> bool:
+        return isinstance(value, type) and issubclass(value, Transformation) and not inspect.isabstract(value)
+
+    cls = import_from(location, folder, place, is_transformation)
     if not callable(cls):
         raise ConfigError(f"{location} is a {type(cls).__name__}, not a class", place=place)
+    if inspect.isabstract(cls):
+        missing = " and ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{cls.__name__} must define {missing}", place=place)
     try:
         made = cls(**options)
     except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
         cause = str(error) if isinstance(error, TypeError) else f"it raised {type(error).__name__}: {error}"
         raise ConfigError(cause, place=place, mend=f"Its options are: {parameters(cls)}") from error
-    from optexport.transformations import Transformation
-
     if not isinstance(made, Transformation):
         raise ConfigError(
             f"{location} makes a {type(made).__name__}, which is no Transformation",
@@ -286,8 +292,11 @@ def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Tra
     return made
 
 
-def import_from(location: str, folder: Path, place: str) -> Any:
+def import_from(location: str, folder: Path, place: str, wanted: Callable[[Any], bool] = callable) -> Any:
     """Imports ``module:name``, looking beside the config first.
+
+    Args:
+        wanted: What may be meant where there is no such name.
 
     Raises:
         ConfigError: There is no such module, it fails to import, or it has no such name.
@@ -314,7 +323,7 @@ def import_from(location: str, folder: Path, place: str) -> Any:
         with contextlib.suppress(ValueError):  # the module may have changed the path itself
             sys.path.remove(str(folder))
     if not hasattr(module, name):
-        public = [n for n in vars(module) if not n.startswith("_")]
+        public = [n for n, value in vars(module).items() if not n.startswith("_") and wanted(value)]
         raise ConfigError(f"{module_name} has no {name}", place=place, mend=did_you_mean(name, public))
     return getattr(module, name)
 

@@ -19,6 +19,8 @@ from optexport.places import check_outside
 
 _SUITE = "optexport"
 _SHOWN_DATA = 4
+# The share of an output's largest value up to which a tolerance may be meant.
+_MEANT = 0.1
 
 
 def junit(proof: ParityRecord) -> str:
@@ -31,7 +33,7 @@ def junit(proof: ParityRecord) -> str:
             )
             if case.failure is not None:
                 failure = ElementTree.SubElement(element, "failure", message=case.failure, type="ParityError")
-                failure.text = _explained(output)
+                failure.text = _explained(proof, output)
             cases.append(element)
     for place, decision in _decisions(proof):
         element = ElementTree.Element("testcase", classname=f"{_SUITE}.{place.place}", name=_measured(decision))
@@ -101,7 +103,7 @@ def markdown(proof: ParityRecord, title: str) -> str:
         cells += [str(decision.count), f"{decision.min:g}", "passed" if decision.failure is None else "**failed**"]
         lines.append(f"| {' | '.join(cells)} |")
     for place, output in failures:
-        told = _literal(f"{_failure(output)}. {_explained(output)}")
+        told = _literal(f"{_failure(output)}. {_explained(proof, output)}")
         lines += ["", f"- **{place.place}, {_literal(output.output)}**: {told}"]
     return "\n".join(lines) + "\n"
 
@@ -123,7 +125,7 @@ def _literal(text: str) -> str:
 def error_lines(proof: ParityRecord) -> list[str]:
     """A line for each output that fails, in the form that GitHub shows as an error of the job."""
     return [
-        _annotation(f"{_SUITE}: {place.place}, {output.output}", f"{_failure(output)}. {_explained(output)}")
+        _annotation(f"{_SUITE}: {place.place}, {output.output}", f"{_failure(output)}. {_explained(proof, output)}")
         for place, output in _outputs(proof)
         if _failure(output) is not None
     ] + [
@@ -158,12 +160,18 @@ def _failure(output: OutputRecord) -> str | None:
     return next((f"at {case.case}: {case.failure}" for case in output.cases if case.failure is not None), None)
 
 
-def _explained(output: OutputRecord) -> str:
+def _explained(proof: ParityRecord, output: OutputRecord) -> str:
     if output.tolerance is None:
         return "No tolerance would have passed."
     multiple = (
         "" if output.multiple is None else f" It is {output.multiple:g} times as far from float64 as the original."
     )
+    largest = proof.bounds[output.output].largest
+    if largest is not None and output.tolerance > _MEANT * largest:
+        return (
+            f"A tolerance that it passed would prove nothing: it would be more than {_MEANT:g} of the largest value, "
+            f"{_number(largest)}.{multiple}"
+        )
     return f"With {_tolerance(output)} against the original it would have passed.{multiple}"
 
 

@@ -18,6 +18,8 @@ _LENGTHS = ("max_position_embeddings", "n_positions")
 _SOUND_KEYS = {"num_mel_bins", "num_feat_extract_layers", "input_feat_per_channel", "audio_config"}
 _TOKENIZER_LENGTH = "tokenizer's model_max_length"
 _NO_TOKENIZER = "no tokenizer"
+# Stands above inputs that nothing is known of.
+GUESS = "# These inputs are a guess: edit them, since the source could not be asked."
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -39,6 +41,7 @@ def starter_config(source: str, folder: Path) -> str:
     known = _config_json(source, kind, folder)
     path = (folder / source).resolve().name if kind is SourceKind.FOLDER else source.rstrip("/").rpartition("/")[2]
     name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
+    name = name.removesuffix(".pt2") or name  # which is a file, and the output a folder
     lines = [
         "# What to export. A folder, a hub id, package:NAME/PATH, python:module:factory,",
         "# mlflow:models:/NAME@ALIAS, or a .pt2 file. Paths are relative to this file.",
@@ -68,6 +71,16 @@ def starter_config(source: str, folder: Path) -> str:
         f"experiment = {_quoted(name)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def missing_model(source: str, folder: Path) -> str | None:
+    """Why a folder cannot be loaded as a model; None where it can, or is none."""
+    path = folder / os.path.expanduser(source)
+    if source_kind(source, folder) is not SourceKind.FOLDER or (path / "config.json").is_file():
+        return None
+    if (path / "manifest.json").is_file() and (path / "model.pt2").is_file():
+        return f"{source} is a bundle, and no model to start from: name {Path(source) / 'model.pt2'}"
+    return f"{source} holds no config.json, so it is no folder of a transformers model: edit model.source"
 
 
 def _config_json(source: str, kind: SourceKind, folder: Path) -> dict[str, Any]:
@@ -135,6 +148,11 @@ def _longest(known: dict[str, Any]) -> int:
 
 
 def _inputs(known: dict[str, Any], kind: SourceKind) -> list[str]:
+    if kind is SourceKind.PT2:
+        return [
+            "# Without more they are random numbers of the shapes that the file takes. For real data:",
+            '# data = "inputs.safetensors"  # or .npz: a tensor for each input, by name',
+        ]
     if known.keys() & {*_SOUND_KEYS, "text_config", "vision_config"}:
         return [
             "# Without more they are made from the model's own config. For real data:",
@@ -161,27 +179,28 @@ def _inputs(known: dict[str, Any], kind: SourceKind) -> list[str]:
         name, shape = "pixel_values", f'["batch", {_number(known.get("num_channels"), 1, 3)}, {height}, {width}]'
     else:
         name, shape = "x", '["batch", 3, 224, 224]'
-    hint = [] if known else ["# The name and shape of the model's input."]
-    if kind is SourceKind.HUB:
-        hint = ['# For a text model: texts = ["..."] instead of the table below.']
+    hint = [] if known else [GUESS, "# The name and shape of the model's input."]
+    if kind in (SourceKind.HUB, SourceKind.MLFLOW):
+        hint = [GUESS, '# For a text model: texts = ["..."] instead of the table below.']
     return [*hint, f"[inputs.tensors.{name}]", f"shape = {shape}", "", "[inputs.dynamic]", "batch = [1, 16]"]
 
 
 def _texts(known: dict[str, Any]) -> list[str]:
     if _NO_TOKENIZER in known:
+        ids = ['dtype = "int64"', "low = 0", f"high = {_number(known.get('vocab_size'), 2, 1000)}"]
+        decoder = ["[inputs.tensors.decoder_input_ids]", 'shape = ["batch", "decoder_sequence"]', *ids]
         return [
             "# The folder holds no tokenizer, so these are random numbers. For real data:",
             '# data = "inputs.npz"  # or .safetensors: a tensor for each input, by name',
             "[inputs.tensors.input_ids]",
             'shape = ["batch", "sequence"]',
-            'dtype = "int64"',
-            "low = 0",
-            f"high = {_number(known.get('vocab_size'), 2, 1000)}",
+            *ids,
             "[inputs.tensors.attention_mask]",
             'shape = ["batch", "sequence"]',
             'dtype = "int64"',
             "low = 1",
             "high = 2",
+            *(decoder if known.get("is_encoder_decoder") is True else []),
         ]
     return [
         'texts = ["A sentence of the kind that the model will see.", "And another one, of another length."]',

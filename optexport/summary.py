@@ -52,7 +52,7 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
     for t in manifest.transformations:
         replaced = sum(len(change.replaced) for change in t.changes)
         made = sum(len(change.nodes) for change in t.changes)
-        done = f"{replaced} nodes -> {made}" if t.changes else "nothing to change"
+        done = f"{replaced} {'node' if replaced == 1 else 'nodes'} -> {made}" if t.changes else "nothing to change"
         first = f", first at {escape(_where(t.changes[0]))}" if t.changes else ""
         console.print(f"  {escape(t.rule):38} {done}{first}", highlight=False, soft_wrap=True)
         for miss in t.near_misses[:_SHOWN_NEAR_MISSES]:
@@ -138,6 +138,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """The result for machines."""
     return {
         "passed": result.passed,
+        "exit_code": 0 if result.tracking_failure is None else result.tracking_failure.exit_code,
         "output": str(result.output),
         "baseline": None if result.baseline is None else str(result.baseline),
         "files": {name: str(path) for name, path in result.files.items()},

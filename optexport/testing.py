@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,10 @@ from optexport.errors import TransformationError
 from optexport.transformations import ReversibleTransformation, Rule, Transformation, compose
 from optexport.transformations.composition import Composition
 from optexport.transformations.rule import Report, run
+
+# Under pytest, hundreds of its lines would stand behind the message of a failing test.
+if "TORCH_TRACE" not in os.environ:
+    logging.getLogger("torch.__trace").addFilter(lambda record: False)
 
 Inputs = Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
 
@@ -122,8 +128,8 @@ def check_laws(
 
     def assert_nothing_else_changed() -> None:
         changes = [name for name, value in owned(graph_module).items() if of_the_caller.get(name) != value]
-        assert not changes, f"the caller's model is untouched, but not {changes}"
-        assert torch.equal(torch.get_rng_state(), random_state), "the global random numbers are untouched"
+        assert not changes, f"the caller's model must stay as it is: {changes} changed"
+        assert torch.equal(torch.get_rng_state(), random_state), "the global random numbers must stay as they are"
 
     want = outputs(graph_module, inputs)
     given = sharing(graph_module)
@@ -134,7 +140,9 @@ def check_laws(
     transformed.graph.lint()
     if transformation.preserves_computation:
         got = outputs(transformed, inputs)
-        assert_same(got, want, "to the bit") if exact else assert_close(got, want, "outputs agree", scale)
+        assert_same(got, want, "outputs must agree to the bit") if exact else assert_close(
+            got, want, "outputs must agree", scale
+        )
     _check_flags(before, once)
     assert_nothing_else_changed()
 
@@ -143,8 +151,8 @@ def check_laws(
         # One member may make work for another; a second application may then find it, but not change the outputs.
         once = written(transformed)
         if transformation.preserves_computation:
-            assert_close(outputs(transformed, inputs), want, "outputs agree the second time", scale)
-    _assert_equal(written(transformed), once, "a second application changes nothing")
+            assert_close(outputs(transformed, inputs), want, "outputs must agree the second time", scale)
+    _assert_equal(written(transformed), once, "a second application must change nothing")
 
     if isinstance(transformation, ReversibleTransformation):
         copied = copy.deepcopy(transformed)

@@ -227,7 +227,7 @@ def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signa
     hints: dict[str, int] = {}
     dims: dict[str, Dim] = {}
     inputs, fixed = [], []
-    for name, placeholder in zip(_input_names(program), placeholders, strict=True):
+    for name, placeholder in zip(input_names(program), placeholders, strict=True):
         value = placeholder.meta["val"]
         declared = (dynamic or {}).get(name, {})
         conventional = conventional_axes(name, value.dim())
@@ -266,7 +266,8 @@ def _free_symbol(program: ExportedProgram, size: int | torch.SymInt) -> Any:
     return None if limits is not None and limits.lower == limits.upper else symbol
 
 
-def _input_names(program: ExportedProgram) -> list[str]:
+def input_names(program: ExportedProgram) -> list[str]:
+    """The names of a program's inputs, in their order."""
     _, kwargs = pytree.tree_unflatten(range(program.call_spec.in_spec.num_leaves), program.call_spec.in_spec)
     if not isinstance(kwargs, dict) or len(kwargs) != program.call_spec.in_spec.num_leaves:
         return list(program.graph_signature.user_inputs)
@@ -297,7 +298,7 @@ def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[Tensor
     count = len(program.graph_signature.user_outputs)
     leaves = [node.meta["val"] if isinstance(node, fx.Node) else node for node in output.args[0][-count:]]
     returned = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
-    tensors = named_outputs(returned, _input_names(program), torch.Tensor)
+    tensors = named_outputs(returned, input_names(program), torch.Tensor)
     if not tensors:
         raise TraceError("the model returns no tensor", place="output")
     specs = []

@@ -23,18 +23,29 @@ class NamedRule:
 
     Attributes:
         least: In how many places it must find work.
+        in_python: Whether it was given from Python, where there are no switches.
     """
 
     name: str
     options: Mapping[str, Any]
     transformation: Transformation
     least: int = 0
+    in_python: bool = False
+
+    @property
+    def leaving_it_out(self) -> str:
+        """What one does to leave it out."""
+        if self.in_python:
+            return f"leave {type(self.transformation).__name__} out of transformations"
+        return f"run again with --without {self.name}"
 
     @classmethod
     def of(cls, transformations: Transformation | Iterable[Transformation]) -> tuple[NamedRule, ...]:
         """Names transformations that were made in Python, after their classes."""
         given = [transformations] if isinstance(transformations, Transformation) else list(transformations)
-        return tuple(cls(_name(t), {key: _repr(value) for key, value in vars(t).items()}, t) for t in given)
+        return tuple(
+            cls(_name(t), {key: _repr(value) for key, value in vars(t).items()}, t, in_python=True) for t in given
+        )
 
 
 def _repr(value: Any) -> str:
@@ -103,13 +114,19 @@ def transform(graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Pa
         nodes_before = len(graph_module.graph.nodes)
         try:
             graph_module, report = run(rule.transformation, graph_module)
+        except TransformationError as error:
+            if error.place != type(rule.transformation).__name__:
+                raise
+            raise TransformationError(
+                error.cause, place=rule.name, mend=error.mend
+            ) from error  # as the config names it
         except OptexportError:
             raise
         except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
             raise TransformationError(
                 f"it raised {type(error).__name__}: {first_line(error)}",
                 place=rule.name,
-                mend="Leave it out with --without, or see --debug for the line.",
+                mend=f"To go on without it, {rule.leaving_it_out}; the traceback (--debug) has the line.",
             ) from error
         applied.append(Applied(rule, report, nodes_before, len(graph_module.graph.nodes)))
         _check_expectation(rule, report)

@@ -11,11 +11,11 @@ from click.testing import CliRunner, Result
 from optexport.cli import cli
 
 # A model, and the configs and plugins that go with it.
-MODULE = """
+MODULE = '''
 import operator
 import torch
 from torch import nn
-from optexport.transformations import Transformation
+from optexport.transformations import Match, Rule, Transformation
 
 class Halves(nn.Module):
     def __init__(self):
@@ -56,10 +56,26 @@ class Doubles(Transformation):
                 node.target = operator.mul
         return graph_module
 
+class Nudges(Transformation):
+    """Divides by a little more."""
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.nodes:
+            if node.target is operator.truediv:
+                node.args = (node.args[0], 2.002)
+        return graph_module
+
+class Forever(Rule):
+    def match(self, graph_module, node):
+        return Match((node,)) if node.op == "call_module" else None
+
+    def rewrite(self, graph_module, match):
+        return []
+
 class Fails(Transformation):
     def transform(self, graph_module):
         raise RuntimeError("no such thing")
-"""
+'''
 
 
 def config(source: str = "halves:load", inputs: str = 'tensors.x.shape = ["batch", 4]', more: str = "") -> str:

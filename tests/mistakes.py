@@ -123,7 +123,32 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "inputs",
         "data and tensors exclude each other: give one",
     ),
+    "dimension of no shape": (
+        table("inputs", 'tensors.x.shape = ["batch", 4]', "dynamic.bach = [1, 8]"),
+        "inputs.dynamic.bach",
+        'no input has such a dimension\n  Did you mean "batch"? Name it in the shape',
+    ),
+    "dimension of no text": (
+        table("inputs", 'texts = ["a"]', "dynamic.seqence = [1, 8]"),
+        "inputs.dynamic.seqence",
+        'Did you mean "sequence"?',
+    ),
+    "axes of no tensor": (
+        table("inputs", "tensors.x.shape = [1]", 'axes.y = ["batch"]'),
+        "inputs.axes.y",
+        "there is no such input\n  Known are: x.",
+    ),
     # rules
+    "activation that changes the numbers": (
+        rule('use = "replace-activation"'),
+        "transformations[0]",
+        "Set parity.atol or parity.rtol",
+    ),
+    "precision that changes the numbers": (
+        rule('use = "merge-linears"', "[[transformations]]", 'use = "CastPrecision"', "[parity]", "multiple = 9.0"),
+        "transformations[1]",
+        "cast-precision changes the numbers",
+    ),
     "rules in one table": (table("transformations", 'use = "merge-linears"'), "transformations", "list"),
     "rules that are a number": ("transformations = 3\n" + MODEL, "transformations", "not 3"),
     "rule that is a name": ('transformations = ["merge-linears"]\n' + MODEL, "transformations[0]", "'merge-linears'"),

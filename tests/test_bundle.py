@@ -47,6 +47,18 @@ def test_a_draft_takes_its_name_when_it_is_done(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
+def test_a_file_that_was_added_to_a_bundle_is_named_and_stays(copied: Path) -> None:
+    (copied / "notes.md").write_text("mine", encoding="utf-8")
+    told = r"it holds notes\.md, not of the bundle that is there\n  Move that away"
+    with pytest.raises(ConfigError, match=told):
+        bundle.check_output(copied)
+    for name in ("a", "b", "c"):
+        (copied / name).touch()
+    with pytest.raises(ConfigError, match=r"it holds a, b, c, \.\.\., not of"):
+        bundle.check_output(copied)
+    assert (copied / "notes.md").read_text(encoding="utf-8") == "mine"
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), bundle.drafting(tmp_path / "bundle") as draft:

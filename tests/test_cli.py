@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 
 from optexport import __version__
 from optexport.cli import cli
+from optexport.config import SourceKind
 from optexport.errors import OptexportError
 from optexport.registry import RULES
 from tests.calling import Caller, message
@@ -47,6 +49,42 @@ def test_a_traceback_is_shown_when_asked_for(name: str, call: Caller) -> None:
     assert result.stderr.count("Error: ") >= 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("--debug", "check"), ("check", "--debug"), ("--debug", "check", "--debug")],
+    ids=" ".join,
+)
+def test_a_traceback_may_be_asked_for_before_and_after_the_command(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, [*arguments, str(tmp_path / "nowhere.toml")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Traceback")
+    assert "Traceback" not in CliRunner().invoke(cli, ["check", str(tmp_path / "nowhere.toml")]).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "nowhere.toml"], "nowhere.toml: there is no such file"),
+        (["run"], "Missing argument 'CONFIG'"),
+        (["verify", "nowhere"], "nowhere: there is no such folder"),
+        (["bench", "nowhere.onnx"], "'nowhere.onnx' does not exist"),
+        (["bench", "a.onnx", "--output", "nowhere/x.json"], "there is no folder nowhere"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
+)
+def test_machines_are_told_of_a_call_that_is_wrong(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.onnx").touch()
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    document = json.loads(result.stdout)
+    assert words in document.pop("error")
+    assert words in result.stderr
+    assert document == {"passed": False, "exit_code": 2, "parity": None}
+    assert result.exit_code == 2
+
+
 # What goes well
 
 
@@ -54,6 +92,41 @@ def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
     result = call("check", MODEL + '[[transformations]]\nuse = "MergeLinears"\n')
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == f"{tmp_path / 'mine.toml'}: good. Rules: MergeLinears.\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (".", "it exists and is no bundle"),
+        ("halves.py", "it exists and is no bundle"),
+        ("halves.py/x", "nothing can be written there"),
+        ("n" * 3000, "nothing can be written there"),
+        ("new/" + "n" * 250, "nothing can be written there"),
+    ],
+    ids=["full folder", "file", "below a file", "long name", "long draft"],
+)
+def test_check_tells_of_an_output_that_cannot_be_replaced_and_makes_nothing(
+    output: str, words: str, call: Caller, tmp_path: Path
+) -> None:
+    told = message(call("check", f'{MODEL}[export]\noutput = "{output}"\n'), 2)
+    assert words in told
+    assert call("check", f'{MODEL}[export]\noutput = "new/folder"\n').exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["halves.py", "mine.toml"]
+
+
+def test_check_says_that_only_a_model_of_transformers_needs_no_inputs(call: Caller) -> None:
+    without = '[model]\nsource = "python:halves:load"\n'
+    told = call("check", without)
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert "It gives no inputs: they can be made for a model of transformers" in told.stdout
+    assert "It gives no inputs" not in call("check", f"{without}inputs.tensors.x.shape = [1]\n").stdout
+    assert "It gives no inputs" not in call("check", MODEL).stdout
+
+
+def test_check_refuses_texts_for_a_file_that_has_no_tokenizer(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").touch()
+    told = message(call("check", '[model]\nsource = "model.pt2"\n[inputs]\ntexts = ["a"]\n'), 2)
+    assert told.startswith("mine.toml: inputs.texts: a .pt2 file has no tokenizer")
 
 
 def test_every_rule_is_listed_for_people_and_for_machines() -> None:
@@ -143,6 +216,21 @@ def test_every_error_has_an_exit_code_that_the_help_explains() -> None:
     assert {str(code) for code in errors} | {"0", "2", "6", "130"} <= explained
     assert all(isinstance(command, click.Command) and command.help for command in cli.commands.values())
     assert set(cli.commands) >= {"run", "check", "init", "transformations", "verify"}
+
+
+@pytest.mark.parametrize("name", cli.commands)
+def test_every_option_is_described_and_no_command_is_cut_short_in_the_list(name: str) -> None:
+    options = [option for option in cli.commands[name].params if isinstance(option, click.Option)]
+    assert [option.name for option in options if not option.help] == []
+    listed = CliRunner().invoke(cli, ["--help"]).stdout.partition("Commands:")[2].partition("Exit codes:")[0]
+    assert not re.search(rf"^  {name} .*\.\.\.$", listed, re.MULTILINE)
+
+
+def test_init_names_every_kind_of_source() -> None:
+    told = " ".join(CliRunner().invoke(cli, ["init", "--help"]).stdout.split())
+    for kind in ("a folder", "a hub id", "package:", "python:", "mlflow:", ".pt2"):
+        assert kind in told
+    assert len(SourceKind) == 6
 
 
 # In a process of its own

@@ -91,6 +91,11 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
         "Doubles",
     ),
     "plugin that fails": (config(more='transformations = [{ use = "python:halves:Fails" }]'), 5, "no such thing"),
+    "plugin that never has enough": (
+        config(more='transformations = [{ use = "python:halves:Forever" }]'),
+        5,
+        "python:halves:Forever: match finds linear again after rewrite",
+    ),
     "output that is a file": (
         config().replace("formats", 'output = "halves.py"\nformats'),
         2,
@@ -160,14 +165,55 @@ def test_machines_read_one_document_and_nothing_else(call: Caller) -> None:
     assert set(read["transformed_nodes"]) == {name for name, info in RULES.items() if info.in_preset}
 
 
+FAILURES = {
+    "refused": (config(inputs=""), 2),
+    "not loaded": (config("halves:fails"), 3),
+    "left": (config("halves:leaves"), 3),
+    "not proven": (config(more='transformations = [{ use = "python:halves:Doubles" }]'), 4),
+    "not transformed": (config(more='transformations = [{ use = "python:halves:Fails" }]'), 5),
+    "without work": (config(more='transformations = [{ use = "merge-linears", expect = { min = 1 } }]'), 6),
+    "interrupted": (config("halves:interrupted"), 130),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_machines_read_one_document_of_a_failure_too(name: str, call: Caller) -> None:
+    text, code = FAILURES[name]
+    result = call("run", text, "--json")
+    read = json.loads(result.stdout)
+    assert (read["passed"], read["exit_code"], result.exit_code) == (False, code, code)
+    assert result.stderr.endswith(f"Error: {read['error']}\n")
+    if code == 4:
+        assert {place["place"] for place in read["parity"]["places"]} == {"original", "transformed graph"}
+    else:
+        assert read["parity"] is None
+
+
+def test_machines_read_one_document_where_only_tracking_failed(call: Caller) -> None:
+    result = call("run", config().replace("enabled = false", 'uri = "nonsense://nowhere"'), "--json")
+    read = json.loads(result.stdout)
+    assert (read["passed"], read["exit_code"], result.exit_code) == (True, 7, 7)
+    assert "nonsense" in read["tracking_failure"]
+
+
 def test_a_rule_can_be_left_out_and_an_unknown_one_is_told(call: Caller) -> None:
     result = call("run", config(), "--json", "--without", "MergeLinears")
     assert "merge-linears" not in json.loads(result.stdout)["transformed_nodes"]
     assert 'Did you mean "merge-linears"?' in message(call("run", config(), "--without", "merge-linear"), 2)
 
 
+def test_a_rule_that_is_left_out_needs_no_tolerance(call: Caller) -> None:
+    text = config(more='transformations = [{ use = "cast-precision" }]')
+    assert "Set parity.atol or parity.rtol" in message(call("run", text), 2)
+    assert call("run", text, "--without", "CastPrecision").exit_code == 0
+
+
 def test_a_baseline_lies_beside_the_bundle(call: Caller, tmp_path: Path) -> None:
-    assert call("run", config(), "--baseline").exit_code == 0
+    result = call("run", config(), "--baseline")
+    assert result.exit_code == 0
+    stages = [line.rpartition(": ")[0] for line in result.stderr.splitlines()]
+    assert {"baseline: trace", "baseline: check pt2", "trace", "check pt2", "load"} <= set(stages)
+    assert stages.count("trace") == 1
     plain = json.loads((tmp_path / "build" / "model-baseline" / "manifest.json").read_text())
     assert plain["transformations"] == []
 

@@ -52,6 +52,29 @@ def test_lines_of_text_are_refused_under_the_key_that_was_given(made: Maker) -> 
     assert message.startswith("inputs.data: lines.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (['{"x": [1.0]}', "", '{"x": "one"}'], 'line 3, "x": it is neither a number'),
+        (['{"x": [1.0], "y": [[1], [2, 3]]}'], 'line 1, "y": it is neither a number'),
+        (['{"x": [1.0]}', '{"x": null}'], 'line 2, "x": it is neither a number'),
+        (['{"x": [1.0]}', '{"x": []}'], 'line 2, "x": it is empty'),
+        (['{"x": [[1.0]]}', '{"x": [[1.0, 2.0]]}'], 'line 2, "x": its shape is [1, 2], and that of line 1 [1, 1]'),
+        (['{"x": [1.0]}', '{"x": [1.0]}', '{"y": [1.0]}'], "line 3: its lines must be objects with the same keys"),
+        (["3"], "its lines must be objects with the same keys"),
+        (['{"x": [1.0]}', '{"x": [1.0'], "it cannot be read: line 2 is no JSON: Expecting ',' delimiter at column 11"),
+        (['{"text": "the cat"}', '{"text": 3}'], 'line 2: "text" must be a text'),
+        (['{"x": ' + "[" * 100_000], "it cannot be read: line 1: "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_in_a_line_is_told_with_its_line_and_its_key(lines: list[str], told: str, made: Maker) -> None:
+    (made.folder / "lines.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    message = made.refusal(Rows(), data="lines.jsonl")
+    assert message.startswith("inputs.data: lines.jsonl")
+    assert told in message
+
+
 @settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(1, 13), min_size=1, max_size=9), min_size=1, max_size=5))
 def test_lines_of_ids_are_padded_and_the_mask_says_where(ids: list[list[int]]) -> None:

@@ -6,17 +6,32 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
 
+from optexport import registry, symbolic_trace
 from optexport.cli import cli
 from optexport.config import load_config
 from optexport.errors import ConfigError
 from optexport.new_rule import write_rule
+from optexport.sources import Loaded
+from optexport.testing import check_applied, check_refused
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "optexport" / "transformations" / "README.md").read_text(encoding="utf-8")
+
+
+class Minus(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.number) * 2
 
 
 def _commands() -> list[str]:
@@ -34,14 +49,51 @@ def _run(command: str, folder: Path) -> str:
 
 
 def test_the_guide_leads_from_nothing_to_a_rule_that_is_tested_and_has_run(tmp_path: Path) -> None:
-    make, test, export = _commands()
-    assert _run(make, tmp_path) in GUIDE
-    assert "2 passed" in _run(test, tmp_path)
+    make, install, test, export = _commands()
+    said = _run(make, tmp_path)
+    assert said in GUIDE
+    assert f"  {install}; {test}; {export}\n" in said
+    assert "2 passed" in _run(test.removeprefix("python -m "), tmp_path)
     summary = _run(export, tmp_path)
-    assert "python:drop_negations:DropNegations    1 nodes -> 0" in summary
+    assert "python:drop_negations:DropNegations    1 node -> 0" in summary
     assert (tmp_path / "build" / "drop_negations" / "model.onnx").is_file()
     for name in ("drop_negations.py", "test_drop_negations.py", "drop_negations.toml"):
         assert f"\n{(tmp_path / name).read_text(encoding='utf-8')}```" in GUIDE
+
+
+def test_the_reversible_rule_of_the_guide_keeps_the_laws() -> None:
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "AddTheNegative" in code]
+    assert len(code.partition("@dataclass")[2].splitlines()) <= 20
+    names: dict[str, Any] = {}
+    exec(code, names)
+    x = torch.tensor([-0.0, 0.0, 0.1, -3.0, 1e30, torch.inf])
+    for number in (3, 0.1, -2.5, 1e-30):
+        graph_module = symbolic_trace(Minus(number), example_inputs={"x": x})
+        report = check_applied(names["AddTheNegative"](), graph_module, x, exact=True)
+        assert report.changes[0].target == "operator.add"
+    check_refused(names["AddTheNegative"](), symbolic_trace(Minus(0), example_inputs={"x": x}), x)
+
+
+def test_two_exports_of_a_new_rule_are_of_the_same_weights(tmp_path: Path) -> None:
+    write_rule("drop-negations", tmp_path)
+    digests = set()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = registry.import_from("test_drop_negations:Model", tmp_path, "here")()
+        digests.add(Loaded(model.eval()).weights_sha256)
+    assert len(digests) == 1
+
+
+def test_a_failing_test_of_a_rule_shows_its_message_and_not_the_log_of_the_trace(tmp_path: Path) -> None:
+    write_rule("drop-negations", tmp_path)
+    rule = tmp_path / "drop_negations.py"
+    right = "outer.replace_all_uses_with(inner.args[0])"
+    rule.write_text(rule.read_text().replace(right, "outer.replace_all_uses_with(inner)"))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_drop_negations.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.search(r"AssertionError: outputs must agree: output 0 differs by \d", done.stdout)
+    assert "torch.__trace" not in done.stdout
 
 
 def test_every_file_that_the_guide_links_to_is_there() -> None:
@@ -55,7 +107,7 @@ def test_every_file_that_the_guide_links_to_is_there() -> None:
     [
         ("Drop Tanh", "cannot name a rule"),
         ("../escape", "cannot name a rule"),
-        ("class", "cannot name a rule"),
+        ("class", "class is a Python keyword"),
         ("", "cannot name a rule"),
         ("merge-linears", "there is a built-in rule"),
         ("taken", "it is there already"),
@@ -95,7 +147,7 @@ def test_a_rule_of_an_installed_package_goes_by_its_name(tmp_path: Path) -> None
     config = tmp_path / "drop_negations.toml"
     config.write_text(config.read_text().replace("python:drop_negations:DropNegations", "drop-negations"))
     summary = _listed(tmp_path, "run", str(config))
-    assert "drop-negations                         1 nodes -> 0" in summary
+    assert "drop-negations                         1 node -> 0" in summary
 
 
 def test_a_package_does_not_replace_a_built_in_rule(tmp_path: Path) -> None:

@@ -129,7 +129,10 @@ def refusal(name: str, tmp_path: Path, **options: Any) -> str:
 
 PLUGIN = """
 from dataclasses import dataclass
-from optexport.transformations import MergeLinears, Transformation
+from optexport.transformations import Match, MergeLinears, Rule, Transformation
+
+class Half(Rule):
+    pass
 
 class Mine(Transformation):
     def __init__(self, depth=1):
@@ -155,6 +158,8 @@ def test_a_plugin_lies_beside_the_config_and_takes_its_options(tmp_path: Path) -
 def test_a_plugin_that_cannot_be_used_is_explained(tmp_path: Path) -> None:
     name = plugin(tmp_path, PLUGIN)
     assert 'Did you mean "Mine"?' in refusal(f"{name}:Mien", tmp_path)
+    assert refusal(f"{name}:Nope", tmp_path).endswith("Known are: MergeLinears, Mine.")
+    assert refusal(f"{name}:Half", tmp_path) == "here: Half must define match and rewrite"
     assert "depht" in refusal(f"{name}:Mine", tmp_path, depht=5)
     assert "no Transformation" in refusal(f"{name}:dataclass", tmp_path)
     assert "not_there cannot be imported" in refusal("not_there:Mine", tmp_path)

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 from markdown_it import MarkdownIt
+from safetensors.torch import load_file, save_file
 
 from optexport import reports
 from optexport.cli import cli
@@ -21,8 +22,9 @@ from optexport.manifest import ParityRecord
 from tests import exports
 from tests.calling import Caller, config, message
 
-# Its rule takes a division for a multiplication.
+# The rule of the one takes a division for a multiplication, that of the other divides by a thousandth more.
 WRONG = '[[transformations]]\nuse = "python:halves:Doubles"'
+NEARLY = '[[transformations]]\nuse = "python:halves:Nudges"'
 
 
 @pytest.fixture
@@ -49,10 +51,12 @@ def test_a_bundle_that_passes_has_a_test_case_for_each_output_place_and_batch() 
     assert not root.findall(".//failure")
 
 
-def test_a_wrong_rule_fails_its_place_alone_and_says_what_would_have_passed(call: Caller, tmp_path: Path) -> None:
+def test_a_rule_that_is_nearly_right_fails_its_place_alone_and_says_what_would_have_passed(
+    call: Caller, tmp_path: Path
+) -> None:
     report = tmp_path / "reports" / "parity.xml"
-    said = message(call("run", config(more=WRONG), "--junit", str(report)), 4)
-    assert "Doubles" in said
+    said = message(call("run", config(more=NEARLY), "--junit", str(report)), 4)
+    assert "Nudges" in said
     root = ElementTree.parse(report).getroot()
     failed = {case.get("classname") for case in root.findall(".//testcase") if case.find("failure") is not None}
     assert failed == {"optexport.transformed graph"}
@@ -65,14 +69,47 @@ def test_a_wrong_rule_fails_its_place_alone_and_says_what_would_have_passed(call
 
 def test_the_tolerance_that_is_told_does_pass(call: Caller, tmp_path: Path) -> None:
     report = tmp_path / "parity.xml"
-    call("run", config(more=WRONG), "--junit", str(report))
+    call("run", config(more=NEARLY), "--junit", str(report))
     failure = ElementTree.parse(report).getroot().find(".//failure")
     assert failure is not None
     assert failure.text is not None
     told = float(failure.text.split("atol=")[1].split()[0])
     # Two digits are told.
-    assert call("run", config(more=f"{WRONG}\n[parity]\natol = {told * 1.06}")).exit_code == 0
-    assert call("run", config(more=f"{WRONG}\n[parity]\natol = {told * 0.94}")).exit_code == 4
+    assert call("run", config(more=f"{NEARLY}\n[parity]\natol = {told * 1.06}")).exit_code == 0
+    assert call("run", config(more=f"{NEARLY}\n[parity]\natol = {told * 0.94}")).exit_code == 4
+
+
+def test_of_a_rule_that_is_plainly_wrong_no_tolerance_is_told(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "parity.xml"
+    message(call("run", config(more=WRONG), "--junit", str(report)), 4)
+    for failure in ElementTree.parse(report).getroot().findall(".//failure"):
+        assert failure.text is not None
+        assert failure.text.startswith("A tolerance that it passed would prove nothing: it would be more than 0.1 of")
+        assert "atol=" not in failure.text
+
+
+@pytest.mark.parametrize(("tolerance", "told"), [(0.19, True), (0.21, False), (None, False)])
+def test_a_tolerance_is_told_up_to_a_tenth_of_the_largest_value(tolerance: float | None, told: bool) -> None:
+    record = proof(exports.exported().output)
+    (place, *_), (output, *_) = record.places, record.places[0].outputs
+    case = output.cases[0].model_copy(update={"failure": "wrong"})
+    output = output.model_copy(update={"tolerance": tolerance, "cases": [case]})
+    bounds = {output.output: record.bounds[output.output].model_copy(update={"largest": 2.0})}
+    places = [place.model_copy(update={"outputs": [output], "decisions": []})]
+    record = record.model_copy(update={"places": places, "bounds": bounds})
+    for said in (reports.junit(record), "".join(reports.error_lines(record))):
+        assert (f"With atol={tolerance} against the original" in said) is told
+        assert ("would prove nothing" in said) is (tolerance == 0.21)
+
+
+def test_the_largest_value_of_each_output_is_in_the_record() -> None:
+    result = exports.exported()
+    tensors = load_file(result.output / "reference.safetensors")
+    largest = max(v.abs().max().item() for k, v in tensors.items() if k.endswith(".outputs.hidden") and k[0] == "0")
+    bounds = proof(result.output).bounds
+    assert bounds["hidden"].largest is not None
+    assert largest <= bounds["hidden"].largest * 1.01 < 100 * largest
+    assert bounds["longest"].largest is not None
 
 
 def test_a_run_that_compares_nothing_is_one_error(call: Caller, tmp_path: Path) -> None:
@@ -112,7 +149,7 @@ def test_github_is_told(call: Caller, tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(lines) == fails
     if fails:
         assert "title=optexport%3A transformed graph%2C output::at traced: " in lines[0]
-        assert "With atol=" in lines[0]
+        assert "would prove nothing" in lines[0]
     else:
         assert json.loads(result.stdout)["passed"]
 
@@ -184,8 +221,6 @@ def test_elsewhere_nothing_is_said(call: Caller) -> None:
 
 def spoiled(bundle: Path) -> None:
     """A bundle of which one expected number is another, sealed again."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(bundle / "reference.safetensors")
     for name, tensor in tensors.items():
         if name.endswith((".outputs.hidden", ".float64.hidden")):
@@ -205,6 +240,25 @@ def test_verify_reports_too(tmp_path: Path, spoil: Callable[[Path], None] | None
     root = ElementTree.parse(report).getroot()
     assert (root.get("failures") != "0") == bool(code)
     assert {case.get("classname") for case in root.iter("testcase")} >= {"optexport.onnx", "optexport.pt2"}
+
+
+def test_verify_tells_machines_of_a_failure_in_one_document(tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    spoiled(bundle)
+    result = CliRunner().invoke(cli, ["verify", str(bundle), "--json"])
+    read = json.loads(result.stdout)
+    assert (read["passed"], read["exit_code"], result.exit_code) == (False, 4, 4)
+    assert "no longer give the stored outputs" in read["error"]
+    assert not all(row["passed"] for row in read["places"])
+    assert read["parity"]["places"]
+    (bundle / "model.onnx").unlink()
+    changed = CliRunner().invoke(cli, ["verify", str(bundle), "--json"])
+    assert json.loads(changed.stdout) == {
+        "passed": False,
+        "exit_code": 4,
+        "error": "model.onnx: it is missing",
+        "parity": None,
+    }
 
 
 def test_a_summary_that_cannot_be_written_is_told_and_the_run_passes(

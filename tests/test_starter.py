@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
+from click.testing import CliRunner
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -29,9 +30,10 @@ from transformers import (
     WhisperConfig,
 )
 
+from optexport.cli import cli
 from optexport.config import Config, load_config
 from optexport.registry import PRESET
-from optexport.starter import starter_config
+from optexport.starter import GUESS, starter_config
 from optexport.tasks import AUTO_CLASSES
 
 TINY: dict[str, Any] = {
@@ -108,6 +110,43 @@ def test_a_hub_id_gives_what_can_be_said_without_asking_the_hub(tmp_path: Path) 
     assert config.model.source == "org/name-of.it"
     assert config.model.task is None
     assert config.export.output == "build/name-of.it"
+
+
+@pytest.mark.parametrize("source", ["org/name", "mlflow:models:/name@alias", "python:mine:load", ".", "package:click"])
+def test_inputs_of_a_source_that_cannot_be_asked_are_marked_as_a_guess(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    told = CliRunner().invoke(cli, ["init", source]).output
+    assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
+    lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
+    assert lines[lines.index("[inputs]") + 1] == GUESS
+    assert ("holds no config.json" in told) is (source == ".")
+
+
+def test_inputs_of_a_model_that_was_asked_are_no_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for config in (BertConfig(), ViTConfig(), WhisperConfig()):
+        config.save_pretrained(tmp_path)
+        told = CliRunner().invoke(cli, ["init", "--force"]).output
+        assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
+        assert GUESS not in Path("optexport.toml").read_text(encoding="utf-8")
+
+
+def test_a_bundle_is_no_model_and_its_program_says_its_inputs_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bundle").mkdir()
+    for name in ("manifest.json", "model.pt2"):
+        (tmp_path / "bundle" / name).touch()
+    assert "name bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
+    told = CliRunner().invoke(cli, ["init", "bundle/model.pt2", "--force"]).output
+    assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
+    config = load_config(tmp_path / "optexport.toml")
+    assert config.inputs.tensors is None
+    assert config.export.output == "build/model"
 
 
 def test_an_empty_folder_gives_a_table_to_fill_in(tmp_path: Path) -> None:

@@ -152,10 +152,10 @@ def _verdict(rule: NamedRule, changes: Sequence[Change], which: int | None) -> s
     text = f"{rule.name} is to blame, which changed {shown}"
     text += f" (its change {which} of {len(changes)})" if which is not None else ""
     if rule.transformation.preserves_computation:
-        return f"{text}. Run again with --without {rule.name}."
+        return f"{text}. {rule.leaving_it_out[0].upper()}{rule.leaving_it_out[1:]}."
     return (
         f"{text}. It does not preserve the computation: set parity.atol and parity.rtol, and the gates "
-        f"of parity.decisions, to what the task allows, or run again with --without {rule.name}."
+        f"of parity.decisions, to what the task allows, or {rule.leaving_it_out}."
     )
 
 

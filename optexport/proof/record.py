@@ -14,16 +14,18 @@ from optexport.manifest import (
     ParityRecord,
     PlaceRecord,
 )
+from optexport.proof import distances
 from optexport.proof.decisions import Decision
 from optexport.proof.floor import Bound
 from optexport.proof.parity import OutputParity, Proof
+from optexport.proof.reference import Reference
 
 
 def parity_record(proof: Proof) -> ParityRecord:
     """The proof as the manifest holds it; distances to three digits."""
     return ParityRecord(
         cases=[case.name for case in proof.reference.cases],
-        bounds={name: _bound(bound) for name, bound in proof.bounds.items()},
+        bounds={name: _bound(name, bound, proof.reference) for name, bound in proof.bounds.items()},
         ways=list(proof.reference.ways),
         fallback=proof.reference.fallback,
         unguided=list(proof.reference.unguided),
@@ -53,9 +55,19 @@ def parity_record(proof: Proof) -> ParityRecord:
     )
 
 
-def _bound(bound: Bound) -> BoundRecord:
+def _bound(name: str, bound: Bound, reference: Reference) -> BoundRecord:
     extremes = {case: limit if math.isfinite(limit) else None for case, limit in bound.extremes.items()}
-    return BoundRecord(floor=bound.floor, limit=bound.limit, atol=bound.atol, rtol=bound.rtol, extremes=extremes)
+    cases = zip(reference.cases, reference.outputs, strict=True)
+    ordinary = [outputs[name] for case, outputs in cases if case.name not in bound.extremes]
+    largest = max((distances.largest(distances.finite(tensor).abs()) for tensor in ordinary), default=0.0)
+    return BoundRecord(
+        floor=bound.floor,
+        limit=bound.limit,
+        atol=bound.atol,
+        rtol=bound.rtol,
+        extremes=extremes,
+        largest=float(f"{largest:.3g}"),
+    )
 
 
 def _output(output: OutputParity) -> OutputRecord:

@@ -222,9 +222,11 @@ def test_a_file_that_its_runtime_refuses_is_named(tmp_path: Path) -> None:
     other = tmp_path / "in.safetensors"
     save_file({"z": np.ones((2, 2), "float32")}, other)
     path = chain(tmp_path / "a.onnx", 1)
-    told = message(call(path, "--inputs", other, *BRIEF, "--json"), 5)
+    told = message(call(path, "--inputs", other, *BRIEF), 5)
     assert told.startswith(f"{path}: it cannot be run")
     assert "takes x, and the inputs are z" in told
+    read = json.loads(call(path, "--inputs", other, *BRIEF, "--json").stdout)
+    assert read == {"passed": False, "exit_code": 5, "error": told.rstrip("\n"), "parity": None}
 
 
 def test_a_process_that_dies_is_told_with_its_artifact_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -416,7 +416,7 @@ def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(fo
 
 
 def test_where_distances_fail_too_the_exit_code_is_theirs(folder: Path) -> None:
-    result = call(folder, "argmax_agreement = 1.0", text=CONFIG.replace("atol = 1.0", ""))
+    result = call(folder, "argmax_agreement = 1.0", text=CONFIG.replace("atol = 1.0", "atol = 1e-6"))
     assert result.exit_code == 4
     assert "from the reference" in result.stderr
     assert "and the gate 1\n" in result.stderr

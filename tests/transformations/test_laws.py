@@ -254,13 +254,13 @@ class _CopiesInAnotherDtype(FuseBiasInLinear):
 @pytest.mark.parametrize(
     ("broken", "law"),
     [
-        (_SwapsTwoSlices(), "outputs agree"),
+        (_SwapsTwoSlices(), "outputs must agree"),
         (_CopiesInAnotherDtype(), "output 0 is of another kind"),
-        (_WritesIntoTheWeights(), "the caller's model is untouched"),
-        (_HooksTheModules(), "the caller's model is untouched"),
+        (_WritesIntoTheWeights(), "the caller's model must stay as it is"),
+        (_HooksTheModules(), "the caller's model must stay as it is"),
         (_FreezesTheWeights(), "requires_grad of k.weight is kept"),
-        (_DrawsRandomNumbers(), "random numbers are untouched"),
-        (_NeverHasEnough(), "a second application changes nothing"),
+        (_DrawsRandomNumbers(), "random numbers must stay as they are"),
+        (_NeverHasEnough(), "a second application must change nothing"),
         (_InvertsTheInverse(), "undo: graph text differs"),
         (_ForgetsTheMark(), "undo: graph text differs"),
         (_LeavesTheOrderOfModules(), "undo: state_dict differs"),

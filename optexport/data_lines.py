@@ -1,0 +1,95 @@
+"""Reading ``.jsonl`` files: one record a line, and what is wrong with one is told with its line and its key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from optexport.errors import ConfigError
+
+
+def read_lines(text: str, place: str) -> dict[int, Any]:
+    """The records by the number of their line; empty lines are passed over.
+
+    Raises:
+        ConfigError: A line is no JSON.
+    """
+    records: dict[int, Any] = {}
+    # Not splitlines: JSON strings may hold what Unicode takes for the end of a line.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                records[number] = json.loads(line)
+            except json.JSONDecodeError as error:
+                told = f"it cannot be read: line {number} is no JSON: {error.msg} at column {error.colno}"
+                raise ConfigError(told, place=place) from error
+            except (ValueError, RecursionError) as error:  # numbers of too many digits, endless nesting
+                raise ConfigError(f"it cannot be read: line {number}: {error}", place=place) from error
+    return records
+
+
+def texts_of(records: Mapping[int, Any], place: str) -> list[str] | None:
+    """The texts, of a file that holds nothing but ``{"text": ...}``; None of any other.
+
+    Raises:
+        ConfigError: A text is none.
+    """
+    if not records or not all(isinstance(record, dict) and set(record) == {"text"} for record in records.values()):
+        return None
+    for number, record in records.items():
+        if not isinstance(record["text"], str):
+            raise ConfigError('"text" must be a text', place=f"{place}, line {number}")
+    return [record["text"] for record in records.values()]
+
+
+def stack_records(records: Mapping[int, Any], model: nn.Module, place: str) -> dict[str, torch.Tensor]:
+    """One row per record; shorter ones are padded, and an attention mask says where.
+
+    Raises:
+        ConfigError: The records have no keys in common, or a value is none that a tensor can be made of.
+    """
+    keys = next((set(record) for record in records.values() if isinstance(record, dict)), None)
+    odd = next((n for n, record in records.items() if not isinstance(record, dict) or set(record) != keys), None)
+    if keys is None or odd is not None:
+        raise ConfigError(
+            "its lines must be objects with the same keys",
+            place=place if odd is None else f"{place}, line {odd}",
+            mend='Write {"text": ...} or {"input_ids": [...]}.',
+        )
+    padding = {"input_ids": int(getattr(getattr(model, "config", None), "pad_token_id", None) or 0)}
+    batch: dict[str, torch.Tensor] = {}
+    for name in next(iter(records.values())):
+        rows = {
+            number: _tensor(record[name], f'{place}, line {number}, "{name}"') for number, record in records.items()
+        }
+        first, shape = next((number, row.shape) for number, row in rows.items())
+        other = next((number for number, row in rows.items() if row.shape != shape), None)
+        if other is None:
+            batch[name] = torch.stack(list(rows.values()))
+        elif all(row.dim() == 1 for row in rows.values()):
+            batch[name] = nn.utils.rnn.pad_sequence(
+                list(rows.values()), batch_first=True, padding_value=padding.get(name, 0)
+            )
+        else:
+            raise ConfigError(
+                f"its shape is {list(rows[other].shape)}, and that of line {first} {list(shape)}",
+                place=f'{place}, line {other}, "{name}"',
+            )
+    if "input_ids" in batch and "attention_mask" not in batch:
+        lengths = torch.tensor([len(record["input_ids"]) for record in records.values()])
+        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
+    return batch
+
+
+def _tensor(value: Any, place: str) -> torch.Tensor:
+    try:
+        row = torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError("it is neither a number nor lists of numbers, equally long", place=place) from error
+    if not row.numel():
+        raise ConfigError("it is empty", place=place)
+    return row
