@@ -317,7 +317,10 @@ def bench(
     if output is not None and not output.parent.is_dir():
         raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
     if output is not None:
-        check_outside("--output", output, [*paths, *against])
+        given = [*paths, *against]
+        bundles = [path.parent for path in given if (path.parent / "manifest.json").is_file()]
+        check_outside("--output", output, [*given, *bundles])
+        command.check_replaceable(output)
     with _progress(quiet=as_json) as stages, contextlib.ExitStack() as stack:
 
         def announce(text: str) -> None:

@@ -23,7 +23,7 @@ from optexport.config import Config, Format, SourceKind, load_config, source_kin
 from optexport.errors import ConfigError, TrackingError, redact
 from optexport.formats import exported_program, onnx, torchscript
 from optexport.job import Job, resolved, rules_of, unmeasured
-from optexport.manifest import ArtifactRecord, Manifest
+from optexport.manifest import ArtifactRecord, Manifest, ParityRecord
 from optexport.original import graph_runner, run_reference, trace_original
 from optexport.proof import decisions, floor
 from optexport.proof.parity import GRAPH, PlaceParity, Proof
@@ -197,12 +197,12 @@ def produce(job: Job, stages: Stages) -> Result:
             raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
         with stages.stage("undo"):
             check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
-        bench = _measure(job, workloads, signature, artifacts, draft, scratch, stages)
+        found = parity_record(proof)
+        bench = _measure(job, workloads, artifacts, draft, scratch, found, stages)
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
-            found = parity_record(proof)
             manifest = records.manifest(
                 job.config, job.loaded, traced, transformed, nodes_before, found, stored, artifacts
             ).model_copy(update={"files": bundle.file_records(draft)})
@@ -250,15 +250,17 @@ def _workloads(job: Job, signature: Signature, folder: Path) -> list[Workload]:
 def _measure(
     job: Job,
     workloads: Sequence[Workload],
-    signature: Signature,
     artifacts: Sequence[ArtifactRecord],
     draft: Path,
     scratch: Path,
+    proof: ParityRecord,
     stages: Stages,
 ) -> Report | None:
     """Measures the files where that is asked for, with the plain export if they are to be faster; checks the gates."""
     bench, gate = job.config.bench, job.config.gate
-    inputs = [spec.name for spec in signature.inputs]
+    if not workloads and gate.max_size_mb is None:
+        return None
+    inputs = list(job.example)
     files, plain, found = exported(artifacts, inputs, draft, ""), [], None
     if workloads:
         with stages.stage("measure"):
@@ -268,7 +270,7 @@ def _measure(
             pairs = [(ours, theirs) for ours in files for theirs in plain if ours.format == theirs.format]
             settings = Settings(bench.threads, bench.rounds)
             found = measure([*files, *plain], workloads, pairs, settings)
-    gates.check(gate, files, found)
+    gates.check(gate, files, found, proof)
     return found
 
 

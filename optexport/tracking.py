@@ -302,7 +302,8 @@ def _log_onnx(mlflow: Any, path: Path, manifest: Manifest) -> None:
     mlflow.onnx.log_model(
         onnx.load(path),
         name="model",
-        signature=ModelSignature(schema(manifest.inputs), schema(manifest.outputs)),
+        # A schema cannot be empty, and a model may take no inputs.
+        signature=ModelSignature(schema(manifest.inputs) if manifest.inputs else None, schema(manifest.outputs)),
         # Named, because finding them out would load the model in a process of its own.
         pip_requirements=[f"{name}=={manifest.versions[name]}" for name in ("onnx", "onnxruntime", "mlflow")],
         onnx_execution_providers=["CPUExecutionProvider"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -53,10 +54,29 @@ def bench(
         if not given:
             raise ConfigError(f"none of what is given is {' or '.join(formats)}", place=option)
     with interrupts.temporary_folder() as folder:
-        workloads, notes = _workloads(targets, [*artifacts, *baselines], inputs, shapes, folder)
+        try:
+            workloads, notes = _workloads(targets, [*artifacts, *baselines], inputs, shapes, folder)
+        except MemoryError as error:
+            raise ConfigError(f"inputs of these sizes do not fit: {error}", place="--shape") from error
         settings = settings or Settings()
         report = measure([*artifacts, *baselines], workloads, pairs_of(artifacts, baselines), settings, announce)
     return replace(report, notes=(*notes, *report.notes))
+
+
+def check_replaceable(output: Path) -> None:
+    """Only what an earlier measurement wrote may be replaced: any other file may be what is measured, or its weights.
+
+    Raises:
+        ConfigError: Something else is there.
+    """
+    if not output.exists():
+        return
+    try:
+        document = json.loads(output.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        document = None
+    if not (isinstance(document, dict) and {"machine", "artifacts"} <= document.keys()):
+        raise ConfigError("it exists and holds no measurements", place=f"--output {output}", mend="Name another file.")
 
 
 def _workloads(

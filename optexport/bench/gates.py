@@ -8,14 +8,16 @@ from optexport.bench.artifact import Artifact
 from optexport.bench.measuring import Report
 from optexport.config_measuring import BarConfig, GateConfig
 from optexport.errors import GateError
+from optexport.manifest import ParityRecord
 
 
-def check(gate: GateConfig, artifacts: Sequence[Artifact], report: Report | None) -> None:
+def check(gate: GateConfig, artifacts: Sequence[Artifact], report: Report | None, proof: ParityRecord) -> None:
     """Holds what was measured against what is demanded.
 
     Args:
         artifacts: The exported files.
         report: What was measured of them, and of the plain export; None where times are not demanded.
+        proof: That they compute what the original does, for whoever reads the error.
 
     Raises:
         GateError: Something does not keep to it; the message names each gate, what was measured, what was demanded.
@@ -26,7 +28,7 @@ def check(gate: GateConfig, artifacts: Sequence[Artifact], report: Report | None
         failures += [*_speedups(gate.min_speedup, artifacts, report)]
     if failures:
         told = "".join(f"\n  {failure}" for failure in failures)
-        raise GateError(f"the exported files are not what [gate] demands{told}")
+        raise GateError(f"the exported files are not what [gate] demands{told}", proof=proof)
 
 
 def _bars(bar: BarConfig | None, artifacts: Sequence[Artifact]) -> Iterator[tuple[Artifact, float]]:

@@ -36,13 +36,16 @@ class Settings:
 
     Attributes:
         threads: Threads of each artifact.
-        rounds: How often each artifact has its turn; rounded up to a multiple of `ROUNDS_PER_LAUNCH`.
+        rounds: How often each artifact has its turn; a multiple of `ROUNDS_PER_LAUNCH`, to which it is rounded up.
         seconds: How long a turn is; it has three calls at the least.
     """
 
     threads: int = 1
     rounds: int = 20
     seconds: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounds", -(-self.rounds // ROUNDS_PER_LAUNCH) * ROUNDS_PER_LAUNCH)
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def race(artifacts: Sequence[Artifact], workload: Workload, settings: Settings) 
     turns: list[list[list[tuple[float, ...]]]] = [[] for _ in artifacts]
     loads: list[list[float]] = [[] for _ in artifacts]
     peaks: list[int | None] = [None for _ in artifacts]
-    launches = -(-settings.rounds // ROUNDS_PER_LAUNCH)
+    launches = settings.rounds // ROUNDS_PER_LAUNCH
     for rounds in [ROUNDS_PER_LAUNCH] * launches if len(artifacts) > 1 else [ROUNDS_PER_LAUNCH * launches]:
         with ExitStack() as stack:
             workers = [stack.enter_context(_working(artifact, settings.threads)) for artifact in artifacts]

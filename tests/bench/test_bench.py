@@ -109,6 +109,32 @@ def test_the_result_is_written_where_asked(tmp_path: Path) -> None:
     assert json.loads(place.read_text())["figures"][0]["p50_ms"] > 0
 
 
+def test_what_is_no_earlier_result_is_not_written_over(tmp_path: Path) -> None:
+    far = chain(tmp_path / "far.onnx", 1, external=True)
+    save_file({"x": np.ones((4, 8, WIDTH), "float32")}, tmp_path / "in.safetensors")
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    places = [tmp_path / "far.onnx.data", tmp_path / "in.safetensors", bundle / "model.pt2", bundle / "new.json"]
+    before = {place: place.read_bytes() for place in tmp_path.rglob("*") if place.is_file()}
+    for place in places:
+        given = far if place.parent == tmp_path else bundle / "model.onnx"
+        told = message(call(given, *BRIEF, "--inputs", tmp_path / "in.safetensors", "--output", place), 2)
+        assert "it exists and holds no measurements" in told or f"it would change {bundle}" in told
+    assert {place: place.read_bytes() for place in tmp_path.rglob("*") if place.is_file()} == before
+    again = ("--inputs", tmp_path / "in.safetensors", "--output", tmp_path / "found.json")
+    assert [call(far, *BRIEF, *again).exit_code for _ in range(2)] == [0, 0]
+
+
+def test_inputs_that_memory_does_not_hold_are_one_clear_message(tmp_path: Path) -> None:
+    assert "do not fit" in message(call(chain(tmp_path / "a.onnx", 1), *BRIEF, "--shape", "batch=2147483647"), 2)
+
+
+def test_the_rounds_that_are_told_are_those_that_are_run(tmp_path: Path) -> None:
+    settings = Settings(rounds=3, seconds=0.01)
+    assert settings.rounds == 4
+    (timing,) = race([open_target(chain(tmp_path / "a.onnx", 1)).artifacts[0]], workload(tmp_path), settings)
+    assert sum(len(launch) for launch in timing.turns) == 4
+
+
 def test_torch_files_of_no_bundle_are_measured_on_given_inputs(tmp_path: Path) -> None:
     output = exports.exported().output
     for name in ("model.pt2", "model.torchscript.pt"):

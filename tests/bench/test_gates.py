@@ -21,7 +21,7 @@ from optexport.bench.workload import Workload
 from optexport.cli import cli
 from optexport.config_measuring import GateConfig
 from optexport.errors import GateError
-from tests import stores
+from tests import exports, stores
 from tests.calling import Caller, config, message
 
 DYNAMIC = 'tensors.x.shape = ["batch", 4]\ndynamic.batch = [1, 8]'
@@ -149,13 +149,14 @@ def found(low: float = 1.0, p50: float = 0.002) -> Report:
 def test_each_bar_is_held_against_what_it_is_on(
     gate: dict[str, Any], report: Report | None, failures: list[str]
 ) -> None:
-    config = GateConfig.model_validate(gate)
+    config, proof = GateConfig.model_validate(gate), exports.exported().manifest.parity
     if not failures:
-        gates.check(config, [ONNX, PT2], report)
+        gates.check(config, [ONNX, PT2], report, proof)
         return
     with pytest.raises(GateError) as caught:
-        gates.check(config, [ONNX, PT2], report)
+        gates.check(config, [ONNX, PT2], report, proof)
     assert caught.value.exit_code == 6
+    assert caught.value.proof is proof
     lines = str(caught.value).splitlines()[1:]
     assert len(lines) == len(failures)
     assert all(failure in line for failure, line in zip(failures, lines, strict=True))
