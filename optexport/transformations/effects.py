@@ -29,8 +29,7 @@ def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
     written = [node.kwargs.get("out")]
     if node.op == "call_module":
         module = modules.called_module(graph_module, node)
-        idle = type(module).__module__ == nn.modules.dropout.__name__ and module is not None and not module.training
-        if getattr(module, "inplace", False) is True and not idle:
+        if module is not None and any(_works_in_place(part) for part in module.modules()):
             return node.all_input_nodes
     elif isinstance(node.target, torch._ops.OpOverload):
         arguments = node.target._schema.arguments
@@ -47,8 +46,16 @@ def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
         # Of a function for layers, a flag by position may be the one for doing it in place.
         flagged = home == "torch.nn.functional" and any(argument is True for argument in node.args[1:])
         if in_place or name.strip("_") in _MUTATING or node.kwargs.get("inplace") is True or flagged:
-            written.append(first)
+            written += node.all_input_nodes if first is None else [first]
     return [leaf for leaf in torch.utils._pytree.tree_leaves(written) if isinstance(leaf, Node)]
+
+
+def _works_in_place(module: nn.Module) -> bool:
+    """Whether a module, or the graph that it is, changes what it is given."""
+    if isinstance(module, GraphModule):
+        return any(mutated(module, node) for node in module.graph.nodes)
+    idle = type(module).__module__ == nn.modules.dropout.__name__ and not module.training
+    return getattr(module, "inplace", False) is True and not idle
 
 
 def _learned(given: Mapping[str, Any]) -> list[Any]:

@@ -243,9 +243,12 @@ def _start(node: Node, user: Node) -> int:
 
 
 # What works, or works rightly, only on the strides that the whole result of a linear has, or on what is no slice.
-_STRICT = ("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "set_", "unfold", "detach_")
+_STRICT = (
+    *("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "resize_as_", "set_", "unfold"),
+    *("detach_", "stride", "sym_stride", "storage_offset", "sym_storage_offset", "is_contiguous"),
+)
 # What may copy where it was a view of the result before. What comes after the latter two is contiguous for sure.
-_COPIES = ("reshape", "flatten", "contiguous", "clone")
+_COPIES = ("reshape", "reshape_as", "flatten", "ravel", "contiguous", "clone")
 
 
 def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
@@ -258,11 +261,12 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
             memory: joining them again gives what is contiguous.
     """
     ahead, seen = [call], {call}
-    made_anew = _COPIES[2:]
+    made_anew = _COPIES[-2:]
     while ahead:
         node = ahead.pop()
         for user in node.users:
-            name = modules.operator_name(user)
+            flattens = isinstance(modules.called_module(graph_module, user), nn.Flatten)
+            name = "flatten" if flattens else modules.operator_name(user)
             apart = name == "view" and node is call and width is not None and _keeps_last_axis(user, width)
             if name in _STRICT and not apart:
                 return user

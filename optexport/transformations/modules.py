@@ -115,8 +115,8 @@ def operator_name(node: Node) -> str:
     """
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.removeprefix("aten::")
-    if isinstance(node.target, str):
-        return node.target
+    if isinstance(node.target, str):  # of a module, or an attribute, the name says nothing of what it does
+        return node.target if node.op == "call_method" else f"{node.op} {node.target}"
     name, home = getattr(node.target, "__name__", ""), getattr(node.target, "__module__", None) or "torch"
     own = home.partition(".")[0] in ("torch", "_operator", "builtins", "math")
     registered = home.startswith("torch._ops.") and home != "torch._ops.aten"  # by others, as operators of theirs
