@@ -312,15 +312,11 @@ def bench(
     from optexport.bench import command, report
     from optexport.bench.race import Settings
     from optexport.machine import machine
-    from optexport.places import check_outside
 
     if output is not None and not output.parent.is_dir():
         raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
     if output is not None:
-        given = [*paths, *against]
-        bundles = [path.parent for path in given if (path.parent / "manifest.json").is_file()]
-        check_outside("--output", output, [*given, *bundles])
-        command.check_replaceable(output)
+        command.check_output(output, [*paths, *against])
     with _progress(quiet=as_json) as stages, contextlib.ExitStack() as stack:
 
         def announce(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from optexport import registry
 from optexport.errors import ConfigError, did_you_mean
-from optexport.places import check_place
+from optexport.places import check_place, output_of
 
 if TYPE_CHECKING:
     from optexport.config import Config, InputsConfig
@@ -94,7 +94,7 @@ def check_output(config: Config, folder: Path) -> None:
     Raises:
         ConfigError: Something else is there, or nothing can be written there.
     """
-    check_place((folder / Path(config.export.output).expanduser()).resolve())
+    check_place(output_of(config, folder))
 
 
 def open_question(config: Config) -> str | None:

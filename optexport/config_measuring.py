@@ -104,13 +104,13 @@ def check_measuring(
                 )
     if gate.min_speedup is not None and bench.rounds < LEAST_ROUNDS:
         raise ConfigError(f"gate.min_speedup needs at least {LEAST_ROUNDS}", place=f"{place}: bench.rounds")
-    for index, shape in enumerate(bench.shapes if dynamic is not None else ()):
+    if dynamic is None:  # only the trace tells the dimensions
+        return
+    for index, shape in enumerate(bench.shapes):
         for name, size in shape.items():
             where = f"{place}: bench.shapes[{index}].{name}"
-            if dynamic is None or name not in dynamic:
-                raise ConfigError(
-                    "inputs.dynamic has no such dimension", place=where, mend=did_you_mean(name, dynamic or ())
-                )
+            if name not in dynamic:
+                raise ConfigError("inputs.dynamic has no such dimension", place=where, mend=did_you_mean(name, dynamic))
             low, high = dynamic[name]
             if not low <= size <= high:
                 raise ConfigError(f"inputs.dynamic.{name} is {low} to {high}, not {size}", place=where)

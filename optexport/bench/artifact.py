@@ -10,6 +10,7 @@ from typing import Any
 
 from optexport.errors import BenchError, ConfigError, first_line
 from optexport.manifest import ArtifactRecord, Manifest
+from optexport.places import MANIFEST
 
 _FORMATS = {".onnx": "onnx", ".pt": "torchscript", ".pt2": "pt2"}
 
@@ -61,7 +62,7 @@ def open_target(path: Path) -> Target:
         BenchError: An ONNX file cannot be read.
     """
     folder = path if path.is_dir() else path.parent
-    if path.is_dir() or _in_bundle(path):
+    if path.is_dir() or in_bundle(path):
         from optexport.bundle import read_manifest
 
         manifest = read_manifest(folder)
@@ -134,9 +135,10 @@ def read_onnx(path: Path) -> Any:
         raise BenchError(f"it is no ONNX file: {first_line(error)}", place=str(path)) from error
 
 
-def _in_bundle(path: Path) -> bool:
+def in_bundle(path: Path) -> bool:
+    """Whether a path lies in a bundle, as far as its manifest's first look tells."""
     try:
-        document = json.loads((path.parent / "manifest.json").read_bytes())
+        document = json.loads((path.parent / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(document, dict) and "manifest_version" in document

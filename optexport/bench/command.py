@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from optexport import interrupts
-from optexport.bench.artifact import Artifact, Target, open_target
+from optexport.bench.artifact import Artifact, Target, in_bundle, open_target
 from optexport.bench.measuring import Report, measure, pairs_of
 from optexport.bench.race import Settings
 from optexport.bench.workload import Sizes, Workload, from_bundle, from_file, from_onnx
 from optexport.errors import ConfigError
+from optexport.places import check_outside
 
 
 def bench(
@@ -63,12 +64,16 @@ def bench(
     return replace(report, notes=(*notes, *report.notes))
 
 
-def check_replaceable(output: Path) -> None:
-    """Only what an earlier measurement wrote may be replaced: any other file may be what is measured, or its weights.
+def check_output(output: Path, measured: Sequence[Path]) -> None:
+    """Checks that the result may be written to a place: outside what is measured, and over no file but such a result.
+
+    Any other file may hold the weights, or the inputs, of what is measured.
 
     Raises:
-        ConfigError: Something else is there.
+        ConfigError: It may not.
     """
+    bundles = [path.parent for path in measured if in_bundle(path)]
+    check_outside("--output", output, [*measured, *bundles])
     if not output.exists():
         return
     try:

@@ -98,7 +98,7 @@ def figures_table(report: Report) -> Table:
         times = [f"{1e3 * seconds:.3g}" for seconds in (f.p50, f.p90, f.p99)]
         memory = "?" if f.peak_memory is None else size_in_words(f.peak_memory)
         cells = [*times, f"{f.rows_per_second:.4g}", f"{f.load:.2g}", memory, size_in_words(f.artifact.size)]
-        table.add_row(escape(f.artifact.name), f.workload.label, *cells)
+        table.add_row(escape(f.artifact.name), escape(f.workload.label), *cells)
     return table
 
 
@@ -114,7 +114,7 @@ def comparison_table(report: Report) -> Table:
         table.add_row(
             escape(duel.artifact.name),
             escape(duel.baseline.name),
-            duel.workload.label,
+            escape(duel.workload.label),
             f"{c.speedup:.3g} ({c.low:.3g} to {c.high:.3g})",
             c.told,
             style=_COLOURS[c.verdict],

@@ -117,8 +117,8 @@ def observe_graph(
     try:
         with torch.no_grad():
             interpreter.run(*given, enable_io_processing=False)
-    except Exception:
-        if observed.raised is None:  # nothing that a node did
+    except Exception:  # a node's own error, which may be any, is noted already
+        if observed.raised is None:
             raise
     observed.outputs = tuple(leaf.name for leaf in leaves if leaf.name in observed.values)
     return observed
