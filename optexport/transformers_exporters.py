@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import onnx_ir
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
-from transformers.exporters import DynamoConfig, DynamoExporter
+from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
 from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
 
@@ -125,6 +126,12 @@ def onnx_translations() -> dict[Any, Any]:
 def fix_onnx_model(onnx_program: torch.onnx.ONNXProgram) -> None:
     """Replaces, in place, what ONNX Runtime is known to refuse or to compute wrongly."""
     _onnx.apply_onnx_ir_fixes(onnx_program)
+
+
+def fuse_for_onnxruntime(model: onnx_ir.Model) -> None:
+    """Fuses, in place, a file's operators into those that ONNX Runtime has of its own for a CPU."""
+    with quiet():
+        onnxruntime_fusions.fuse_for_onnxruntime(model, "cpu")
 
 
 @contextlib.contextmanager

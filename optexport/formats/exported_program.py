@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
+from optexport.formats import torch_lowerings
 from optexport.signature import Signature
 
 
@@ -72,16 +73,19 @@ def to_program(
         ) from error
 
 
-def save(program: ExportedProgram, path: Path) -> None:
+def save(program: ExportedProgram, path: Path, *, lowerings: Sequence[str] = ()) -> None:
     """Writes a ``.pt2`` file; ``torch.export.load(path).module()(**inputs)`` returns a tuple of tensors.
 
     Sample inputs are left out, and so is where each node came from: the one is not needed to run the file, the other
     differs from run to run.
 
+    Args:
+        lowerings: Names of `optexport.lowerings`; those of other formats are passed over.
+
     Raises:
         ExportError: The graph, or a weight, is of a kind that the format lacks.
     """
-    program = copy.copy(program)
+    program = copy.copy(torch_lowerings.lower(program, lowerings, "pt2"))
     program._example_inputs = None
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):

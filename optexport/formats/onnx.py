@@ -18,6 +18,7 @@ from torch import fx
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
+from optexport.formats import onnx_lowerings
 from optexport.formats.exported_program import to_program
 from optexport.formats.onnx_probe import check_opens
 from optexport.signature import Signature
@@ -34,6 +35,7 @@ def save(
     *,
     opset: int | None = None,
     metadata: Mapping[str, Any] | None = None,
+    lowerings: Sequence[str] = (),
     external_data_above: int = EXTERNAL_DATA_ABOVE,
 ) -> None:
     """Writes an ONNX file whose inputs, outputs and dynamic axes are named as in the signature.
@@ -41,6 +43,7 @@ def save(
     Args:
         graph_module: Flat: tensors in, a tuple of tensors out. Not changed.
         metadata: Written to the model's ``metadata_props``, each value as JSON.
+        lowerings: Names of `optexport.lowerings`; those of other formats are passed over.
         external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
 
     Raises:
@@ -64,6 +67,7 @@ def save(
             place="export.opset",
             mend="Ask for an opset that it knows, or leave the choice to it.",
         )
+    model = onnx_lowerings.lower(model, lowerings)
     model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     onnx_ir.save(model, path, external_data=f"{path.name}.data" if size > external_data_above else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
+from optexport.formats import torch_lowerings
 from optexport.formats.fresh_compiler import compile_afresh
 from optexport.signature import Signature
 
@@ -44,12 +45,20 @@ _SIZES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def save(program: ExportedProgram, signature: Signature, example: Mapping[str, torch.Tensor], path: Path) -> str | None:
+def save(
+    program: ExportedProgram,
+    signature: Signature,
+    example: Mapping[str, torch.Tensor],
+    path: Path,
+    *,
+    lowerings: Sequence[str] = (),
+) -> str | None:
     """Writes a TorchScript file that takes the inputs by name and returns a tuple of tensors.
 
     Args:
         program: Flat: tensors in, a tuple of tensors out.
         example: Inputs to trace with, where the graph cannot be scripted.
+        lowerings: Names of `optexport.lowerings`; those of other formats are passed over.
 
     Returns:
         None, or, where only a trace could be had, the reason; such a file works at the example's shapes only.
@@ -64,6 +73,7 @@ def save(program: ExportedProgram, signature: Signature, example: Mapping[str, t
                 place="export.formats: torchscript",
                 mend='Write it in ASCII, or leave "torchscript" out of export.formats.',
             )
+    program = torch_lowerings.lower(program, lowerings, "torchscript")
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     with transformers_exporters.quiet():  # TorchScript is deprecated, and asked for
@@ -73,6 +83,8 @@ def save(program: ExportedProgram, signature: Signature, example: Mapping[str, t
         except Exception as error:  # the TorchScript compiler raises many kinds
             reason = first_line(error)
             module = compile_afresh(partial(_trace, graph_module, signature, example, reason))
+        if "freeze" in lowerings:
+            module = torch_lowerings.freeze(module)
         torch.jit.save(module, str(path))
     return reason
 

@@ -1,0 +1,61 @@
+"""Ways to write one graph to a file that compute the same, of which a runtime runs some faster.
+
+A rule changes the graph, and with it every file; a lowering changes how one format's file says it. Which is faster
+depends on the machine, so none is applied unless it is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One of the ways.
+
+    Attributes:
+        formats: Those whose files it changes.
+        summary: What it does, in a line.
+        package: What has to be installed for it, beyond what this package needs itself.
+    """
+
+    name: str
+    formats: tuple[str, ...]
+    summary: str
+    package: str | None = None
+
+
+# In the order in which they are applied.
+LOWERINGS = (
+    Lowering(
+        "sum-residuals",
+        ("onnx",),
+        "writes the Add before a LayerNormalization as Sum, which ONNX Runtime does not make SkipLayerNormalization of",
+    ),
+    Lowering("gemm", ("onnx",), "writes a MatMul by a weight and the Add of its bias as one Gemm on a matrix of rows"),
+    Lowering(
+        "transformers-fusions", ("onnx",), "fuses operators into ONNX Runtime's own, as transformers does for a CPU"
+    ),
+    Lowering(
+        "onednn-linear",
+        ("torchscript", "pt2"),
+        "computes linear layers, and a GELU after one, by oneDNN in place of the BLAS that torch is built with",
+    ),
+    Lowering("freeze", ("torchscript",), "makes the weights constants of the code, by torch.jit.freeze"),
+)
+
+
+def of_format(file_format: str) -> tuple[str, ...]:
+    """The names of those that change a format's file, in the order in which they are applied."""
+    return tuple(lowering.name for lowering in LOWERINGS if file_format in lowering.formats)
+
+
+def available(name: str) -> bool:
+    """Whether what a lowering needs is installed.
+
+    Raises:
+        KeyError: There is none of that name.
+    """
+    package = {lowering.name: lowering.package for lowering in LOWERINGS}[name]
+    return package is None or find_spec(package) is not None
