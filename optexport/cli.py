@@ -49,12 +49,19 @@ _JUNIT = click.option(
 @cli.command()
 @_CONFIG
 @click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be given more than once.")
+@click.option("--tune", is_flag=True, help="Search for the rules and lowerings that make the files faster.")
 @click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
 @_JUNIT
 @json_option
 def run(
-    config: Path, without: tuple[str, ...], baseline: bool, dump: Path | None, junit: Path | None, as_json: bool
+    config: Path,
+    without: tuple[str, ...],
+    tune: bool,
+    baseline: bool,
+    dump: Path | None,
+    junit: Path | None,
+    as_json: bool,
 ) -> None:
     """Transform, prove and export the model that CONFIG names."""
     from optexport import reports
@@ -74,7 +81,7 @@ def run(
 
             # What a model's own code prints is none of our result.
             with contextlib.redirect_stdout(sys.stderr):
-                result = pipeline.run(config, without=without, baseline=baseline, dump=dump, stages=stages)
+                result = pipeline.run(config, without=without, tune=tune, baseline=baseline, dump=dump, stages=stages)
     except OptexportError as error:
         reports.publish(config.name, None, error, junit)
         raise

@@ -24,10 +24,10 @@ from pydantic import (
     model_validator,
 )
 
-from optexport import registry
-from optexport.config_checks import check_inputs, check_tolerance
+from optexport import lowerings, registry
+from optexport.config_checks import check_formats, check_inputs, check_tolerance
 from optexport.config_decisions import METRIC, Decisions
-from optexport.config_measuring import BenchConfig, GateConfig, check_measuring
+from optexport.config_measuring import BenchConfig, GateConfig, TuneConfig, check_measuring
 from optexport.config_mistakes import explained
 from optexport.errors import ConfigError, did_you_mean
 from optexport.tasks import AUTO_CLASSES
@@ -140,11 +140,15 @@ class ExpectConfig(_Table):
 
 
 class TransformationConfig(BaseModel):
-    """``[[transformations]]``: a rule by name, or a plugin as ``python:module:Class``; other keys are its options."""
+    """``[[transformations]]``: a rule by name, or a plugin as ``python:module:Class``; other keys are its options.
+
+    ``formats`` says which files it is applied for; all by default.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     use: str = Field(min_length=1)
     expect: ExpectConfig | None = None
+    formats: list[Format] | None = Field(default=None, min_length=1)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -154,7 +158,8 @@ class TransformationConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_written(self, default: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in default(self).items() if key != "expect" or value is not None}
+        own = ("expect", "formats")
+        return {key: value for key, value in default(self).items() if key not in own or value is not None}
 
     @model_validator(mode="after")
     def _finite_options(self) -> TransformationConfig:
@@ -180,6 +185,25 @@ class ExportConfig(_Table):
     formats: list[Format] = Field(default=list(FORMATS), min_length=1)
     output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
     opset: int | None = Field(default=None, ge=18)
+    lowerings: dict[Format, list[str]] = {}
+
+    @model_validator(mode="after")
+    def _known_lowerings(self) -> ExportConfig:
+        for file_format, names in self.lowerings.items():
+            for name in names:
+                if name not in (known := lowerings.of_format(file_format)):
+                    raise ValueError(
+                        f'lowerings.{file_format}: there is no "{name}" for it. {did_you_mean(name, list(known))}'
+                    )
+                if not lowerings.available(name):
+                    raise ValueError(f"lowerings.{file_format}: the package that {name} needs is not installed")
+        if (
+            self.opset is not None
+            and self.opset < lowerings.ATTENTION_OPSET
+            and "attention" in self.lowerings.get("onnx", ())
+        ):
+            raise ValueError(f"lowerings.onnx: attention is of opset {lowerings.ATTENTION_OPSET}, not {self.opset}")
+        return self
 
 
 class TrackingConfig(_Table):
@@ -199,6 +223,7 @@ class Config(_Table):
     parity: ParityConfig = ParityConfig()
     export: ExportConfig = ExportConfig()
     bench: BenchConfig = BenchConfig()
+    tune: TuneConfig | None = None
     gate: GateConfig = GateConfig()
     tracking: TrackingConfig = TrackingConfig()
 
@@ -269,6 +294,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     for name in config.parity.decisions or ():
         if name.startswith(METRIC):
             _check_module(name.removeprefix(METRIC), path.parent, f"{path.name}: parity.decisions.{name}")
+    check_formats(config, path.name)
     check_measuring(config.bench, config.gate, config.export.formats, config.inputs.dynamic, path.name)
     _check_files(config, path)
     of_program = config.model.source.endswith(".pt2") and not config.model.source.startswith("python:")

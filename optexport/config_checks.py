@@ -63,6 +63,28 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:
             )
 
 
+def check_formats(config: Config, place: str) -> None:
+    """Checks that what is said of single formats is said of those that are exported.
+
+    Raises:
+        ConfigError: It is not, or a rule that all files must share is for some of them.
+    """
+    exported = config.export.formats
+    said = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
+    for key, formats in {**said, "export.lowerings": list(config.export.lowerings)}.items():
+        for missing in [name for name in formats if name not in exported]:
+            raise ConfigError(
+                f"no {missing} file is exported", place=f"{place}: {key}", mend=f"export.formats is {exported}."
+            )
+    for index, rule in enumerate(config.rules()):
+        if rule.formats is not None and registry.canonical_name(rule.use) == "keep-outputs":
+            raise ConfigError(
+                "all files have the same outputs",
+                place=f"{place}: transformations[{index}].formats",
+                mend="Leave it out.",
+            )
+
+
 def check_tolerance(config: Config, without: Collection[str], place: str) -> None:
     """Checks that a rule that changes the numbers comes with a tolerance; of plugins only their class could tell.
 

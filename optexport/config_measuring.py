@@ -1,7 +1,8 @@
-"""``[bench]`` and ``[gate]``: what a run measures of the files that it exports, and what it demands of them."""
+"""``[bench]``, ``[tune]`` and ``[gate]``: what a run measures of its files, tries, and demands of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -34,6 +35,25 @@ class BenchConfig(_Table):
     shapes: list[_Shape] = []
     threads: int = Field(default=1, ge=1, le=1024)
     rounds: int = Field(default=20, ge=1, le=10_000)
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def _duration(text: str) -> str:
+    if not re.fullmatch(r"\d{1,6}[smh]", text) or int(text[:-1]) == 0:
+        raise ValueError(f'"{text}" is no time: write "90s", "5m" or "1h"')
+    return text
+
+
+class TuneConfig(_Table):
+    """``[tune]``: search for the rules and lowerings that pay, for so long."""
+
+    budget: Annotated[str, AfterValidator(_duration)] = "5m"
+
+    @property
+    def seconds(self) -> int:
+        return int(self.budget[:-1]) * _UNITS[self.budget[-1]]
 
 
 _Bar = Annotated[float | None, Field(gt=0)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from optexport import places, registry
-from optexport.config import Config, TransformationConfig
+from optexport.config import Config, Format, TransformationConfig
 from optexport.config_measuring import BenchConfig, GateConfig
 from optexport.errors import ConfigError, did_you_mean
 from optexport.proof.cases import Batch
@@ -15,6 +15,14 @@ from optexport.proof.decisions import Metric
 from optexport.signature import Dim, Dynamic
 from optexport.sources import Loaded
 from optexport.transform import NamedRule
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The formats that share a graph, and the rules that are applied to it."""
+
+    formats: tuple[Format, ...]
+    rules: tuple[NamedRule, ...]
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,15 @@ class Job:
         return places.beside(self.beside or self.output, "failure")
 
     @property
+    def branches(self) -> list[Branch]:
+        """The graphs that are made of the trace: formats for which the same rules are applied share one."""
+        found: dict[tuple[int, ...], list[Format]] = {}
+        for name in dict.fromkeys(self.config.export.formats):
+            applied = (i for i, rule in enumerate(self.rules) if rule.formats is None or name in rule.formats)
+            found.setdefault(tuple(applied), []).append(name)
+        return [Branch(tuple(formats), tuple(self.rules[i] for i in applied)) for applied, formats in found.items()]
+
+    @property
     def sizes_declared(self) -> bool:
         """Whether somebody said which sizes the model takes, rather than leaving it to be found out."""
         return any(isinstance(dim, Dim) for axes in (self.dynamic or {}).values() for dim in axes.values())
@@ -74,6 +91,7 @@ def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[Name
             rule.options,
             registry.load(name, rule.options, folder, f"transformations[{index}]"),
             0 if rule.expect is None else rule.expect.min,
+            formats=None if rule.formats is None else tuple(rule.formats),
         )
         for index, (name, rule) in enumerate(named)
         if name not in left_out
@@ -81,24 +99,29 @@ def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[Name
 
 
 def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
-    """The config with the rules that are applied, and in another place if one is given."""
+    """The config with the rules that are applied; in another place, if one is given, and without lowerings."""
     update: dict[str, object] = {
         "transformations": [
             TransformationConfig.model_validate(
-                {"use": rule.name, **({"expect": {"min": rule.least}} if rule.least else {}), **rule.options}
+                {
+                    "use": rule.name,
+                    **({"expect": {"min": rule.least}} if rule.least else {}),
+                    **({"formats": list(rule.formats)} if rule.formats is not None else {}),
+                    **rule.options,
+                }
             )
             for rule in rules
         ]
     }
     if output is not None:
         name = str(Path(config.export.output).with_name(output.name))
-        update["export"] = config.export.model_copy(update={"output": name})
+        update["export"] = config.export.model_copy(update={"output": name, "lowerings": {}})
     return config.model_copy(update=update)
 
 
 def unmeasured(config: Config) -> Config:
-    """The config without measuring, and without gates on what is measured."""
-    return config.model_copy(update={"bench": BenchConfig(), "gate": GateConfig()})
+    """The config without measuring and tuning, and without gates on what is measured."""
+    return config.model_copy(update={"bench": BenchConfig(), "tune": None, "gate": GateConfig()})
 
 
 def preset() -> tuple[NamedRule, ...]:

@@ -26,8 +26,12 @@ class Lowering:
     package: str | None = None
 
 
+# The first that has an operator for attention.
+ATTENTION_OPSET = 23
+
 # In the order in which they are applied.
 LOWERINGS = (
+    Lowering("attention", ("onnx",), f"writes attention as the one operator that opset {ATTENTION_OPSET} has for it"),
     Lowering(
         "sum-residuals",
         ("onnx",),

@@ -60,8 +60,9 @@ class NearMissRecord(_Record):
 
 
 class TransformationRecord(_Record):
-    """One applied transformation."""
+    """One transformation, as it was applied to the graph of some formats; none are named where there is one graph."""
 
+    formats: list[str] = []
     rule: str
     options: dict[str, Any]
     signature: str
@@ -192,11 +193,15 @@ class ParityRecord(_Record):
 
 
 class ArtifactRecord(_Record):
-    """One exported model. ``fixed_shape`` says why it works at the traced shape only, where it does."""
+    """One exported model, and the lowerings that were applied to its file.
+
+    ``fixed_shape`` says why it works at the traced shape only, where it does.
+    """
 
     format: Literal["torchscript", "onnx", "pt2"]
     path: str
     fixed_shape: str | None
+    lowerings: list[str] = []
 
 
 class FileRecord(_Record):
@@ -209,6 +214,8 @@ class FileRecord(_Record):
 
 class Manifest(_Record):
     """The whole document; ``digest`` is the SHA-256 of the document without it.
+
+    ``nodes_after`` is that of the first artifact's graph.
 
     ``undone`` names the last transformations, which were undone on a copy and gave back the graph before them, to the
     bit: the trace itself where they are all that changed it.

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import fx
 
-from optexport import bundle, inputs, interrupts, places, records, runtimes, sources, tracking
-from optexport.bench import gates, report
-from optexport.bench.artifact import exported
-from optexport.bench.measuring import Report, measure
-from optexport.bench.race import Settings
-from optexport.bench.workload import Workload, from_signature
+from optexport import branch, bundle, inputs, interrupts, places, records, sources, tracking
+from optexport.bench import exports, report
+from optexport.bench.measuring import Report
 from optexport.blame import failure
-from optexport.blame.files import blame_files
-from optexport.blame.rules import blame_rules
-from optexport.config import Config, Format, SourceKind, load_config, source_kind
+from optexport.config import Config, SourceKind, load_config, source_kind
+from optexport.config_measuring import TuneConfig
 from optexport.errors import ConfigError, TrackingError, redact
-from optexport.formats import exported_program, onnx, torchscript
 from optexport.job import Job, resolved, rules_of, unmeasured
-from optexport.manifest import ArtifactRecord, Manifest, ParityRecord
-from optexport.original import graph_runner, run_reference, trace_original
+from optexport.manifest import Manifest
+from optexport.original import run_reference, trace_original
 from optexport.proof import decisions, floor
-from optexport.proof.parity import GRAPH, PlaceParity, Proof
+from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.record import parity_record
 from optexport.proof.reference import Reference
 from optexport.proof.suspects import Suspects
 from optexport.proof.vocabulary import vocabularies
-from optexport.signature import Signature
 from optexport.sources import Loaded
 from optexport.stages import Stages
-from optexport.transform import Applied, transform
-from optexport.undoing import check_undo
-
-_FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
+from optexport.tuning import outcome, tuner
+from optexport.tuning.outcome import Outcome
 
 
 @dataclass(frozen=True)
@@ -53,6 +44,7 @@ class Result:
         tracking_failure: Why the run could not be tracked, if it could not.
         baseline: The folder of the untransformed export, if it was asked for.
         bench: What was measured of the files, if anything.
+        tuned: What came of tuning, by format.
     """
 
     output: Path
@@ -63,6 +55,7 @@ class Result:
     tracking_failure: TrackingError | None = None
     baseline: Path | None = None
     bench: Report | None = None
+    tuned: tuple[Outcome, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -80,13 +73,14 @@ class Result:
         nodes: dict[str, list[str]] = {}
         for transformation in self.manifest.transformations:
             nodes.setdefault(transformation.rule, []).extend(n for c in transformation.changes for n in c.nodes)
-        return nodes
+        return {rule: list(dict.fromkeys(changed)) for rule, changed in nodes.items()}  # several graphs may share them
 
 
 def run(
     path: Path,
     *,
     without: Sequence[str] = (),
+    tune: bool = False,
     baseline: bool = False,
     dump: Path | None = None,
     stages: Stages | None = None,
@@ -96,6 +90,7 @@ def run(
 
     Args:
         without: Rules to leave out.
+        tune: Whether to tune also where the config does not ask for it.
         baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
         dump: A folder to write the graph to, before and after every transformation.
         stages: Is told of every stage.
@@ -109,6 +104,8 @@ def run(
     rules = rules_of(config, folder, without)
     metrics = decisions.load_metrics(config.parity.decisions, folder)
     config = resolved(config, rules)
+    if tune and config.tune is None:
+        config = config.model_copy(update={"tune": TuneConfig()})
     if not keep:
         config = unmeasured(config)
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
@@ -145,7 +142,8 @@ def run(
             )
         result = produce(job, stages)
         with stages.stage("track"):
-            figures = None if result.bench is None else report.metrics(result.bench)
+            figures = {} if result.bench is None else report.metrics(result.bench)
+            figures |= outcome.metrics(result.tuned)
             tracker.result(result.manifest, stages.seconds, job.output, text, figures)
     return replace(
         result,
@@ -166,120 +164,33 @@ def produce(job: Job, stages: Stages) -> Result:
         with stages.stage("trace"):
             traced, call = trace_original(job)
             signature = traced.signature
-            workloads = _workloads(job, signature, scratch)
+            workloads = exports.workloads(job, signature, scratch)
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
             ids = vocabularies(traced.graph_module, signature)
             reference = run_reference(job, traced, call, ids)
             proof = _proof(job, reference)
-        with stages.stage("transform"):
-            transformed = transform(traced.graph_module, job.rules, job.dump)
-            graph_module, applied = transformed.graph_module, transformed.applied
-            records.write_graph(draft / "graph_after.txt", graph_module)
-        with stages.stage("check graph"):
-            suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
-            if not suspects.check(GRAPH, graph_runner(graph_module, call)).passed:
-                find = partial(blame_rules, lambda: trace_original(job), job.rules, proof)
-                raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
-        artifacts = []
-        for artifact in _export(graph_module, signature, job, applied, draft, stages):
-            artifacts.append(artifact)
-            with stages.stage(f"check {artifact.format}"):
-                fixed = artifact.fixed_shape is not None
-                for place, candidate in runtimes.open_file(
-                    draft / artifact.path, artifact.format, signature.output_names
-                ):
-                    suspects.check(place, candidate, traced_shape_only=fixed)
-        if not proof.passed:
-            flat = exported_program.flatten(graph_module, signature)
-            files: dict[str, Path] = {artifact.format: draft / artifact.path for artifact in artifacts}
-            find = partial(blame_files, flat, files, proof)
-            raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
-        with stages.stage("undo"):
-            check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
+        tuned: tuple[Outcome, ...] = ()
+        if job.config.tune is not None:
+            job, tuned = tuner.tune(job, traced, call, proof, workloads, job.config.tune.seconds, scratch, stages)
+        suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
+        made = [branch.produce(each, traced, call, suspects, job, draft, stages) for each in job.branches]
+        artifacts = [artifact for each in made for artifact in each.artifacts]
         found = parity_record(proof)
-        bench = _measure(job, workloads, artifacts, draft, scratch, found, stages)
+        bench = exports.measure_exports(job, workloads, artifacts, draft, scratch, found, stages, tuned=bool(tuned))
         with stages.stage("bundle"):
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
-            manifest = records.manifest(
-                job.config, job.loaded, traced, transformed, nodes_before, found, stored, artifacts
-            ).model_copy(update={"files": bundle.file_records(draft)})
+            manifest = records.manifest(job.config, job.loaded, traced, made, nodes_before, found, stored).model_copy(
+                update={"files": bundle.file_records(draft)}
+            )
             bundle.write_manifest(draft, manifest)
-        bundle.write_measurements(
-            draft, records.measurements(stages.seconds, None if bench is None else report.as_json(bench))
-        )
+        measured: dict[str, Any] = {} if bench is None else {"bench": report.as_json(bench)}
+        measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
+        bundle.write_measurements(draft, records.measurements(stages.seconds, measured))
     failure.remove(job.failure)
-    return Result(job.output, tuple(proof.places), manifest, bench=bench)
-
-
-def _export(
-    graph_module: fx.GraphModule,
-    signature: Signature,
-    job: Job,
-    applied: Sequence[Applied],
-    draft: Path,
-    stages: Stages,
-) -> Iterator[ArtifactRecord]:
-    """Writes the files, and gives the record of each as soon as it is there."""
-    with stages.stage("re-export"):
-        flat = exported_program.flatten(graph_module, signature)
-        program = exported_program.to_program(flat, signature, job.example)
-    for name in dict.fromkeys(job.config.export.formats):
-        path, fixed_shape = draft / _FILES[name], None
-        with stages.stage(f"export {name}"):
-            if name == "pt2":
-                exported_program.save(program, path)
-            elif name == "torchscript":
-                fixed_shape = torchscript.save(program, signature, job.example, path)
-            else:
-                metadata = records.onnx_metadata(job.loaded, applied)
-                onnx.save(flat, signature, job.example, path, opset=job.config.export.opset, metadata=metadata)
-        yield ArtifactRecord(format=name, path=path.name, fixed_shape=fixed_shape)
-
-
-def _workloads(job: Job, signature: Signature, folder: Path) -> list[Workload]:
-    """What the files will be measured on, so that a size that the model does not take is told early; else nothing."""
-    bench = job.config.bench
-    if not (bench.enabled or job.config.gate.needs_times):
-        return []
-    return from_signature(job.example, signature, bench.shapes, folder, "bench.shapes")
-
-
-def _measure(
-    job: Job,
-    workloads: Sequence[Workload],
-    artifacts: Sequence[ArtifactRecord],
-    draft: Path,
-    scratch: Path,
-    proof: ParityRecord,
-    stages: Stages,
-) -> Report | None:
-    """Measures the files where that is asked for, with the plain export if they are to be faster; checks the gates."""
-    bench, gate = job.config.bench, job.config.gate
-    if not workloads and gate.max_size_mb is None:
-        return None
-    inputs = list(job.example)
-    files, plain, found = exported(artifacts, inputs, draft, ""), [], None
-    if workloads:
-        with stages.stage("measure"):
-            if gate.min_speedup is not None:
-                compared = [name for name in job.config.export.formats if gate.min_speedup.of(name) is not None]
-                plain = exported(_export_plain(job, compared, scratch), inputs, scratch, "plain ", proven=False)
-            pairs = [(ours, theirs) for ours in files for theirs in plain if ours.format == theirs.format]
-            settings = Settings(bench.threads, bench.rounds)
-            found = measure([*files, *plain], workloads, pairs, settings)
-    gates.check(gate, files, found, proof)
-    return found
-
-
-def _export_plain(job: Job, formats: Sequence[Format], folder: Path) -> list[ArtifactRecord]:
-    """Exports the model as it was traced, without any rule, to be measured and thrown away."""
-    export = job.config.export.model_copy(update={"formats": list(formats)})
-    job = replace(job, config=job.config.model_copy(update={"export": export}), rules=())
-    traced, _ = trace_original(job)
-    return list(_export(traced.graph_module, traced.signature, job, (), folder, Stages()))
+    return Result(job.output, tuple(proof.places), manifest, bench=bench, tuned=tuned)
 
 
 def _load(config: Config, folder: Path, downloads: Path) -> Loaded:

@@ -36,6 +36,18 @@ def kept(output: Path) -> tuple[Path, ...]:
     return tuple(place for each in (output, beside(output, "baseline")) for place in (each, beside(each, "failure")))
 
 
+def cache() -> Path | None:
+    """Where results are kept: ``OPTEXPORT_CACHE``, or ``optexport`` among the user's caches; None where it is empty."""
+    named = os.environ.get("OPTEXPORT_CACHE")
+    if named is not None:
+        return Path(named).absolute() if named else None
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user id that the system does not know, as containers give
+        return None
+    return Path(caches) / "optexport"
+
+
 def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: bool = True) -> None:
     """Checks that what an option names does not lie in a folder, or over a file, that must stay as it is.
 

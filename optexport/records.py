@@ -8,7 +8,7 @@ import platform
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -18,7 +18,6 @@ from optexport.config import Config
 from optexport.errors import redact
 from optexport.machine import machine
 from optexport.manifest import (
-    ArtifactRecord,
     ChangeRecord,
     DimRecord,
     Manifest,
@@ -31,7 +30,10 @@ from optexport.manifest import (
 from optexport.signature import TensorSpec
 from optexport.sources import Loaded
 from optexport.trace import Traced
-from optexport.transform import Applied, Transformed
+from optexport.transform import Applied
+
+if TYPE_CHECKING:
+    from optexport.branch import Made
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
 
@@ -51,7 +53,7 @@ def write_graph(path: Path, graph_module: fx.GraphModule) -> int:
     return len(graph_module.graph.nodes)
 
 
-def measurements(seconds: Mapping[str, float], bench: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def measurements(seconds: Mapping[str, float], measured: Mapping[str, Any]) -> dict[str, Any]:
     """What may differ between two equal runs: times, the machine, and what was measured of the files."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -59,11 +61,11 @@ def measurements(seconds: Mapping[str, float], bench: Mapping[str, Any] | None =
         **machine(),
         "threads": torch.get_num_threads(),
         "seconds": {stage: round(spent, 3) for stage, spent in seconds.items()},
-        **({} if bench is None else {"bench": bench}),
+        **measured,
     }
 
 
-def onnx_metadata(loaded: Loaded, applied: Sequence[Applied]) -> dict[str, Any]:
+def onnx_metadata(loaded: Loaded, applied: Sequence[Applied], lowerings: Sequence[str]) -> dict[str, Any]:
     """What an ONNX file says of its own making, in its ``metadata_props``."""
     return {
         "optexport.version": __version__,
@@ -71,6 +73,7 @@ def onnx_metadata(loaded: Loaded, applied: Sequence[Applied]) -> dict[str, Any]:
         "optexport.transformations": [
             {"rule": a.rule.name, "options": dict(a.rule.options), "changes": len(a.report.changes)} for a in applied
         ],
+        "optexport.lowerings": list(lowerings),
     }
 
 
@@ -78,11 +81,10 @@ def manifest(
     config: Config,
     loaded: Loaded,
     traced: Traced,
-    transformed: Transformed,
+    made: Sequence[Made],
     nodes_before: int,
     parity: ParityRecord,
     reference_cases: Sequence[str],
-    artifacts: Sequence[ArtifactRecord],
 ) -> Manifest:
     """The manifest, but for the files, which are not all written yet."""
     return Manifest(
@@ -100,18 +102,23 @@ def manifest(
         dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in traced.signature.dims.items()},
         fixed_axes=list(traced.fixed),
         nodes_before=nodes_before,
-        nodes_after=transformed.applied[-1].nodes_after if transformed.applied else nodes_before,
-        transformations=[_transformation(a) for a in transformed.applied],
-        undone=[rule.name for rule in transformed.undoable],
+        nodes_after=applied[-1].nodes_after if (applied := made[0].transformed.applied) else nodes_before,
+        transformations=[
+            _transformation(a, each.branch.formats if len(made) > 1 else ())
+            for each in made
+            for a in each.transformed.applied
+        ],
+        undone=list(dict.fromkeys(rule.name for each in made for rule in each.transformed.undoable)),
         parity=parity,
         reference_cases=list(reference_cases),
-        artifacts=list(artifacts),
+        artifacts=[artifact for each in made for artifact in each.artifacts],
         files=[],
     )
 
 
-def _transformation(applied: Applied) -> TransformationRecord:
+def _transformation(applied: Applied, formats: Sequence[str]) -> TransformationRecord:
     return TransformationRecord(
+        formats=list(formats),
         rule=applied.rule.name,
         options=dict(applied.rule.options),
         signature=applied.rule.transformation.signature,

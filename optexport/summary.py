@@ -16,6 +16,7 @@ from optexport.errors import on_one_line
 from optexport.manifest import ChangeRecord, Manifest, TensorRecord
 from optexport.pipeline import Result
 from optexport.proof.parity import PlaceParity
+from optexport.tuning import outcome
 
 _SHOWN_NEAR_MISSES = 3
 _WIDE = 120
@@ -31,6 +32,9 @@ def show(result: Result, console: Console) -> None:
     console.print(f"[bold]Sizes[/] {escape('; '.join(sizes)) or 'all fixed'}", soft_wrap=True, highlight=False)
     _show_transformations(manifest, console)
     _show_parity(manifest, result.parity, console)
+    if result.tuned:
+        console.print("[bold]Tuned[/]", highlight=False)
+        outcome.show(result.tuned, console)
     if result.bench is not None:
         console.print("[bold]Measured[/]", highlight=False)
         report.show(result.bench, console)
@@ -49,7 +53,11 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
     console.print(f"\n[bold]Transformations[/] ({manifest.nodes_before} nodes -> {manifest.nodes_after})")
     if not manifest.transformations:
         console.print("  none")
+    formats: list[str] = []
     for t in manifest.transformations:
+        if t.formats != formats:
+            formats = t.formats
+            console.print(f"  for {', '.join(formats)}:")
         replaced = sum(len(change.replaced) for change in t.changes)
         made = sum(len(change.nodes) for change in t.changes)
         done = f"{replaced} {'node' if replaced == 1 else 'nodes'} -> {made}" if t.changes else "nothing to change"

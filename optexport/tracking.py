@@ -108,12 +108,18 @@ class Tracker:
         mlflow = self._mlflow
         mlflow.log_metrics(_metrics(manifest, seconds))
         rows = [
-            {"rule": t.rule, "node": node, "target": change.target, "replaced": ", ".join(change.replaced)}
+            {
+                "rule": t.rule,
+                "node": node,
+                "target": change.target,
+                "replaced": ", ".join(change.replaced),
+                "formats": ", ".join(t.formats),
+            }
             for t in manifest.transformations
             for change in t.changes
             for node in change.nodes
         ]
-        columns = ("rule", "node", "target", "replaced")
+        columns = ("rule", "node", "target", "replaced", "formats")
         mlflow.log_table({key: [row[key] for row in rows] for key in columns}, "transformed_nodes.json")
         if config_text is not None:
             mlflow.log_text(config_text, "config.toml")
@@ -252,7 +258,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _metrics(manifest: Manifest, seconds: Mapping[str, float]) -> dict[str, float]:
     metrics: dict[str, float] = {"nodes.before": manifest.nodes_before, "nodes.after": manifest.nodes_after}
     for transformation in manifest.transformations:
-        rule = _key(transformation.rule)
+        rule = _key(".".join([*transformation.formats, transformation.rule]))
         metrics[f"{rule}.changes"] = len(transformation.changes)
         metrics[f"{rule}.near_misses"] = len(transformation.near_misses)
         metrics[f"{rule}.nodes_before"] = transformation.nodes_before

@@ -24,6 +24,7 @@ class NamedRule:
     Attributes:
         least: In how many places it must find work.
         in_python: Whether it was given from Python, where there are no switches.
+        formats: The files that it is applied for; None for all.
     """
 
     name: str
@@ -31,6 +32,7 @@ class NamedRule:
     transformation: Transformation
     least: int = 0
     in_python: bool = False
+    formats: tuple[str, ...] | None = None
 
     @property
     def leaving_it_out(self) -> str:

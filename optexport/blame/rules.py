@@ -52,6 +52,7 @@ class _Rules:
 
     def __init__(self, retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: Proof) -> None:
         self.retrace, self.rules, self.proof = retrace, rules, proof
+        self.place = proof.places[-1].place
         self.case = failing_case(proof, proof.places[-1])
         self.batch = proof.reference.cases[self.case].batch
 
@@ -92,9 +93,9 @@ def blame_rules(retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[Name
     before, _ = trial.graph(0)
     if not trial.check(before).passed:
         shown = [_whole("The traced graph differs from the model", before, trial)]
-        return Finding(GRAPH, trial.case, _TRACE, shown)
+        return Finding(trial.place, trial.case, _TRACE, shown)
     if trial.passes(len(rules)):
-        return Finding(GRAPH, trial.case, _OTHER_EACH_TIME)
+        return Finding(trial.place, trial.case, _OTHER_EACH_TIME)
     count = _first_failing(len(rules), trial.passes)
     after, reports = trial.graph(count)
     rule, changes = rules[count - 1], reports[-1].report.changes
@@ -121,7 +122,7 @@ def blame_rules(retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[Name
     if comparison.parting is not None:
         tried += _piece(title, before, after, trial.batch, comparison, double=double)
     tried.append(_whole(title, after, trial))
-    return Finding(GRAPH, trial.case, "\n".join(lines), tried)
+    return Finding(trial.place, trial.case, "\n".join(lines), tried)
 
 
 _TRACE = (
@@ -232,7 +233,7 @@ def _whole(title: str, graph_module: fx.GraphModule, trial: _Rules) -> Reproduct
     """The whole graph on the failing case, beside the original's results there."""
     reference, flat = trial.proof.reference, exported_program.flatten(graph_module, trial.traced.signature)
     case = reference.cases[trial.case]
-    raises = isinstance(trial.proof.result(GRAPH, case.name), str)
+    raises = isinstance(trial.proof.result(trial.place, case.name), str)
     found = "after.pt" if raises else "after.pt2"
     outputs, expected = outputs_at(trial.proof, trial.proof.places[-1], trial.case)
 

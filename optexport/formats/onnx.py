@@ -27,28 +27,16 @@ from optexport.signature import Signature
 EXTERNAL_DATA_ABOVE = 1 << 30
 
 
-def save(
-    graph_module: fx.GraphModule,
-    signature: Signature,
-    example: Mapping[str, torch.Tensor],
-    path: Path,
-    *,
-    opset: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    lowerings: Sequence[str] = (),
-    external_data_above: int = EXTERNAL_DATA_ABOVE,
-) -> None:
-    """Writes an ONNX file whose inputs, outputs and dynamic axes are named as in the signature.
+def convert(
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], opset: int | None = None
+) -> onnx_ir.Model:
+    """An ONNX model whose inputs, outputs and dynamic axes are named as in the signature.
 
     Args:
         graph_module: Flat: tensors in, a tuple of tensors out. Not changed.
-        metadata: Written to the model's ``metadata_props``, each value as JSON.
-        lowerings: Names of `optexport.lowerings`; those of other formats are passed over.
-        external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
 
     Raises:
-        ExportError: The graph holds an operator that ONNX lacks, or the file does not pass ``onnx.checker``, or crashes
-            ONNX Runtime.
+        ExportError: The graph holds an operator that ONNX lacks.
     """
     try:
         with torch.no_grad(), transformers_exporters.onnx_patches():
@@ -67,7 +55,29 @@ def save(
             place="export.opset",
             mend="Ask for an opset that it knows, or leave the choice to it.",
         )
-    model = onnx_lowerings.lower(model, lowerings)
+    return model
+
+
+def write(
+    model: onnx_ir.Model,
+    path: Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    lowerings: Sequence[str] = (),
+    external_data_above: int = EXTERNAL_DATA_ABOVE,
+) -> None:
+    """Writes an ONNX file.
+
+    Args:
+        model: Not changed.
+        metadata: Written to the model's ``metadata_props``, each value as JSON.
+        lowerings: Names of `optexport.lowerings`; those of other formats are passed over.
+        external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
+
+    Raises:
+        ExportError: A lowering fails, the file does not pass ``onnx.checker``, or it crashes ONNX Runtime.
+    """
+    model = onnx_lowerings.lower(model.clone(), lowerings)
     model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     onnx_ir.save(model, path, external_data=f"{path.name}.data" if size > external_data_above else None)
@@ -110,9 +120,32 @@ def _convert(
     onnxscript.optimizer.fold_constants(converted.model)
     onnxscript.optimizer.remove_unused_nodes(converted.model)
     transformers_exporters.fix_onnx_model(converted)
+    _expand_masks(converted.model)
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
     # Metadata of the nodes holds the paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model
+
+
+def _expand_masks(model: onnx_ir.Model) -> None:
+    """Gives masks of Attention a row for each query and a column for each key.
+
+    The operator takes those that are broadcast there; ONNX Runtime 1.31 raises.
+    """
+    for node in list(model.graph.all_nodes()):
+        if node.op_type != "Attention" or node.domain or len(node.inputs) < 4 or node.inputs[3] is None:
+            continue
+        query, key, _, mask = node.inputs[:4]
+        assert query is not None and key is not None and mask is not None
+        if mask.shape is not None and query.shape is not None and key.shape is not None:
+            wanted = [query.shape[-2], key.shape[-2]]
+            if list(mask.shape[-2:]) == wanted and None not in wanted:
+                continue
+        tape = onnx_ir.tape.Tape()
+        rows, columns = (tape.op("Shape", [value], {"start": -2, "end": -1}) for value in (query, key))
+        expanded = tape.op("Expand", [mask, tape.op("Concat", [rows, columns], {"axis": 0})])
+        assert node.graph is not None
+        node.graph.insert_before(node, list(tape.nodes))
+        node.replace_input_with(3, expanded)
 
 
 def _name_outputs(graph: onnx_ir.Graph, names: Sequence[str]) -> None:

@@ -8,15 +8,16 @@ import numpy as np
 import onnx_ir
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-from optexport import lowerings, transformers_exporters
+from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
+from optexport.lowerings import ATTENTION_OPSET
 
 # What the patterns of onnxscript take for zero.
 _TAKEN_FOR_ZERO = 1e-8
 
 
 def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
-    """Applies lowerings, in the order of `optexport.lowerings.LOWERINGS` whatever the order of the names.
+    """Applies lowerings of the file, in the order of `optexport.lowerings.LOWERINGS` whatever that of the names.
 
     Args:
         model: Changed in place; names of inputs and outputs stay.
@@ -24,10 +25,15 @@ def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
     Raises:
         ExportError: A package that does it fails.
     """
-    for name in lowerings.of_format("onnx"):
+    for name, apply in _LOWERINGS.items():
         if name in names:
-            _LOWERINGS[name](model)
+            apply(model)
     return model
+
+
+def opset(names: Sequence[str], asked: int | None) -> int | None:
+    """The opset to export with: the one that is asked for, or else one that has what the lowerings write."""
+    return ATTENTION_OPSET if asked is None and "attention" in names else asked
 
 
 def _sum_residuals(model: onnx_ir.Model) -> None:

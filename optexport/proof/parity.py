@@ -156,8 +156,13 @@ class Proof:
         self.bounds = extended
 
     def _add(self, place: str, results: list[Outputs | str], reference: Reference) -> PlaceParity:
-        made_from = ONNX if place == ONNX_OPTIMISED else ORIGINAL if place == GRAPH else GRAPH
-        made_from = made_from if made_from in self._results else ORIGINAL  # a bundle holds no graph
+        graphs = [name for name in self._results if name.startswith(GRAPH)]
+        if place == ONNX_OPTIMISED and ONNX in self._results:
+            made_from = ONNX
+        elif place.startswith(GRAPH) or not graphs:  # a bundle holds none
+            made_from = ORIGINAL
+        else:
+            made_from = graphs[-1]  # files are checked right after the graph that they are made of
         self._results[place] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
         before = [self._results[made_from].get(case.name, "") for case in reference.cases]
         outputs = (_compare(name, results, before, reference, bound) for name, bound in self.bounds.items())

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from optexport.errors import TraceError, first_line
+from optexport.places import cache
 from optexport.proof import distances, reference_store
 from optexport.proof.cases import Batch, Case
 from optexport.proof.spilling import spilled
@@ -123,7 +124,7 @@ def run_original(
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
             return own
         why_no_room = _why_no_room(model)
-        keep = why_no_room is None and reference_store.folder() is not None
+        keep = why_no_room is None and cache() is not None
         inputs = [case.batch for case in own.cases]
         settings = (sorted(batched), in_other_ways, [(case.name, case.extreme) for case in own.cases])
         name = reference_store.digest(model, inputs, own.outputs, settings) if keep else ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,24 +21,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from optexport import __version__
+from optexport.places import cache
 
 _Outputs = Mapping[str, torch.Tensor]
 
 # An entry larger than this is not kept, and together they take no more than that.
 _ENTRY_BYTES = 512 << 20
 _ALL_BYTES = 4 << 30
-
-
-def folder() -> Path | None:
-    """Where entries are kept: ``OPTEXPORT_CACHE``, or ``optexport`` among the user's caches; None where it is empty."""
-    named = os.environ.get("OPTEXPORT_CACHE")
-    if named is not None:
-        return Path(named).absolute() if named else None
-    try:
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # a user id that the system does not know, as containers give
-        return None
-    return Path(caches) / "optexport"
 
 
 def digest(
@@ -59,7 +47,7 @@ def digest(
 
 def read(name: str) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any]] | None:
     """The tensors by case, and the notes, that are kept under a name; None where there are none."""
-    place = folder()
+    place = cache()
     if place is None:
         return None
     try:
@@ -80,7 +68,7 @@ def read(name: str) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any]] | No
 
 def write(name: str, cases: Sequence[_Outputs], notes: Mapping[str, Any]) -> None:
     """Keeps tensors by case, and notes that JSON can hold, where there is a place for them."""
-    place = folder()
+    place = cache()
     size = sum(tensor.nbytes for outputs in cases for tensor in outputs.values())
     if place is None or size > _ENTRY_BYTES:
         return

@@ -24,7 +24,7 @@ from optexport.bench.artifact import Artifact
 from optexport.bench.measuring import measure
 from optexport.bench.race import Settings
 from optexport.bench.workload import Workload
-from optexport.formats import exported_program, onnx, torchscript
+from optexport.formats import exported_program, torchscript
 from optexport.machine import machine
 from optexport.signature import Dynamic
 from tests.benchmarks import workloads
@@ -46,7 +46,7 @@ def write(made: files.Prepared, file_format: str, names: Sequence[str], folder: 
     path = folder / title.replace(" ", "") / f"model.{file_format}"  # whose name TorchScript writes into the file
     path.parent.mkdir(exist_ok=True)
     if file_format == "onnx":
-        onnx.save(made.flat, made.signature, made.example, path, lowerings=names)
+        files.save_onnx(made, path, lowerings=names)
     elif file_format == "torchscript":
         torchscript.save(made.program, made.signature, made.example, path, lowerings=names)
     else:

@@ -6,9 +6,10 @@ import functools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from optexport import runtimes
-from optexport.formats import exported_program, onnx, torchscript
+from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
 from optexport.job import preset
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.trace import trace
@@ -65,11 +66,24 @@ def prepared(name: str) -> Prepared:
     return prepare(models.model(name), models.inputs(name, 2, 9), _DYNAMIC[name], rules=True)
 
 
+def save_onnx(
+    made: Prepared,
+    path: Path,
+    *,
+    example: dict[str, torch.Tensor] | None = None,
+    opset: int | None = None,
+    lowerings: Sequence[str] = (),
+    **options: Any,
+) -> None:
+    model = onnx.convert(made.flat, made.signature, example or made.example, onnx_lowerings.opset(lowerings, opset))
+    onnx.write(model, path, lowerings=lowerings, **options)
+
+
 @functools.cache
 def onnx_file(name: str) -> Path:
     made = prepared(name)
     path = Path(_PLACE.name) / f"{name}.onnx"
-    onnx.save(made.flat, made.signature, made.example, path, metadata={"optexport.transformations": ["one", "two"]})
+    save_onnx(made, path, metadata={"optexport.transformations": ["one", "two"]})
     return path
 
 

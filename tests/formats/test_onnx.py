@@ -15,7 +15,6 @@ from torch import nn
 
 from optexport import runtimes
 from optexport.errors import ExportError
-from optexport.formats import onnx as onnx_format
 from optexport.formats.onnx_probe import check_opens
 from optexport.signature import Dim
 from tests.formats import files
@@ -33,7 +32,7 @@ def shape(value: onnx.ValueInfoProto) -> list[int | str]:
 def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -> tuple[files.Prepared, Path]:
     made = files.prepare(model, {"x": X}, dynamic)
     path = place / "model.onnx"
-    onnx_format.save(made.flat, made.signature, made.example, path, **options)
+    files.save_onnx(made, path, **options)
     return made, path
 
 
@@ -133,7 +132,7 @@ def test_rows_without_a_single_key_give_what_torch_gives(kind: str, tmp_path: Pa
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
     example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
     made = files.prepare(Rows(kind), example, {"x": axes, "mask": axes})
-    onnx_format.save(made.flat, made.signature, example, tmp_path / "model.onnx")
+    files.save_onnx(made, tmp_path / "model.onnx", example=example)
     mask = torch.ones(4, 7)
     mask[1] = 0
     mask[2, 3:] = 0
@@ -192,7 +191,7 @@ def test_saving_leaves_the_graph_and_the_inputs_as_they_were(tmp_path: Path) -> 
     made = files.prepare(Rows("boolean"), {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}, None)
     before, code = str(made.flat.graph), made.flat.code
     example = {name: value.clone() for name, value in made.example.items()}
-    onnx_format.save(made.flat, made.signature, made.example, tmp_path / "model.onnx")
+    files.save_onnx(made, tmp_path / "model.onnx")
     assert (str(made.flat.graph), made.flat.code) == (before, code)
     assert all(torch.equal(made.example[name], value) for name, value in example.items())
 
@@ -200,7 +199,7 @@ def test_saving_leaves_the_graph_and_the_inputs_as_they_were(tmp_path: Path) -> 
 def test_an_input_that_is_never_read_may_be_given_all_the_same(tmp_path: Path) -> None:
     both = {"x": X, "unread": torch.ones(3, 2)}
     made = files.prepare(Unread(), both, {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}})
-    onnx_format.save(made.flat, made.signature, both, tmp_path / "model.onnx")
+    files.save_onnx(made, tmp_path / "model.onnx", example=both)
     runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 4), "unread": torch.zeros(5, 2)})
 
 
@@ -215,7 +214,7 @@ class Unread(nn.Module):
 def test_every_dtype_that_the_runtime_takes_goes_in_and_comes_out(dtype: torch.dtype, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x[:, :2], x.flip(0)))
     made = files.prepare(model, {"x": (X > 0).to(dtype)}, BATCH)
-    onnx_format.save(made.flat, made.signature, made.example, tmp_path / "model.onnx")
+    files.save_onnx(made, tmp_path / "model.onnx")
     runs(made, tmp_path / "model.onnx", {"x": (torch.randn(5, 4) > 0).to(dtype)})
 
 
@@ -252,7 +251,7 @@ def tagger(dtype: torch.dtype) -> files.Prepared:
 def test_a_file_that_crashes_the_runtime_as_it_is_opened_is_an_error_and_this_process_goes_on(tmp_path: Path) -> None:
     made, path, told = tagger(torch.float16), tmp_path / "model.onnx", ""
     try:
-        onnx_format.save(made.flat, made.signature, made.example, path)
+        files.save_onnx(made, path)
     except ExportError as error:
         told = str(error)
     if told:
@@ -263,7 +262,7 @@ def test_a_file_that_crashes_the_runtime_as_it_is_opened_is_an_error_and_this_pr
 
 def test_a_recurrent_file_that_does_not_crash_is_written(tmp_path: Path) -> None:
     made, path = tagger(torch.float32), tmp_path / "model.onnx"
-    onnx_format.save(made.flat, made.signature, made.example, path)
+    files.save_onnx(made, path)
     runs(made, path, made.example)
 
 

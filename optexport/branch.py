@@ -1,0 +1,98 @@
+"""One graph of a run, and the files made of it: transformed, proven, exported, proven again, and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from optexport import records, runtimes
+from optexport.blame import failure
+from optexport.blame.files import blame_files
+from optexport.blame.rules import blame_rules
+from optexport.config import Format
+from optexport.job import Branch, Job
+from optexport.manifest import ArtifactRecord
+from optexport.original import graph_runner, trace_original
+from optexport.proof.parity import GRAPH
+from optexport.proof.reference import Call
+from optexport.proof.suspects import Suspects
+from optexport.stages import Stages
+from optexport.trace import Traced
+from optexport.transform import Transformed, transform
+from optexport.undoing import check_undo, sharing_copy
+from optexport.writer import Writer
+
+
+@dataclass(frozen=True)
+class Made:
+    """What came of a branch.
+
+    Attributes:
+        artifacts: Its files, in the draft of the bundle.
+    """
+
+    branch: Branch
+    transformed: Transformed
+    artifacts: tuple[ArtifactRecord, ...]
+
+
+def produce(
+    branch: Branch, traced: Traced, call: Call, suspects: Suspects, job: Job, draft: Path, stages: Stages
+) -> Made:
+    """Transforms a trace, exports it in the formats of a branch, and proves every step.
+
+    Args:
+        traced: Changed in place, where no other branch needs it.
+        suspects: Checks the graph and the files.
+
+    Raises:
+        ParityError: The graph, or a file, does not compute the same.
+        OptexportError: Another of its kinds, as for `pipeline.run`.
+    """
+    alone = len(job.branches) == 1
+    formats = "" if alone else f" for {', '.join(branch.formats)}"
+    graph_module, dump = traced.graph_module, job.dump
+    if not alone:
+        graph_module = sharing_copy(graph_module)
+        if dump is not None:
+            dump = dump / "-".join(branch.formats)
+            dump.mkdir(exist_ok=True)
+    with stages.stage(f"transform{formats}"):
+        transformed = transform(graph_module, branch.rules, dump)
+        graph_module = transformed.graph_module
+        suffix = "" if alone else f".{'-'.join(branch.formats)}"
+        records.write_graph(draft / f"graph_after{suffix}.txt", graph_module)
+    proof = suspects.proof
+    with stages.stage(f"check graph{formats}"):
+        if not suspects.check(f"{GRAPH}{formats}", graph_runner(graph_module, call)).passed:
+            find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof)
+            raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
+    signature, artifacts, config = traced.signature, list[ArtifactRecord](), job.config.export
+    with stages.stage(f"re-export{formats}"):
+        writer = Writer(graph_module, signature, job.example, job.loaded, transformed.applied)
+        if set(branch.formats) - {"onnx"}:
+            _ = writer.program
+    for name in branch.formats:
+        with stages.stage(f"export {name}"):
+            artifact = writer.write(name, draft, config.lowerings.get(name, []), config.opset)
+        artifacts.append(artifact)
+        with stages.stage(f"check {artifact.format}"):
+            fixed = artifact.fixed_shape is not None
+            for place, run in runtimes.open_file(draft / artifact.path, artifact.format, signature.output_names):
+                suspects.check(place, run, traced_shape_only=fixed)
+    if not proof.passed:
+        files: dict[str, Path] = {artifact.format: draft / artifact.path for artifact in artifacts}
+        find = partial(blame_files, writer.flat, files, proof)
+        raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
+    with stages.stage("undo"):
+        check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
+    return Made(branch, transformed, tuple(artifacts))
+
+
+def export_plain(job: Job, formats: Sequence[Format], folder: Path) -> list[ArtifactRecord]:
+    """Exports the model as it was traced, without any rule or lowering, to be measured and thrown away."""
+    traced, _ = trace_original(replace(job, rules=()))
+    writer = Writer(traced.graph_module, traced.signature, job.example, job.loaded, ())
+    return [writer.write(name, folder, (), job.config.export.opset) for name in formats]

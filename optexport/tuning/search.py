@@ -1,0 +1,199 @@
+"""The search for one format's recipe: the files are made and proven, and race in heats.
+
+The field of candidates is halved from heat to heat while the rounds double (successive halving: Jamieson and Talwalkar,
+Non-stochastic Best Arm Identification and Hyperparameter Optimization, 2016), so that most of the time goes to those
+that may win. What wins is decided by a last heat alone, whose times had no say in who ran in it: picking the fastest of
+many by the times that made it look so would pick noise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from optexport import lowerings
+from optexport.bench.artifact import Artifact
+from optexport.bench.comparison import Comparison
+from optexport.config import Format
+from optexport.config_measuring import LEAST_ROUNDS
+from optexport.errors import BenchError
+from optexport.job import Job
+from optexport.transformations import KeepOutputs
+from optexport.tuning.contest import Contest
+from optexport.tuning.outcome import Outcome, Trial
+from optexport.tuning.recipe import Ingredient, Recipe, change_in_words, configured, in_order, lowerings_in, rules_in
+from optexport.tuning.workshop import Refused, Workshop, content_of
+
+_FIRST_ROUNDS = 4
+# Of the candidates' time, what may go into making them; the rest is for races.
+_MAKING = 0.6
+# How many of the best single changes are tried together.
+_MOST_TOGETHER = 4
+_FINALISTS = 2
+
+
+class Search:
+    """The search for one format's recipe, once.
+
+    Args:
+        workshop: Makes the files.
+        contest: Lets them race.
+        end: When it should have ended, by the monotonic clock.
+    """
+
+    def __init__(self, job: Job, file_format: Format, workshop: Workshop, contest: Contest, end: float) -> None:
+        self.job, self.format, self.workshop, self.end = job, file_format, workshop, end
+        self.begun = time.monotonic()
+        self.contest = contest
+        self.configured = self.start = configured(job, file_format)
+        kept = [i for i, rule in enumerate(job.rules) if isinstance(rule.transformation, KeepOutputs)]
+        self.plain: Recipe = frozenset(kept)
+        self.made: dict[Recipe, Artifact] = {}
+        self.refused: dict[Recipe, str] = {}
+        self.untried: list[Recipe] = []
+        self._contents: dict[str, str] = {}
+
+    def run(self, earlier: Sequence[Trial]) -> Outcome | None:
+        """Searches; None where nothing passes, of which the run itself will tell."""
+        self._try(self.plain)
+        self._start_from_what_passes()
+        if self.start not in self.made:
+            return None
+        known = {Recipe([*trial.rules, *trial.lowerings]): trial for trial in earlier}
+        chosen_then = list(known)[:1]
+        for recipe in [*chosen_then, *(recipe for recipe in self._single_changes() if recipe not in known)]:
+            self._try(recipe, until=self.begun + _MAKING * (self.end - self.begun))
+        self._race()
+        chosen = self._choose()
+        measured_plain = chosen != self.plain and self.contest.ran_last(self.plain)
+        tried = [*self.made, *self.refused]
+        return Outcome(
+            self.format,
+            self._trial(chosen),
+            self._last(self.plain, chosen) if measured_plain else None,
+            tuple(
+                [self._trial(recipe) for recipe in tried]
+                + [replace(trial, earlier=True) for recipe, trial in known.items() if recipe not in tried]
+            ),
+            tuple(self._told(recipe) for recipe in self.untried),
+        )
+
+    def _start_from_what_passes(self) -> None:
+        """Where what is configured is refused, starts from those of its ingredients that pass, taken one by one."""
+        self._try(self.configured)
+        if self.configured in self.made:
+            return
+        self.start = self.plain
+        for ingredient in in_order(self.configured - self.plain):
+            self._try(self.start | {ingredient})
+            if self.start | {ingredient} in self.made:
+                self.start |= {ingredient}
+
+    def _single_changes(self) -> list[Recipe]:
+        """The start without each rule that finds work, and with each lowering that it lacks, or without one it has."""
+        found: list[Ingredient] = [i for i in self.workshop.working(self.start) if i not in self.plain]
+        found += [name for name in lowerings.of_format(self.format) if lowerings.available(name)]
+        return [self.start ^ {ingredient} for ingredient in found]
+
+    def _try(self, recipe: Recipe, until: float = math.inf) -> None:
+        """Makes and proves a file, once, if there is time for it."""
+        if recipe in self.made or recipe in self.refused:
+            return
+        if time.monotonic() > until:
+            self.untried.append(recipe)
+            return
+        try:
+            artifact = self.workshop.make(self.format, recipe, self._told(recipe))
+            if artifact.fixed and not all(workload.traced for workload in self.contest.workloads):
+                raise Refused("it takes the traced shape only, and others are to be measured")
+            content = content_of(artifact)
+            if content in self._contents and recipe not in (self.configured, self.start):
+                raise Refused(f"it gives the same file as {self._contents[content]}")
+            self._contents[content] = artifact.name
+            self.made[recipe] = artifact
+        except Refused as refusal:
+            self.refused[recipe] = str(refusal)
+
+    def _race(self) -> None:
+        """Halves the field from heat to heat; after the first the best changes are tried together too."""
+        rounds = _FIRST_ROUNDS
+        field = self._candidates(self.made)
+        while len(field) > _FINALISTS and time.monotonic() + self._cost(field, rounds) < self.end:
+            field = self._heat(field, rounds)
+            together = self._together(field) if rounds == _FIRST_ROUNDS else []
+            field = self._fastest(field)[: max(_FINALISTS, len(field) // 2)] + together
+            rounds *= 2
+        self._heat(self._fastest(field)[:_FINALISTS], max(LEAST_ROUNDS, self.job.config.bench.rounds))
+
+    def _together(self, field: Sequence[Recipe]) -> list[Recipe]:
+        """The best changes so far, two and more of them at once."""
+        better = [recipe for recipe in self._fastest(field)[:_MOST_TOGETHER] if self._speedup(recipe) > 1]
+        found = []
+        for count in range(2, len(better) + 1):
+            recipe = functools.reduce(lambda made, one: made ^ self.start ^ one, better[:count], self.start)
+            self._try(recipe, until=self.end)
+            found += [recipe] if recipe in self.made and recipe not in field else []
+        return found
+
+    def _choose(self) -> Recipe:
+        """The fastest of the last heat if it is faster for sure, else the start; never what is slower than plain."""
+        ran = [recipe for recipe in self._candidates(self.made) if self.contest.ran_last(recipe)]
+        faster = [recipe for recipe in [*ran, self.plain] if self._is_faster(recipe)]
+        chosen = max(faster, key=lambda recipe: self._last(self.start, recipe).speedup, default=self.start)
+        slower = self.contest.ran_last(self.plain) and any(
+            self.contest.compare_at(workload, self.plain, chosen).verdict == "slower"
+            for workload in self.contest.workloads
+        )
+        return self.plain if slower else chosen
+
+    def _is_faster(self, recipe: Recipe) -> bool:
+        return self.contest.ran_last(recipe) and self._last(self.start, recipe).verdict == "faster"
+
+    def _last(self, baseline: Recipe, candidate: Recipe) -> Comparison:
+        return self.contest.compare(baseline, candidate, last=True)
+
+    def _speedup(self, recipe: Recipe) -> float:
+        return self.contest.compare(self.start, recipe).speedup
+
+    def _candidates(self, recipes: Iterable[Recipe]) -> list[Recipe]:
+        return [recipe for recipe in recipes if recipe not in (self.start, self.plain)]
+
+    def _fastest(self, field: Sequence[Recipe]) -> list[Recipe]:
+        """The fastest first; what has not run yet before all, since only what promises most is made without."""
+        return sorted(
+            field, key=lambda recipe: self._speedup(recipe) if self.contest.ran(recipe) else math.inf, reverse=True
+        )
+
+    def _cost(self, field: Sequence[Recipe], rounds: int) -> float:
+        return self.contest.cost(len(field) + 2, rounds)
+
+    def _heat(self, field: Sequence[Recipe], rounds: int) -> list[Recipe]:
+        """Lets candidates race with the start and the plain export; those that cannot be run there are refused."""
+        running = {recipe: self.made[recipe] for recipe in (self.plain, self.start, *field) if recipe in self.made}
+        while True:
+            try:
+                self.contest.heat(running, rounds)
+                return [recipe for recipe in field if recipe in running]
+            except BenchError as error:
+                broken = [recipe for recipe, artifact in running.items() if artifact.name == error.place]
+                if not broken or broken[0] == self.start:
+                    raise
+                self.refused[broken[0]] = f"it cannot be run in a process of its own: {error.cause}"
+                del running[broken[0]], self.made[broken[0]]
+
+    def _told(self, recipe: Recipe) -> str:
+        plain = "plain export" if recipe == self.plain else ""
+        return plain or change_in_words(self.configured, recipe, self.job.rules)
+
+    def _trial(self, recipe: Recipe) -> Trial:
+        measured = recipe != self.start and self.contest.ran(recipe)
+        return Trial(
+            self._told(recipe),
+            tuple(rules_in(recipe)),
+            tuple(lowerings_in(recipe)),
+            self.refused.get(recipe),
+            self.contest.compare(self.start, recipe) if measured else None,
+        )

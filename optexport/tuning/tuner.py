@@ -1,0 +1,93 @@
+"""Finds the rules and lowerings that pay, format by format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from optexport.bench.workload import Workload
+from optexport.job import Job, resolved
+from optexport.proof.parity import Proof
+from optexport.proof.reference import Call
+from optexport.records import versions
+from optexport.stages import Stages
+from optexport.trace import Traced
+from optexport.tuning import store
+from optexport.tuning.contest import Contest
+from optexport.tuning.outcome import Outcome
+from optexport.tuning.recipe import configured
+from optexport.tuning.search import Search
+from optexport.tuning.workshop import Workshop
+
+
+def tune(
+    job: Job,
+    traced: Traced,
+    call: Call,
+    proof: Proof,
+    workloads: Sequence[Workload],
+    budget: float,
+    folder: Path,
+    stages: Stages,
+) -> tuple[Job, tuple[Outcome, ...]]:
+    """Finds the recipe of each format's file.
+
+    Args:
+        traced: Is not changed.
+        proof: Has the reference, the bounds and the gates that candidates must keep to.
+        workloads: What the files are measured on.
+        budget: Seconds for the search. The last heat of each format is run in any case.
+        folder: Where to write files.
+
+    Returns:
+        The job with the rules and lowerings that were chosen, and what came of the search.
+    """
+    workshop = Workshop(job, traced, call, proof, folder)
+    formats = list(dict.fromkeys(job.config.export.formats))
+    end = time.monotonic() + budget
+    outcomes = []
+    for index, name in enumerate(formats):
+        with stages.stage(f"tune {name}"):
+            now = time.monotonic()
+            contest = Contest(workloads, job.config.bench.threads)
+            search = Search(job, name, workshop, contest, now + max(0.0, end - now) / (len(formats) - index))
+            known = store.digest(
+                str(traced.graph_module.graph),
+                job.loaded.weights_sha256,
+                name,
+                [[rule.name, rule.options, rule.formats] for rule in job.rules],
+                job.config.export.lowerings.get(name, []),
+                job.config.export.opset,
+                job.config.parity.model_dump(mode="json"),
+                [workload.label for workload in workloads],
+                job.config.bench.threads,
+                versions(),
+            )
+            outcome = search.run(store.read(known))
+            if outcome is not None:
+                store.write(known, [outcome.chosen, *outcome.trials])
+                outcomes.append(outcome)
+    return _with_chosen(job, outcomes), tuple(outcomes)
+
+
+def _with_chosen(job: Job, outcomes: Sequence[Outcome]) -> Job:
+    """The job in which every rule and lowering is for the formats that chose it; without rules that none chose."""
+    chosen = {outcome.format: outcome.chosen for outcome in outcomes}
+    formats = list(dict.fromkeys(job.config.export.formats))
+    rules = []
+    for index, rule in enumerate(job.rules):
+        own = [
+            name
+            for name in formats
+            if (index in chosen[name].rules if name in chosen else index in configured(job, name))
+        ]
+        if own:
+            rules.append(replace(rule, formats=None if own == formats else tuple(own)))
+    lowered = {**job.config.export.lowerings, **{name: list(trial.lowerings) for name, trial in chosen.items()}}
+    export = job.config.export.model_copy(
+        update={"lowerings": {name: found for name, found in lowered.items() if found}}
+    )
+    config = resolved(job.config.model_copy(update={"export": export, "tune": None}), rules)
+    return replace(job, config=config, rules=tuple(rules))

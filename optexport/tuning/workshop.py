@@ -1,0 +1,124 @@
+"""Makes files by recipes, and proves each as the run's own files are proven."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from optexport import runtimes
+from optexport.bench.artifact import Artifact, exported, read_onnx
+from optexport.config import Format
+from optexport.errors import OptexportError, first_line
+from optexport.job import Job
+from optexport.original import graph_runner
+from optexport.proof.parity import GRAPH, Proof
+from optexport.proof.reference import Call
+from optexport.trace import Traced
+from optexport.transform import Applied, transform
+from optexport.tuning.recipe import Recipe, lowerings_in, rules_in
+from optexport.undoing import sharing_copy
+from optexport.writer import Writer
+
+_Made = TypeVar("_Made")
+
+
+class Refused(Exception):  # noqa: N818 - no error, but an answer
+    """A recipe gives no file that could be shipped; says why."""
+
+
+class Workshop:
+    """Makes the files of candidates.
+
+    Args:
+        traced: Is not changed.
+        proof: Has the reference, the bounds and the gates that candidates must keep to.
+        folder: Where to write files.
+    """
+
+    def __init__(self, job: Job, traced: Traced, call: Call, proof: Proof, folder: Path) -> None:
+        self.job, self.traced, self.call, self.proof, self.folder = job, traced, call, proof, folder
+        self._graphs: dict[tuple[int, ...], tuple[Writer, tuple[Applied, ...]] | Refused] = {}
+        self._files = 0
+
+    def working(self, recipe: Recipe) -> list[int]:
+        """The rules of a recipe that find work, all of them being applied.
+
+        Raises:
+            Refused: One of them raises, or the graph does not pass.
+        """
+        _, applied = self._graph(recipe)
+        return [i for i, done in zip(rules_in(recipe), applied, strict=True) if done.report.changes]
+
+    def make(self, file_format: Format, recipe: Recipe, name: str) -> Artifact:
+        """Makes a file, and proves it.
+
+        Args:
+            name: What it is called while it is measured.
+
+        Raises:
+            Refused: It cannot be made, or does not pass.
+        """
+        writer, _ = self._graph(recipe)
+        self._files += 1
+        folder = self.folder / str(self._files)
+        folder.mkdir()
+
+        def build() -> Artifact:
+            record = writer.write(file_format, folder, lowerings_in(recipe), self.job.config.export.opset)
+            (artifact,) = exported([record], list(self.job.example), folder, "")
+            for place, run in runtimes.open_file(artifact.path, file_format, writer.signature.output_names):
+                self._check(place, run, traced_shape_only=artifact.fixed)
+            return replace(artifact, name=name)
+
+        return _refusing(build)
+
+    def _graph(self, recipe: Recipe) -> tuple[Writer, tuple[Applied, ...]]:
+        chosen = tuple(rules_in(recipe))
+        if chosen not in self._graphs:
+            try:
+                self._graphs[chosen] = _refusing(lambda: self._transformed(chosen))
+            except Refused as refusal:
+                self._graphs[chosen] = refusal
+        made = self._graphs[chosen]
+        if isinstance(made, Refused):
+            raise made
+        return made
+
+    def _transformed(self, chosen: tuple[int, ...]) -> tuple[Writer, tuple[Applied, ...]]:
+        # How often a rule is expected to find work is a matter of what is chosen in the end.
+        rules = [replace(self.job.rules[i], least=0) for i in chosen]
+        done = transform(sharing_copy(self.traced.graph_module), rules)
+        self._check(GRAPH, graph_runner(done.graph_module, self.call))
+        writer = Writer(done.graph_module, self.traced.signature, self.job.example, self.job.loaded, done.applied)
+        return writer, done.applied
+
+    def _check(self, place: str, run: runtimes.Run, *, traced_shape_only: bool = False) -> None:
+        proof = Proof(self.proof.reference, self.proof.bounds, self.proof.gates)
+        parity = proof.check(place, run, traced_shape_only=traced_shape_only)
+        failures = [f"{output.output} {output.failure}" for output in parity.outputs if output.failure is not None]
+        failures += [decision.failure for decision in parity.decisions if decision.failure is not None]
+        if failures:
+            raise Refused(f"not the same at {place}: {failures[0]}")
+
+
+def content_of(artifact: Artifact) -> str:
+    """A digest of a file that is equal for files that hold the same model, whatever an ONNX file says of its making."""
+    if artifact.format != "onnx":
+        return hashlib.sha256(artifact.path.read_bytes()).hexdigest()
+    model = read_onnx(artifact.path)
+    model.ClearField("metadata_props")
+    return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
+
+
+def _refusing(make: Callable[[], _Made]) -> _Made:
+    try:
+        return make()
+    except Refused:
+        raise
+    except OptexportError as error:
+        raise Refused(f"{error.place}: {error.cause}" if error.place else error.cause) from error
+    except Exception as error:  # lowerings are the code of many, and a candidate is no more than a try
+        raise Refused(f"it raised {type(error).__name__}: {first_line(error)}") from error

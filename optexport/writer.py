@@ -1,0 +1,78 @@
+"""Writes the files of one graph; what several of them are made from is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, cached_property
+from pathlib import Path
+
+import onnx_ir
+from torch import fx
+from torch.export import ExportedProgram
+
+from optexport import records
+from optexport.config import Format
+from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
+from optexport.manifest import ArtifactRecord
+from optexport.proof.cases import Batch
+from optexport.signature import Signature
+from optexport.sources import Loaded
+from optexport.transform import Applied
+
+_FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
+
+
+class Writer:
+    """Writes a graph in any format.
+
+    Args:
+        example: Inputs at the traced sizes.
+        applied: What was done to the graph, for what files say of their making.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        signature: Signature,
+        example: Batch,
+        loaded: Loaded,
+        applied: Sequence[Applied],
+    ) -> None:
+        self.signature, self.example = signature, example
+        self._loaded, self._applied = loaded, applied
+        self.flat = exported_program.flatten(graph_module, signature)
+        self._onnx_model = cache(self._convert)
+
+    @cached_property
+    def program(self) -> ExportedProgram:
+        """The graph as it was exported again, for ``.pt2`` and TorchScript; ONNX is exported under patches of its own.
+
+        Raises:
+            ExportError: ``torch.export`` refuses it.
+        """
+        return exported_program.to_program(self.flat, self.signature, self.example)
+
+    def write(
+        self, file_format: Format, folder: Path, lowerings: Sequence[str], opset: int | None = None
+    ) -> ArtifactRecord:
+        """Writes a file.
+
+        Args:
+            opset: That of an ONNX file; the exporter's own choice by default.
+
+        Raises:
+            ExportError: The graph cannot be written in that format.
+        """
+        path, fixed_shape = folder / _FILES[file_format], None
+        if file_format == "pt2":
+            exported_program.save(self.program, path, lowerings=lowerings)
+        elif file_format == "torchscript":
+            fixed_shape = torchscript.save(self.program, self.signature, self.example, path, lowerings=lowerings)
+        else:
+            model = self._onnx_model(onnx_lowerings.opset(lowerings, opset))
+            metadata = records.onnx_metadata(self._loaded, self._applied, lowerings)
+            onnx.write(model, path, metadata=metadata, lowerings=lowerings)
+        return ArtifactRecord(format=file_format, path=path.name, fixed_shape=fixed_shape, lowerings=list(lowerings))
+
+    def _convert(self, opset: int | None) -> onnx_ir.Model:
+        return onnx.convert(self.flat, self.signature, self.example, opset)

@@ -1,0 +1,181 @@
+"""What the search chooses where it is known how fast everything is: times are drawn, and all else is as in a run."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from optexport import lowerings
+from optexport.bench.artifact import Artifact
+from optexport.bench.race import ROUNDS_PER_LAUNCH, Settings, Timing
+from optexport.bench.workload import Workload
+from optexport.errors import BenchError
+from optexport.tuning.contest import Contest
+from optexport.tuning.outcome import Outcome, Trial
+from optexport.tuning.recipe import Ingredient, Recipe, rules_in
+from optexport.tuning.search import Search
+from optexport.tuning.workshop import Refused
+
+_LOWERINGS = [name for name in lowerings.of_format("torchscript") if lowerings.available(name)]
+_WORKLOADS = (Workload({"batch": 1}, 1, Path(), traced=True), Workload({"batch": 8}, 8, Path()))
+
+
+@dataclass
+class World:
+    """Recipes whose files take as long as their ingredients say: each makes all faster by its factor."""
+
+    folder: Path
+    speed: Mapping[Ingredient, float]
+    rules: int = 2
+    noise: float = 0.01
+    broken: frozenset[Ingredient] = frozenset()
+    unused: frozenset[int] = frozenset()
+    crashing: frozenset[Ingredient] = frozenset()
+    at: Mapping[tuple[Ingredient, str], float] = field(default_factory=dict)
+    made: dict[str, Recipe] = field(default_factory=dict)
+
+    def working(self, recipe: Recipe) -> list[int]:
+        return [rule for rule in rules_in(recipe) if rule not in self.unused]
+
+    def make(self, file_format: str, recipe: Recipe, name: str) -> Artifact:
+        if recipe & self.broken:
+            raise Refused("not the same")
+        path = self.folder / f"{len(self.made)}.pt"
+        path.write_text(str(sorted(map(str, recipe))))
+        self.made[name] = recipe
+        return Artifact(name, path, file_format, 1)
+
+    def race(self, artifacts: Sequence[Artifact], workload: Workload, given: Settings) -> list[Timing]:
+        draw = random.Random(f"{workload.label} {sorted(a.name for a in artifacts)} {given.rounds}")
+        launches = given.rounds // ROUNDS_PER_LAUNCH
+        shared = [[draw.gauss(0, 0.2) for _ in range(ROUNDS_PER_LAUNCH)] for _ in range(launches)]
+        timings = []
+        for artifact in artifacts:
+            recipe = self.made[artifact.name]
+            if recipe & self.crashing:
+                raise BenchError("its process ended", place=artifact.name)
+            known = [self.at.get((one, workload.label), self.speed.get(one, 1.0)) for one in recipe]
+            seconds = workload.rows / math.prod(known)
+            turns = []
+            for launch in shared:
+                place = draw.gauss(0, self.noise)
+                turns.append(tuple((seconds * math.exp(s + place + draw.gauss(0, self.noise)),) for s in launch))
+            timings.append(Timing(artifact, workload, tuple(turns), (0.1,), None))
+        return timings
+
+    def search(self, earlier: Sequence[Trial] = (), budget: float = 1e6, configured: Sequence[str] = ()) -> Outcome:
+        rules = [SimpleNamespace(name=f"rule-{i}", formats=None, transformation=None) for i in range(self.rules)]
+        config = SimpleNamespace(
+            bench=SimpleNamespace(rounds=20), export=SimpleNamespace(lowerings={"torchscript": list(configured)})
+        )
+        job: Any = SimpleNamespace(rules=rules, config=config)
+        shop: Any = self
+        search = Search(job, "torchscript", shop, Contest(_WORKLOADS, 1, self.race), time.monotonic() + budget)
+        found = search.run(earlier)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Callable[..., World]:
+    return lambda speed, **more: World(tmp_path, speed, **more)
+
+
+def test_a_rule_that_only_slows_is_dropped(world: Callable[..., World]) -> None:
+    outcome = world({0: 1.2, 1: 0.8}).search()
+    assert outcome.chosen.rules == (0,)
+    assert outcome.over_plain is not None
+    assert outcome.over_plain.low > 1.1
+
+
+def test_a_rule_that_only_breaks_is_refused_and_the_others_stay(world: Callable[..., World]) -> None:
+    outcome = world({0: 1.2, 1: 3.0}, broken=frozenset([1])).search()
+    assert outcome.chosen.rules == (0,)
+    refused = {trial.change: trial.refused for trial in outcome.trials if trial.refused is not None}
+    assert refused["as configured"] == "not the same"
+
+
+def test_lowerings_that_pay_are_put_in_together(world: Callable[..., World]) -> None:
+    outcome = world(dict.fromkeys(_LOWERINGS, 1.2)).search()
+    assert outcome.chosen.lowerings == tuple(_LOWERINGS)
+
+
+def test_on_a_noisy_machine_what_is_configured_stays_and_it_says_so(world: Callable[..., World]) -> None:
+    outcome = world({0: 1.02, 1: 0.98}, noise=0.5).search()
+    assert outcome.chosen.change == "as configured"
+    told = [trial.comparison.told for trial in outcome.trials if trial.comparison is not None]
+    assert told
+    assert all(text.startswith("cannot tell") for text in told)
+
+
+def test_what_is_slower_than_the_plain_export_at_one_shape_is_not_chosen(world: Callable[..., World]) -> None:
+    outcome = world({0: 2.0, 1: 1.0}, at={(0, "batch=1"): 0.8}).search()
+    assert outcome.chosen.change == "plain export"
+
+
+def test_a_file_that_crashes_where_it_is_measured_is_refused_and_the_race_goes_on(world: Callable[..., World]) -> None:
+    outcome = world({0: 1.2, _LOWERINGS[0]: 2.0}, crashing=frozenset([_LOWERINGS[0]])).search()
+    assert outcome.chosen.rules == (0, 1)
+    (refused,) = {trial.refused for trial in outcome.trials if trial.refused is not None}
+    assert "its process ended" in refused
+
+
+def test_without_time_only_what_is_configured_is_compared_with_the_plain_export(world: Callable[..., World]) -> None:
+    outcome = world({0: 0.5, 1: 1.0}).search(budget=0)
+    assert {trial.change for trial in outcome.trials} == {"plain export", "as configured"}
+    assert outcome.chosen.change == "plain export"
+    assert "without rule-0" in outcome.untried
+
+
+def test_a_second_search_starts_from_what_the_first_one_chose(world: Callable[..., World]) -> None:
+    speed = {0: 0.8, 1: 1.1, **dict.fromkeys(_LOWERINGS, 1.2)}
+    first = world(speed).search()
+    second = world(speed).search([first.chosen, *first.trials])
+    assert second.chosen.change == first.chosen.change
+    fresh = {trial.change for trial in second.trials if not trial.earlier}
+    assert fresh == {"plain export", "as configured", first.chosen.change}
+    assert {trial.change for trial in second.trials} == {trial.change for trial in first.trials}
+
+
+def test_a_configured_lowering_that_slows_is_taken_out(world: Callable[..., World]) -> None:
+    outcome = world({_LOWERINGS[0]: 0.7}).search(configured=[_LOWERINGS[0]])
+    assert outcome.chosen.change == f"without {_LOWERINGS[0]}"
+
+
+def test_rules_without_work_are_not_tried_without(world: Callable[..., World]) -> None:
+    outcome = world({}, rules=3, unused=frozenset([1])).search()
+    changes = {trial.change for trial in outcome.trials}
+    assert "without rule-1" not in changes
+    assert {"without rule-0", "without rule-2"} <= changes
+
+
+_SPEEDS = st.sampled_from([0.7, 0.9, 1.0, 1.1, 1.4])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    speeds=st.lists(_SPEEDS, min_size=2, max_size=5),
+    lowered=st.lists(_SPEEDS, min_size=len(_LOWERINGS), max_size=len(_LOWERINGS)),
+    broken=st.sets(st.integers(0, 4), max_size=2),
+    noise=st.sampled_from([0.0, 0.01, 0.03]),
+)
+def test_what_is_chosen_is_never_much_slower_than_the_plain_export_nor_than_what_is_configured(
+    tmp_path: Path, speeds: list[float], lowered: list[float], broken: set[int], noise: float
+) -> None:
+    speed: dict[Ingredient, float] = {**dict(enumerate(speeds)), **dict(zip(_LOWERINGS, lowered, strict=True))}
+    world = World(tmp_path, speed, rules=len(speeds), broken=frozenset(broken), noise=noise)
+    chosen = world.search().chosen
+    factor = math.prod(speed[one] for one in (*chosen.rules, *chosen.lowerings))
+    passing = math.prod(s for i, s in enumerate(speeds) if i not in broken)
+    assert not broken & set(chosen.rules)
+    assert factor >= max(1.0, passing) * (1 - 2 * noise) - 1e-9
