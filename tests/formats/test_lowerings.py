@@ -106,7 +106,7 @@ def agree(path: Path, other: Path, file_format: str, made: files.Prepared, given
                 torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("model", ["bert", "resnet", "mlp", "llama", "t5", "masked"])
+@pytest.mark.parametrize("model", ["bert", "resnet", "mlp", "llama", "masked"])
 @pytest.mark.parametrize(("name", "file_format"), EACH)
 def test_every_lowering_gives_a_file_that_opens_and_agrees_at_any_size(
     name: str, file_format: str, model: str, tmp_path: Path
@@ -135,7 +135,7 @@ def test_a_file_written_twice_is_the_same_and_tells_nothing_of_the_machine(
 ) -> None:
     first, second = (save(prepared("bert"), file_format, tmp_path / part / "model", (name,)) for part in "ab")
     assert first.read_bytes() == second.read_bytes()
-    assert all(told not in first.read_bytes() for told in (b"site-packages", b"onnxscript", bytes(tmp_path)))
+    assert all(told not in first.read_bytes() for told in (b"site-packages", str(tmp_path).encode()))
 
 
 @pytest.mark.parametrize("name", ["sum-residuals", "gemm", "onednn-linear"])
@@ -222,16 +222,21 @@ def test_a_linear_layer_on_three_dimensions_becomes_a_gemm(dynamic: Mapping[int,
     assert (counts["Gemm"], counts["Reshape"], counts["MatMul"], counts["Add"]) == (1, 2, 0, 0)
 
 
-def test_products_that_are_no_linear_layers_stay_what_they_are(tmp_path: Path) -> None:
-    made = program(
-        lambda m, x: (m.a(x) + (m.a(x) + x) + x @ x.mT @ x + x @ x[0].mT @ m.w + m.w[0], m.b(x[:, 0])),
-        a=nn.Linear(4, 4, bias=False),
-        b=nn.Linear(4, 2),
-        w=nn.Parameter(torch.randn(5, 4)),
-    )  # no bias, a residual, two activations, a bias of another product; two dimensions are a Gemm already
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.a(x).sin(),
+        lambda m, x: m.a(x) + x,
+        lambda m, x: (x @ x.mT).sum(-1, keepdim=True) + m.w,
+        lambda m, x: m.a(x) + m.w[0, 0],
+        lambda m, x: m.b(x[:, 0]),
+    ],
+    ids=["no bias", "residual", "no weight", "bias of another shape", "two dimensions"],
+)
+def test_products_that_are_no_linear_layers_stay_what_they_are(body: Any, tmp_path: Path) -> None:
+    made = program(body, a=nn.Linear(4, 4, bias=False), b=nn.Linear(4, 2), w=nn.Parameter(torch.randn(1, 4)))
     plain, lowered = in_onnx(made, "gemm", tmp_path)
-    assert lowered["MatMul"] >= plain["MatMul"] - 1
-    assert lowered["Gemm"] <= plain["Gemm"] + 1
+    assert lowered == plain
 
 
 def test_transformers_fuses_what_onnx_runtime_has_operators_for(tmp_path: Path) -> None:
@@ -239,6 +244,13 @@ def test_transformers_fuses_what_onnx_runtime_has_operators_for(tmp_path: Path) 
     assert operators(path)["SkipLayerNormalization"] > 0
     path = save(prepared("bert"), "onnx", tmp_path / "model.onnx", ("transformers-fusions", "sum-residuals"))
     assert operators(path)["SkipLayerNormalization"] == 0
+
+
+def test_fusions_that_would_leave_the_standard_are_not_made(tmp_path: Path) -> None:
+    """The runtime's SimplifiedLayerNormalization bears the standard's domain, which onnx.checker refuses."""
+    made = program(lambda m, x: m.n(x) + m.n(x.sin()), n=nn.RMSNorm(4, eps=1e-6))
+    plain, lowered = in_onnx(made, "transformers-fusions", tmp_path)
+    assert lowered == plain
 
 
 def test_a_number_that_the_fusions_would_take_for_zero_keeps_them_away(tmp_path: Path) -> None:
@@ -298,10 +310,14 @@ def test_what_is_changed_in_place_between_a_layer_and_its_gelu_is_read_before(tm
 @onednn
 def test_inputs_of_one_dimension_and_of_any_strides_are_taken(tmp_path: Path) -> None:
     body = lambda m, x: (m.a(x[0, 0]), m.a(x.transpose(0, 1)), m.a(x[:, ::2]), m.a(x[:1, :1].expand(3, 5, 4)))  # noqa: E731
-    made = files.prepare(randomise(Program(body, a=nn.Linear(4, 6))), {"x": X}, {"x": {**AXES, 0: Dim("batch", 1, 16)}})
+    made = files.prepare(
+        randomise(Program(body, a=nn.Linear(4, 6))),
+        {"x": X},
+        {"x": {0: Dim("batch", 1, 16), 1: Dim("sequence", 3, 40)}},
+    )
     plain, lowered = (save(made, "pt2", tmp_path / part / "model", names) for part, names in
                       (("plain", ()), ("lowered", ("onednn-linear",))))  # fmt: skip
-    agree(lowered, plain, "pt2", made, [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33))])
+    agree(lowered, plain, "pt2", made, [{"x": torch.randn(*size, 4)} for size in ((1, 3), (7, 33))])
     assert len(torch.export.load(lowered).graph.find_nodes(op="call_function", target=LINEAR)) == 4
 
 
@@ -327,7 +343,7 @@ class Striding(nn.Module):
         lambda: Program(lambda m, x: nn.functional.linear(x, m.w), w=nn.Parameter(torch.randn(4))),
         lambda: Program(lambda m, x: nn.functional.linear(x, m.w, x[0, 0, 0]), w=nn.Parameter(torch.randn(6, 4))),
         lambda: Program(lambda m, x: m.a(x.double()), a=nn.Linear(4, 2).double()),
-        lambda: Program(lambda m, x: m.a(x[..., :0]), a=nn.Linear(0, 2)),
+        lambda: Program(lambda m, x: nn.functional.linear(x[..., :0], m.w), w=nn.Parameter(torch.empty(2, 0))),
     ],
     ids=["strided bias", "activation", "computed", "vector", "bias computed", "float64", "no features"],
 )
