@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ AXES = {0: Dim("batch", 0, 16), 1: Dim("sequence", 2, 40)}
 X = torch.linspace(-2, 2, 60).reshape(3, 5, 4)
 EACH = [(lowering.name, file_format) for lowering in lowerings.LOWERINGS for file_format in lowering.formats]
 LINEAR = torch.ops.mkldnn._linear_pointwise.default
+
+_PLACE = tempfile.TemporaryDirectory(prefix="optexport-lowerings-")
 
 onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
 
@@ -92,6 +95,11 @@ def save(made: files.Prepared, file_format: str, path: Path, names: Sequence[str
     return path
 
 
+@functools.cache
+def plain_file(model: str, file_format: str) -> Path:
+    return save(prepared(model), file_format, Path(_PLACE.name) / f"{model}.{file_format}")
+
+
 def agree(path: Path, other: Path, file_format: str, made: files.Prepared, given: Sequence[Any]) -> None:
     """Asserts that two files compute the same, to a few units in the last place of the largest number."""
     names = made.signature.output_names
@@ -111,10 +119,8 @@ def agree(path: Path, other: Path, file_format: str, made: files.Prepared, given
 def test_every_lowering_gives_a_file_that_opens_and_agrees_at_any_size(
     name: str, file_format: str, model: str, tmp_path: Path
 ) -> None:
-    made = prepared(model)
-    plain, lowered = (save(made, file_format, tmp_path / part / "model", names) for part, names in
-                      (("plain", ()), ("lowered", (name,))))  # fmt: skip
-    agree(lowered, plain, file_format, made, batches(model))
+    lowered = save(prepared(model), file_format, tmp_path / "model", (name,))
+    agree(lowered, plain_file(model, file_format), file_format, prepared(model), batches(model))
 
 
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
@@ -122,10 +128,9 @@ def test_all_lowerings_of_a_format_together_agree_in_whatever_order_they_are_nam
     file_format: str, tmp_path: Path
 ) -> None:
     made, names = prepared("bert"), lowerings.of_format(file_format)
-    plain = save(made, file_format, tmp_path / "plain" / "model")
-    lowered, backwards = (save(made, file_format, tmp_path / part / "model", some) for part, some in
-                          (("lowered", names), ("backwards", names[::-1])))  # fmt: skip
-    agree(lowered, plain, file_format, made, batches("bert"))
+    lowered = save(made, file_format, tmp_path / "lowered" / "model", names)
+    backwards = save(made, file_format, tmp_path / "backwards" / "model", names[::-1])
+    agree(lowered, plain_file("bert", file_format), file_format, made, batches("bert"))
     assert lowered.read_bytes() == backwards.read_bytes()
 
 
@@ -133,7 +138,7 @@ def test_all_lowerings_of_a_format_together_agree_in_whatever_order_they_are_nam
 def test_a_file_written_twice_is_the_same_and_tells_nothing_of_the_machine(
     name: str, file_format: str, tmp_path: Path
 ) -> None:
-    first, second = (save(prepared("bert"), file_format, tmp_path / part / "model", (name,)) for part in "ab")
+    first, second = (save(prepared("masked"), file_format, tmp_path / part / "model", (name,)) for part in "ab")
     assert first.read_bytes() == second.read_bytes()
     assert all(told not in first.read_bytes() for told in (b"site-packages", str(tmp_path).encode()))
 
@@ -142,8 +147,7 @@ def test_a_file_written_twice_is_the_same_and_tells_nothing_of_the_machine(
 def test_a_graph_with_nothing_to_lower_gives_the_same_file(name: str, tmp_path: Path) -> None:
     made = files.prepare(Program(lambda m, x: x.sin() + x @ x.mT @ x), {"x": X}, {"x": AXES})
     for file_format in [file_format for other, file_format in EACH if other == name]:
-        plain, lowered = (save(made, file_format, tmp_path / part / "model", names) for part, names in
-                          (("plain", ()), ("lowered", (name,))))  # fmt: skip
+        plain, lowered = both(made, file_format, name, tmp_path)
         assert lowered.read_bytes() == plain.read_bytes()
 
 
@@ -159,6 +163,13 @@ def test_a_lowering_leaves_what_it_was_given_as_it_was(name: str, file_format: s
         assert torch.equal(made.program.state_dict[key], value)
 
 
+def both(made: files.Prepared, file_format: str, name: str, place: Path) -> tuple[Path, Path]:
+    """The file without a lowering, and with it."""
+    return save(made, file_format, place / "plain" / "model"), save(
+        made, file_format, place / "lowered" / "model", (name,)
+    )
+
+
 def operators(path: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(path).graph.node)
 
@@ -169,8 +180,7 @@ def program(body: Any, **children: Any) -> files.Prepared:
 
 def in_onnx(made: files.Prepared, name: str, place: Path) -> tuple[Counter[str], Counter[str]]:
     """The operators of a file without and with a lowering, after checking that they agree, for empty batches too."""
-    plain, lowered = (save(made, "onnx", place / part / "model.onnx", names) for part, names in
-                      (("plain", ()), ("lowered", (name,))))  # fmt: skip
+    plain, lowered = both(made, "onnx", name, place)
     agree(lowered, plain, "onnx", made, [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33), (0, 5))])
     assert [value.name for value in onnx.load(lowered).graph.output] == made.signature.output_names
     assert [value.name for value in onnx.load(lowered).graph.input] == ["x"]
@@ -201,7 +211,7 @@ def test_onnx_runtime_makes_no_skip_layer_normalization_of_a_sum(tmp_path: Path)
 
     kept = {}
     for names in ((), ("sum-residuals",)):
-        path = save(prepared("bert"), "onnx", tmp_path / "model.onnx", names)
+        path = save(prepared("masked"), "onnx", tmp_path / "model.onnx", names)
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
         options.log_severity_level = 4
@@ -214,8 +224,7 @@ def test_onnx_runtime_makes_no_skip_layer_normalization_of_a_sum(tmp_path: Path)
 @pytest.mark.parametrize("dynamic", [AXES, {0: Dim("batch", 0, 16)}, {1: Dim("sequence", 2, 40)}])
 def test_a_linear_layer_on_three_dimensions_becomes_a_gemm(dynamic: Mapping[int, Dim], tmp_path: Path) -> None:
     made = files.prepare(randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 6))), {"x": X}, {"x": dict(dynamic)})
-    plain, lowered = (save(made, "onnx", tmp_path / part / "model.onnx", names) for part, names in
-                      (("plain", ()), ("lowered", ("gemm",))))  # fmt: skip
+    plain, lowered = both(made, "onnx", "gemm", tmp_path)
     sizes = itertools.product((0, 1, 7) if 0 in dynamic else (3,), (2, 33) if 1 in dynamic else (5,))
     agree(lowered, plain, "onnx", made, [{"x": torch.randn(*size, 4)} for size in sizes])
     counts = operators(lowered)
@@ -227,28 +236,36 @@ def test_a_linear_layer_on_three_dimensions_becomes_a_gemm(dynamic: Mapping[int,
     [
         lambda m, x: m.a(x).sin(),
         lambda m, x: m.a(x) + x,
-        lambda m, x: (x @ x.mT).sum(-1, keepdim=True) + m.w,
+        lambda m, x: x @ x.mT @ x + m.v,
         lambda m, x: m.a(x) + m.w[0, 0],
         lambda m, x: m.b(x[:, 0]),
     ],
     ids=["no bias", "residual", "no weight", "bias of another shape", "two dimensions"],
 )
 def test_products_that_are_no_linear_layers_stay_what_they_are(body: Any, tmp_path: Path) -> None:
-    made = program(body, a=nn.Linear(4, 4, bias=False), b=nn.Linear(4, 2), w=nn.Parameter(torch.randn(1, 4)))
+    made = program(
+        body,
+        a=nn.Linear(4, 4, bias=False),
+        b=nn.Linear(4, 2),
+        w=nn.Parameter(torch.randn(1, 4)),
+        v=nn.Parameter(torch.randn(4)),
+    )
     plain, lowered = in_onnx(made, "gemm", tmp_path)
     assert lowered == plain
 
 
 def test_transformers_fuses_what_onnx_runtime_has_operators_for(tmp_path: Path) -> None:
-    path = save(prepared("bert"), "onnx", tmp_path / "model.onnx", ("transformers-fusions",))
+    path = save(prepared("masked"), "onnx", tmp_path / "model.onnx", ("transformers-fusions",))
     assert operators(path)["SkipLayerNormalization"] > 0
-    path = save(prepared("bert"), "onnx", tmp_path / "model.onnx", ("transformers-fusions", "sum-residuals"))
+    path = save(prepared("masked"), "onnx", tmp_path / "model.onnx", ("transformers-fusions", "sum-residuals"))
     assert operators(path)["SkipLayerNormalization"] == 0
 
 
 def test_fusions_that_would_leave_the_standard_are_not_made(tmp_path: Path) -> None:
     """The runtime's SimplifiedLayerNormalization bears the standard's domain, which onnx.checker refuses."""
-    made = program(lambda m, x: m.n(x) + m.n(x.sin()), n=nn.RMSNorm(4, eps=1e-6))
+    made = program(
+        lambda m, x: m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), w=nn.Parameter(torch.randn(4))
+    )
     plain, lowered = in_onnx(made, "transformers-fusions", tmp_path)
     assert lowered == plain
 
@@ -263,8 +280,7 @@ def linears(made: files.Prepared, place: Path) -> tuple[list[Any], Any]:
     """What a lowered ``.pt2`` file calls, and what it computes; after checking that it and TorchScript agree."""
     given = [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33), (0, 5))]
     for file_format in ("pt2", "torchscript"):
-        plain, lowered = (save(made, file_format, place / part / "model", names) for part, names in
-                          (("plain", ()), ("lowered", ("onednn-linear",))))  # fmt: skip
+        plain, lowered = both(made, file_format, "onednn-linear", place)
         agree(lowered, plain, file_format, made, given)
         if file_format == "pt2":
             called = torch.export.load(lowered).graph.find_nodes(op="call_function", target=LINEAR)
@@ -309,14 +325,13 @@ def test_what_is_changed_in_place_between_a_layer_and_its_gelu_is_read_before(tm
 
 @onednn
 def test_inputs_of_one_dimension_and_of_any_strides_are_taken(tmp_path: Path) -> None:
-    body = lambda m, x: (m.a(x[0, 0]), m.a(x.transpose(0, 1)), m.a(x[:, ::2]), m.a(x[:1, :1].expand(3, 5, 4)))  # noqa: E731
-    made = files.prepare(
-        randomise(Program(body, a=nn.Linear(4, 6))),
-        {"x": X},
-        {"x": {0: Dim("batch", 1, 16), 1: Dim("sequence", 3, 40)}},
+    model = Program(
+        lambda m, x: (m.a(x[0, 0]), m.a(x.transpose(0, 1)), m.a(x[:, ::2]), m.a(x[:1, :1].expand(3, 5, 4))),
+        a=nn.Linear(4, 6),
     )
-    plain, lowered = (save(made, "pt2", tmp_path / part / "model", names) for part, names in
-                      (("plain", ()), ("lowered", ("onednn-linear",))))  # fmt: skip
+    axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 3, 40)}
+    made = files.prepare(randomise(model), {"x": X}, {"x": axes})
+    plain, lowered = both(made, "pt2", "onednn-linear", tmp_path)
     agree(lowered, plain, "pt2", made, [{"x": torch.randn(*size, 4)} for size in ((1, 3), (7, 33))])
     assert len(torch.export.load(lowered).graph.find_nodes(op="call_function", target=LINEAR)) == 4
 
@@ -349,8 +364,7 @@ class Striding(nn.Module):
 )
 def test_what_onednn_would_not_take_stays_a_linear_layer_of_torch(make: Any, tmp_path: Path) -> None:
     made = files.prepare(make().eval(), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
-    plain, lowered = (save(made, "pt2", tmp_path / part / "model", names) for part, names in
-                      (("plain", ()), ("lowered", ("onednn-linear",))))  # fmt: skip
+    plain, lowered = both(made, "pt2", "onednn-linear", tmp_path)
     agree(lowered, plain, "pt2", made, [{"x": torch.randn(size, 5, 4)} for size in (1, 7)])
     assert lowered.read_bytes() == plain.read_bytes()
 
