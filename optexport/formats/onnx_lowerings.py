@@ -56,15 +56,16 @@ def _gemm(model: onnx_ir.Model) -> onnx_ir.Model:
                 graph = add.graph
                 assert graph is not None
                 onnx_ir.convenience.replace_nodes_and_values(graph, add, [add], nodes, add.outputs, nodes[-1].outputs)
-                if not matmul.outputs[0].uses() and not matmul.outputs[0].is_graph_output():
-                    graph.remove(matmul, safe=True)
+                graph.remove(matmul, safe=True)
                 break
     return model
 
 
 def _gemm_nodes(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[onnx_ir.Node]:
     """What computes a product by a weight plus a bias by one Gemm; nothing where the product is no such."""
-    x, weight = matmul.inputs
+    (x, weight), product = matmul.inputs, matmul.outputs[0]
+    if len(product.uses()) > 1 or product.is_graph_output():
+        return []
     transpose = _producer(weight, "Transpose")  # a weight that several layers share
     if transpose is not None:
         if transpose.attributes.get_ints("perm", [1, 0]) != [1, 0]:
