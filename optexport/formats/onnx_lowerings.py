@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import onnx
 import onnx_ir
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
@@ -20,14 +21,14 @@ def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
     """Applies lowerings of the file, in the order of `optexport.lowerings.LOWERINGS` whatever that of the names.
 
     Args:
-        model: Changed in place; names of inputs and outputs stay.
+        model: It may be changed; names of inputs and outputs stay.
 
     Raises:
         ExportError: A package that does it fails.
     """
     for name, apply in _LOWERINGS.items():
         if name in names:
-            apply(model)
+            model = apply(model)
     return model
 
 
@@ -36,7 +37,7 @@ def opset(names: Sequence[str], asked: int | None) -> int | None:
     return ATTENTION_OPSET if asked is None and "attention" in names else asked
 
 
-def _sum_residuals(model: onnx_ir.Model) -> None:
+def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
     """``LayerNormalization(Add(x, y))`` becomes ``LayerNormalization(Sum(x, y))``, where neither is a constant.
 
     ONNX Runtime 1.31 makes SkipLayerNormalization of the former when it opens a file; its kernel for the CPU takes 4.8
@@ -46,9 +47,10 @@ def _sum_residuals(model: onnx_ir.Model) -> None:
         add = _producer(norm.inputs[0], "Add") if _is(norm, "LayerNormalization") else None
         if add is not None and not any(_constant_shape(operand) is not None for operand in add.inputs):
             add.op_type = "Sum"
+    return model
 
 
-def _gemm(model: onnx_ir.Model) -> None:
+def _gemm(model: onnx_ir.Model) -> onnx_ir.Model:
     """``Add(MatMul(x, W), b)`` becomes Reshape, Gemm and Reshape, where x has three dimensions or more."""
     for add in list(model.graph.all_nodes()):
         if not _is(add, "Add"):
@@ -60,14 +62,16 @@ def _gemm(model: onnx_ir.Model) -> None:
                 graph = add.graph
                 assert graph is not None
                 onnx_ir.convenience.replace_nodes_and_values(graph, add, [add], nodes, add.outputs, nodes[-1].outputs)
-                if not matmul.outputs[0].uses() and not matmul.outputs[0].is_graph_output():
-                    graph.remove(matmul, safe=True)
+                graph.remove(matmul, safe=True)
                 break
+    return model
 
 
 def _gemm_nodes(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[onnx_ir.Node]:
     """What computes a product by a weight plus a bias by one Gemm; nothing where the product is no such."""
-    x, weight = matmul.inputs
+    (x, weight), product = matmul.inputs, matmul.outputs[0]
+    if len(product.uses()) > 1 or product.is_graph_output():
+        return []
     transpose = _producer(weight, "Transpose")  # a weight that several layers share
     if transpose is not None:
         if transpose.attributes.get_ints("perm", [1, 0]) != [1, 0]:
@@ -95,22 +99,27 @@ def _gemm_nodes(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[on
     return list(tape.nodes)
 
 
-def _fuse_as_transformers(model: onnx_ir.Model) -> None:
+def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
     """Fuses operators into ONNX Runtime's own for its CPU provider.
 
-    A file with a constant that onnxscript's patterns take for zero is left as it is.
+    Left as it is: a file with a number that onnxscript's patterns take for zero, and one that would call an operator
+    that the standard's domain lacks (SimplifiedLayerNormalization), which onnx.checker refuses.
     """
-    if any(_holds_tiny(value) for value in _constants(model)):
-        return
+    if any(_holds_tiny(tensor) for tensor in _constants(model)):
+        return model
+    fused = model.clone()
     try:
-        transformers_exporters.fuse_for_onnxruntime(model)
+        transformers_exporters.fuse_for_onnxruntime(fused)
     except Exception as error:  # rewriting raises whatever it meets
         raise ExportError(
             f"transformers could not fuse the file's operators: {first_line(error)}",
             place="lowering transformers-fusions",
             mend="Leave it out.",
         ) from error
-    ClearMetadataAndDocStringPass()(model)  # it writes down which of its functions made a node
+    if any(node.domain == "" and not onnx.defs.has(node.op_type) for node in fused.graph.all_nodes()):
+        return model
+    ClearMetadataAndDocStringPass()(fused)  # it writes down which of its functions made a node
+    return fused
 
 
 def _constants(model: onnx_ir.Model) -> list[onnx_ir.TensorProtocol]:
@@ -138,7 +147,7 @@ def _constant_shape(value: onnx_ir.Value | None) -> tuple[int, ...] | None:
     return None if value is None or value.const_value is None else tuple(value.const_value.shape.numpy())
 
 
-_LOWERINGS: Mapping[str, Callable[[onnx_ir.Model], None]] = {
+_LOWERINGS: Mapping[str, Callable[[onnx_ir.Model], onnx_ir.Model]] = {
     "sum-residuals": _sum_residuals,
     "gemm": _gemm,
     "transformers-fusions": _fuse_as_transformers,
