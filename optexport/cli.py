@@ -152,32 +152,24 @@ def init(source: str, output: Path, force: bool) -> None:
 @json_option
 def transformations(as_json: bool) -> None:
     """List the built-in rules, and those of installed packages."""
-    from optexport.registry import RULES, installed
+    from optexport import listing
 
     if as_json:
-        rows = {
-            name: {
-                "summary": info.summary,
-                "reversible": info.reversible,
-                "preserves_computation": info.preserves_computation,
-                "in_preset": info.in_preset,
-                "options": {key: {"default": o.default, "summary": o.summary} for key, o in info.options.items()},
-            }
-            for name, info in RULES.items()
-        } | {name: {"plugin": location} for name, location in installed().items()}
-        print_json(rows)
-        return
-    width = max(map(len, [*RULES, *installed()]))
-    for name, info in RULES.items():
-        traits = [
-            "reversible" if info.reversible else "not reversible",
-            "preserving" if info.preserves_computation else "not preserving",
-            *(["preset"] if info.in_preset else []),
-            *(f"{key} = {json.dumps(option.default)}" for key, option in info.options.items()),
-        ]
-        click.echo(f"{name:{width}}  {info.summary} ({', '.join(traits)})")
-    for name, location in installed().items():
-        click.echo(f"{name:{width}}  plugin ({location})")
+        print_json(listing.rules())
+    else:
+        click.echo(listing.rules_as_text())
+
+
+@cli.command()
+@json_option
+def lowerings(as_json: bool) -> None:
+    """List the ways in which files can be written."""
+    from optexport import listing
+
+    if as_json:
+        print_json(listing.lowerings())
+    else:
+        click.echo(listing.lowerings_as_text())
 
 
 @cli.command("new-rule")

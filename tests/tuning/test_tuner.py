@@ -1,0 +1,188 @@
+"""Tuning as a run does it: files are made, proven and measured, and what was chosen is what is shipped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from optexport import bundle
+from optexport.bench.artifact import Artifact
+from optexport.bench.comparison import Comparison
+from optexport.bench.gates import check_never_slower
+from optexport.bench.measuring import Duel, Report
+from optexport.bench.race import Settings
+from optexport.bench.workload import Workload
+from optexport.cli import cli
+from optexport.config import load_config
+from optexport.errors import ConfigError, GateError
+from optexport.manifest import ParityRecord
+from optexport.pipeline import Result, run
+from tests.exports import INPUTS
+
+_RULES = """
+import operator
+
+from optexport.transformations import Transformation
+
+
+class _After(Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        norm = next(n for n in graph_module.graph.nodes if n.op == "call_module" and "norm" in n.target)
+        users, value = list(norm.users), norm
+        for function, number in self.steps:
+            with graph_module.graph.inserting_after(value):
+                value = graph_module.graph.call_function(function, (value, number))
+        for user in users:
+            user.replace_input_with(norm, value)
+        return graph_module
+
+
+class Slows(_After):
+    steps = [(operator.mul, 1.0)] * 300
+
+
+class Breaks(_After):
+    steps = [(operator.add, 0.5)]
+"""
+
+_CONFIG = f"""
+[model]
+source = "python:tests.exports:block"
+{INPUTS}
+[[transformations]]
+use = "python:rules_of_mine:Slows"
+[[transformations]]
+use = "python:rules_of_mine:Breaks"
+[export]
+formats = ["torchscript"]
+[tune]
+budget = "20s"
+[tracking]
+enabled = false
+"""
+
+
+# What is tried where the configured rules do not pass together.
+_ONE_BY_ONE = ("without python:rules_of_mine:Slows", "without python:rules_of_mine:Breaks")
+
+
+def _write(folder: Path, text: str = _CONFIG) -> Path:
+    (folder / "rules_of_mine.py").write_text(_RULES, encoding="utf-8")
+    path = folder / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tuner")
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> Result:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPTEXPORT_CACHE", str(folder / "cache"))
+        return run(_write(folder))
+
+
+def test_a_rule_that_only_slows_is_dropped_and_one_that_breaks_is_refused(result: Result) -> None:
+    (outcome,) = result.tuned
+    assert outcome.chosen.rules == ()
+    assert result.manifest.transformations == []
+    refused = {trial.change: trial.refused or "" for trial in outcome.trials}
+    assert refused["as configured"].startswith("not the same at transformed graph: hidden at traced")
+    slowed = next(trial for trial in outcome.trials if trial.change == "without python:rules_of_mine:Breaks")
+    assert slowed.refused is None
+
+
+def test_what_was_tried_is_in_the_measurements_and_what_was_chosen_in_the_manifest(result: Result) -> None:
+    (tuned,) = json.loads((result.output / "measurements.json").read_text())["tune"]
+    assert tuned["chosen"]["rules"] == []
+    assert {trial["change"] for trial in tuned["trials"]} >= {"plain export", "as configured"}
+    manifest = bundle.read_manifest(result.output)
+    assert manifest.config["transformations"] == []
+    assert "tune" not in manifest.config
+    (artifact,) = manifest.artifacts
+    assert artifact.lowerings == list(tuned["chosen"]["lowerings"])
+
+
+def test_a_config_of_what_was_chosen_gives_the_same_file_without_a_search(result: Result, tmp_path: Path) -> None:
+    lowered = json.dumps(result.manifest.artifacts[0].lowerings)
+    head, _, _ = _CONFIG.partition("[[transformations]]")
+    text = f"""transformations = []
+{head}
+[export]
+formats = ["torchscript"]
+[export.lowerings]
+torchscript = {lowered}
+[tracking]
+enabled = false
+"""
+    again = run(_write(tmp_path, text))
+    assert again.files["torchscript"].read_bytes() == result.files["torchscript"].read_bytes()
+
+
+def test_a_second_run_starts_from_what_the_first_one_found(
+    result: Result, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(folder / "cache"))
+    (first,), (second,) = result.tuned, run(folder / "config.toml").tuned
+    assert second.chosen.change == first.chosen.change
+    assert {trial.change for trial in second.trials} == {trial.change for trial in first.trials}
+    assert all(
+        trial.earlier for trial in second.trials if "with " in trial.change and trial.change != first.chosen.change
+    )
+
+
+def test_the_switch_tunes_without_a_table_and_tells_what_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", "")
+    path = _write(tmp_path, _CONFIG.replace('[tune]\nbudget = "20s"\n', ""))
+    answer = CliRunner().invoke(cli, ["run", "--tune", str(path)])
+    assert answer.exit_code == 0, answer.output
+    assert "Tuned" in answer.output
+    assert "refused: not the same at transformed graph" in answer.output
+    assert "torchscript: " in answer.output
+
+
+@pytest.mark.parametrize(
+    ("budget", "told"), [('"soon"', '"soon" is no time'), ('"0s"', '"0s" is no time'), ("5", "tune")]
+)
+def test_a_budget_that_is_no_time_is_refused(tmp_path: Path, budget: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(_write(tmp_path, _CONFIG.replace('"20s"', budget)))
+
+
+_PROOF = ParityRecord(
+    cases=[], bounds={}, ways=[], fallback=None, unguided=[], left_out=[], gates=[], places=[]
+)  # fmt: skip
+
+
+def _duel(verdict: Any) -> Duel:
+    files = [Artifact(name, Path(name), "onnx", 1) for name in ("onnx", "plain onnx")]
+    return Duel(files[0], files[1], Workload({"batch": 1}, 1, Path()), Comparison(0.9, 0.85, 0.95, verdict))
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "fails"),
+    [
+        ("faster", "slower", False),
+        ("cannot tell", "slower", False),
+        ("slower", "cannot tell", False),
+        ("slower", "slower", True),
+    ],
+)
+def test_what_is_slower_than_the_plain_export_twice_fails_with_exit_code_6(first: str, again: str, fails: bool) -> None:
+    report = Report(Settings(), (), (_duel(first),))
+    expected = pytest.raises(GateError, match=r"onnx is 0.9 \(0.85 to 0.95\) times as fast")
+    with expected if fails else contextlib.nullcontext() as raised:
+        check_never_slower(report, lambda _: _duel(again), _PROOF)
+    assert not fails or raised.value.exit_code == 6
