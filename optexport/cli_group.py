@@ -63,6 +63,15 @@ class Command(click.Command):
         super().__init__(*arguments, **options)
         debug_option(self)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError:  # of an option that click does not know it tells before it reads any
+            for flag, key in (("--json", _AS_JSON), ("--debug", _DEBUG)):
+                ctx.meta[key] = ctx.meta.get(key, False) or flag in given
+            raise
+
 
 class Group(click.Group):
     """Turns errors into one message and their exit code; a traceback only with ``--debug``."""

@@ -329,7 +329,7 @@ def _check_files(config: Config, path: Path) -> None:
             raise ConfigError(f"the package {package} has no {inner}", place=place, mend=f"Look in {location}.")
     if kind is SourceKind.PYTHON:
         module, _, name = rest.partition(":")
-        if not module or not name:
+        if not module or not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
         _check_module(rest, folder, place)
     if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
@@ -338,6 +338,10 @@ def _check_files(config: Config, path: Path) -> None:
         raise ConfigError(f"there is no file {source}", place=place)
     if kind is SourceKind.FOLDER and not _is_dir(folder, source):
         raise ConfigError(f"there is no folder {source}", place=place)
+    if kind is SourceKind.FOLDER and not _is_file(folder, f"{source}/config.json"):
+        raise ConfigError(
+            "it holds no model of transformers", place=place, mend="Name the folder in which config.json is."
+        )
     if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
         raise ConfigError(
             f'"{source}" is no folder here, and no hub id either',

@@ -115,6 +115,10 @@ def check_measuring(
     """
     for key in ("max_size_mb", "max_latency_ms", "min_speedup"):
         bar: BarConfig | None = getattr(gate, key)
+        if bar is not None and not any(bar.of(name) for name in _FORMATS):
+            raise ConfigError(
+                "it demands nothing", place=f"{place}: gate.{key}", mend="Write a number, or leave it out."
+            )
         for own in _FORMATS if bar is not None else ():
             if getattr(bar, own) is not None and own not in formats:
                 raise ConfigError(

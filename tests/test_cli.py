@@ -68,6 +68,7 @@ def test_a_traceback_may_be_asked_for_before_and_after_the_command(arguments: tu
         (["run"], "Missing argument 'CONFIG'"),
         (["verify", "nowhere"], "nowhere: there is no such folder"),
         (["bench", "nowhere.onnx"], "'nowhere.onnx' does not exist"),
+        (["run", "--unknown"], "No such option '--unknown'"),
         (["bench", "a.onnx", "--output", "nowhere/x.json"], "there is no folder nowhere"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,

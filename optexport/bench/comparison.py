@@ -31,6 +31,7 @@ class Comparison:
         speedup: The baseline's time over the candidate's: above 1 the candidate is faster.
         low: The lower end of the 95 % interval of ``speedup``.
         high: Its upper end.
+        rounds: Those that it is drawn from.
         more_rounds: How many more rounds would probably decide, where they have not and a sensible number would.
     """
 
@@ -39,12 +40,15 @@ class Comparison:
     high: float
     verdict: Verdict
     more_rounds: int | None = None
+    rounds: int = LEAST_ROUNDS
 
     @property
     def told(self) -> str:
         """The verdict as a sentence's part."""
         if self.verdict != "cannot tell":
             return self.verdict
+        if self.rounds < LEAST_ROUNDS:
+            return f"cannot tell from fewer than {LEAST_ROUNDS} rounds"
         if self.more_rounds is not None:
             return f"cannot tell; about {self.more_rounds} more rounds would"
         apart = max(1 / self.low, self.high) - 1
@@ -73,7 +77,7 @@ def compare(baseline: npt.ArrayLike, candidate: npt.ArrayLike) -> Comparison:
         verdict, more = "cannot tell", LEAST_ROUNDS - logs.size
     elif verdict == "cannot tell":
         more = _more_rounds(median, low, high, logs.size)
-    return Comparison(math.exp(median), math.exp(low), math.exp(high), verdict, more)
+    return Comparison(math.exp(median), math.exp(low), math.exp(high), verdict, more, logs.size)
 
 
 def interval(logs: npt.NDArray[np.float64]) -> tuple[float, float]:

@@ -62,7 +62,7 @@ def from_signature(
 
     from optexport.proof.cases import resize
 
-    found = []
+    found: list[Workload] = []
     given = signature.sizes(batch)
     for index, asked in enumerate(shapes or [{}]):
         _check_names(asked, list(given), f"{place}[{index}]")
@@ -73,6 +73,7 @@ def from_signature(
                     f"{name} may be {dim.min} to {dim.max or 'any'}, not {size}", place=f"{place}[{index}]"
                 )
         sizes = {**given, **asked}
+        _check_new(sizes, found, f"{place}[{index}]")
         resized = resize(batch, signature, sizes)
         file = folder / f"{index}.safetensors"
         save_file({name: tensor.detach().contiguous().clone() for name, tensor in resized.items()}, file)
@@ -106,7 +107,12 @@ def from_bundle(
                 shape = f"[{', '.join(map(str, spec.shape))}]"
                 raise ConfigError(f"the bundle takes {spec.name} {shape}, which it lacks", place=f"--inputs {given}")
         batch = {spec.name: others[spec.name] for spec in specs}
-    return from_signature(batch, Signature(specs, (), dims), shapes, folder, "--shape")
+    signature = Signature(specs, (), dims)
+    for name, size in signature.sizes(batch).items():
+        dim = dims[name]
+        if size < dim.min or (dim.max is not None and size > dim.max):
+            raise ConfigError(f"{name} may be {dim.min} to {dim.max or 'any'}, not {size}", place=f"--inputs {given}")
+    return from_signature(batch, signature, shapes, folder, "--shape")
 
 
 def from_file(given: Path, shapes: Sequence[Sizes]) -> list[Workload]:
@@ -143,10 +149,11 @@ def from_onnx(artifact: Artifact, shapes: Sequence[Sizes], folder: Path) -> tupl
     specs = _onnx_inputs(artifact)
     names = {size: axis for _, shape in specs.values() for axis, size in enumerate(shape) if isinstance(size, str)}
     defaults = {name: _FIRST_AXIS if axis == 0 else _OTHER_AXES for name, axis in names.items()}
-    found = []
+    found: list[Workload] = []
     for index, asked in enumerate(shapes or [{}]):
         _check_names(asked, list(names), f"--shape[{index}]")
         sizes = {**defaults, **asked}
+        _check_new(sizes, found, f"--shape[{index}]")
         generator = np.random.default_rng(0)
         arrays = {}
         for name, (dtype, shape) in specs.items():
@@ -206,6 +213,11 @@ def _check_names(asked: Sizes, known: Sequence[str], place: str) -> None:
     for name in asked:
         if name not in known:
             raise ConfigError(f"no input has a dimension {name}", place=place, mend=did_you_mean(name, known))
+
+
+def _check_new(sizes: Sizes, found: Sequence[Workload], place: str) -> None:
+    if any(workload.sizes == sizes for workload in found):
+        raise ConfigError("these sizes are asked for twice", place=place, mend="Leave one out.")
 
 
 def _rows(sizes: Sizes, shapes: Mapping[str, Sequence[int]]) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
 from optexport.bench import race as racing
@@ -327,3 +328,41 @@ def test_measuring_leaves_torch_as_it_was(tmp_path: Path) -> None:
     before = torch.get_num_threads(), torch.is_grad_enabled()
     document(exports.exported().output, "--threads", "2", "--format", "torchscript")
     assert (torch.get_num_threads(), torch.is_grad_enabled()) == before
+
+
+def test_the_weights_of_inner_graphs_are_counted_too(tmp_path: Path) -> None:
+    weight = numpy_helper.from_array(np.ones((64, 64), "float32"), "inner")
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="inner.data")
+    weight.ClearField("raw_data")
+    (tmp_path / "inner.data").write_bytes(bytes(4 * 64 * 64))
+    flag, out = helper.make_tensor_value_info("flag", TensorProto.BOOL, []), [64, 64]
+    branches = {
+        name: helper.make_graph(
+            [helper.make_node("Identity", ["inner"], [name])],
+            name,
+            [],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, out)],
+            [weight],
+        )
+        for name in ("then_branch", "else_branch")
+    }
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, out)
+    graph = helper.make_graph([helper.make_node("If", ["flag"], ["y"], **branches)], "choice", [flag], [result])
+    path = tmp_path / "model.onnx"
+    path.write_bytes(helper.make_model(graph).SerializeToString())
+    (artifact,) = open_target(path).artifacts
+    assert artifact.size == path.stat().st_size + 4 * 64 * 64
+
+
+def test_sizes_that_are_asked_for_twice_are_refused(tmp_path: Path) -> None:
+    path = chain(tmp_path / "a.onnx", 2)
+    told = message(call(path, "--shape", "batch=1,length=2", "--shape", "length=2,batch=1", *BRIEF), 2)
+    assert "--shape[1]: these sizes are asked for twice" in told
+
+
+def test_inputs_of_sizes_that_a_bundle_does_not_take_are_refused(tmp_path: Path) -> None:
+    tensors = {"x": np.ones((2, 65, 8), "float32"), "mask": np.ones((2, 65), "int64")}
+    save_file(tensors, tmp_path / "in.safetensors")
+    told = message(call(exports.exported().output, "--inputs", tmp_path / "in.safetensors", *BRIEF), 2)
+    assert "sequence may be 2 to 64, not 65" in told
