@@ -14,6 +14,8 @@ from rich.table import Table
 from optexport.bench.comparison import Comparison
 from optexport.config import Format
 
+AS_CONFIGURED = "as configured"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -84,7 +86,8 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
         for trial in outcome.trials:
             c = trial.comparison
             figures = "" if c is None else f"{c.speedup:.3g} ({c.low:.3g} to {c.high:.3g})"
-            verdict = f"refused: {trial.refused}" if trial.refused is not None else "" if c is None else c.told
+            told = "" if trial.change == AS_CONFIGURED else "not measured" if c is None else c.told
+            verdict = told if trial.refused is None else f"refused: {trial.refused}"
             if trial.change == outcome.chosen.change:
                 verdict = f"{verdict}; chosen" if verdict else "chosen"
             table.add_row(outcome.format, escape(trial.change), figures, escape(verdict))

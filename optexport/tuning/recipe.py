@@ -8,6 +8,7 @@ from optexport.config import Format
 from optexport.job import Job
 from optexport.lowerings import LOWERINGS
 from optexport.transform import NamedRule
+from optexport.tuning.outcome import AS_CONFIGURED
 
 # The position of a rule among the run's, or the name of a lowering.
 Ingredient = int | str
@@ -40,4 +41,4 @@ def change_in_words(start: Recipe, recipe: Recipe, rules: Sequence[NamedRule]) -
     without = [rules[i].name for i in rules_in(start - recipe)] + lowerings_in(start - recipe)
     added = [rules[i].name for i in rules_in(recipe - start)] + lowerings_in(recipe - start)
     said = [f"without {name}" for name in without] + [f"with {name}" for name in added]
-    return ", ".join(said) or "as configured"
+    return ", ".join(said) or AS_CONFIGURED

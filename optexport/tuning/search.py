@@ -8,7 +8,6 @@ many by the times that made it look so would pick noise.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -51,7 +50,8 @@ class Search:
         self.configured = self.start = configured(job, file_format)
         kept = [i for i, rule in enumerate(job.rules) if isinstance(rule.transformation, KeepOutputs)]
         self.plain: Recipe = frozenset(kept)
-        self.made: dict[Recipe, Artifact] = {}
+        self.made: list[Recipe] = []
+        self.artifacts: dict[Recipe, Artifact] = {}
         self.refused: dict[Recipe, str] = {}
         self.untried: list[Recipe] = []
         self._contents: dict[str, str] = {}
@@ -108,12 +108,15 @@ class Search:
         try:
             artifact = self.workshop.make(self.format, recipe, self._told(recipe))
             if artifact.fixed and not all(workload.traced for workload in self.contest.workloads):
+                self.workshop.discard(artifact)
                 raise Refused("it takes the traced shape only, and others are to be measured")
             content = content_of(artifact)
             if content in self._contents and recipe not in (self.configured, self.start):
+                self.workshop.discard(artifact)
                 raise Refused(f"it gives the same file as {self._contents[content]}")
             self._contents[content] = artifact.name
-            self.made[recipe] = artifact
+            self.made.append(recipe)
+            self.artifacts[recipe] = artifact
         except Refused as refusal:
             self.refused[recipe] = str(refusal)
 
@@ -121,22 +124,24 @@ class Search:
         """Halves the field from heat to heat; after the first the best changes are tried together too."""
         rounds = _FIRST_ROUNDS
         field = self._candidates(self.made)
-        while len(field) > _FINALISTS and time.monotonic() + self._cost(field, rounds) < self.end:
+        while len(field) > _FINALISTS and self._time_for(field, rounds):
             field = self._heat(field, rounds)
             together = self._together(field) if rounds == _FIRST_ROUNDS else []
-            field = self._fastest(field)[: max(_FINALISTS, len(field) // 2)] + together
+            field = self._kept(field, max(_FINALISTS, len(field) // 2)) + together
             rounds *= 2
-        self._heat(self._fastest(field)[:_FINALISTS], max(LEAST_ROUNDS, self.job.config.bench.rounds))
+        self._heat(self._kept(field, _FINALISTS), max(LEAST_ROUNDS, self.job.config.bench.rounds))
+        for recipe in list(self.artifacts):
+            self.workshop.discard(self.artifacts.pop(recipe))
 
     def _together(self, field: Sequence[Recipe]) -> list[Recipe]:
         """The best changes so far, two and more of them at once."""
         better = [recipe for recipe in self._fastest(field)[:_MOST_TOGETHER] if self._speedup(recipe) > 1]
         found = []
         for count in range(2, len(better) + 1):
-            recipe = functools.reduce(lambda made, one: made ^ self.start ^ one, better[:count], self.start)
-            self._try(recipe, until=self.end)
-            found += [recipe] if recipe in self.made and recipe not in field else []
-        return found
+            changes = frozenset[Ingredient]().union(*(self.start ^ one for one in better[:count]))
+            self._try(self.start ^ changes, until=self.end)
+            found.append(self.start ^ changes)
+        return [recipe for recipe in self._candidates(found) if recipe in self.artifacts and recipe not in field]
 
     def _choose(self) -> Recipe:
         """The fastest of the last heat if it is faster for sure, else the start; never what is slower than plain."""
@@ -167,12 +172,21 @@ class Search:
             field, key=lambda recipe: self._speedup(recipe) if self.contest.ran(recipe) else math.inf, reverse=True
         )
 
-    def _cost(self, field: Sequence[Recipe], rounds: int) -> float:
-        return self.contest.cost(len(field) + 2, rounds)
+    def _kept(self, field: Sequence[Recipe], most: int) -> list[Recipe]:
+        """The fastest; the files of the others go."""
+        ordered = self._fastest(field)
+        for recipe in ordered[most:]:
+            self.workshop.discard(self.artifacts.pop(recipe))
+        return ordered[:most]
+
+    def _time_for(self, field: Sequence[Recipe], rounds: int) -> bool:
+        """Whether a heat would end in time; the first is run in any case, since what it was made for is made."""
+        cost = self.contest.cost(len(field) + 2, rounds)
+        return self.contest.heats == 0 or time.monotonic() + cost < self.end
 
     def _heat(self, field: Sequence[Recipe], rounds: int) -> list[Recipe]:
         """Lets candidates race with the start and the plain export; those that cannot be run there are refused."""
-        running = {recipe: self.made[recipe] for recipe in (self.plain, self.start, *field) if recipe in self.made}
+        running = {one: self.artifacts[one] for one in (self.plain, self.start, *field) if one in self.artifacts}
         while True:
             try:
                 self.contest.heat(running, rounds)
@@ -182,7 +196,9 @@ class Search:
                 if not broken or broken[0] == self.start:
                     raise
                 self.refused[broken[0]] = f"it cannot be run in a process of its own: {error.cause}"
-                del running[broken[0]], self.made[broken[0]]
+                self.made.remove(broken[0])
+                self.workshop.discard(self.artifacts.pop(broken[0]))
+                del running[broken[0]]
 
     def _told(self, recipe: Recipe) -> str:
         plain = "plain export" if recipe == self.plain else ""

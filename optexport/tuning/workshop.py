@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +74,15 @@ class Workshop:
                 self._check(place, run, traced_shape_only=artifact.fixed)
             return replace(artifact, name=name)
 
-        return _refusing(build)
+        try:
+            return _refusing(build)
+        except Refused:
+            shutil.rmtree(folder)
+            raise
+
+    def discard(self, artifact: Artifact) -> None:
+        """Removes a file that is needed no more; of a large model there is no room for many."""
+        shutil.rmtree(artifact.path.parent)
 
     def _graph(self, recipe: Recipe) -> tuple[Writer, tuple[Applied, ...]]:
         chosen = tuple(rules_in(recipe))

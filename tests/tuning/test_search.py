@@ -55,6 +55,9 @@ class World:
         self.made[name] = recipe
         return Artifact(name, path, file_format, 1)
 
+    def discard(self, artifact: Artifact) -> None:
+        artifact.path.unlink()
+
     def race(self, artifacts: Sequence[Artifact], workload: Workload, given: Settings) -> list[Timing]:
         draw = random.Random(f"{workload.label} {sorted(a.name for a in artifacts)} {given.rounds}")
         launches = given.rounds // ROUNDS_PER_LAUNCH
@@ -162,7 +165,7 @@ def test_rules_without_work_are_not_tried_without(world: Callable[..., World]) -
 _SPEEDS = st.sampled_from([0.7, 0.9, 1.0, 1.1, 1.4])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     speeds=st.lists(_SPEEDS, min_size=2, max_size=5),
     lowered=st.lists(_SPEEDS, min_size=len(_LOWERINGS), max_size=len(_LOWERINGS)),

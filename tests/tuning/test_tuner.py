@@ -137,7 +137,7 @@ def test_a_second_run_starts_from_what_the_first_one_found(
     monkeypatch.setenv("OPTEXPORT_CACHE", str(folder / "cache"))
     (first,), (second,) = result.tuned, run(folder / "config.toml").tuned
     assert second.chosen.change == first.chosen.change
-    assert {trial.change for trial in second.trials} == {trial.change for trial in first.trials}
+    assert {trial.change for trial in second.trials} >= {trial.change for trial in first.trials}
     assert all(
         trial.earlier for trial in second.trials if "with " in trial.change and trial.change != first.chosen.change
     )
