@@ -54,17 +54,20 @@ def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], what: str, s
     assert len(got) == len(want), f"{what}: {len(got)} outputs instead of {len(want)}"
     for index, (one, other) in enumerate(zip(got, want, strict=True)):
         assert (one.dtype, one.shape) == (other.dtype, other.shape), f"{what}: output {index} is of another kind"
+        if other.is_complex():
+            one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
         if not other.is_floating_point():
             assert torch.equal(one, other), f"{what}: output {index} differs"
             continue
         finite = other.isfinite()
         assert torch.equal(one.isfinite(), finite), f"{what}: output {index} has another NaN or infinity"
         assert torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()), f"{what}: output {index} differs"
+        limits, roundings = torch.finfo(other.dtype), _ROUNDINGS[other.dtype]
         one, other = one[finite].double(), other[finite].double()
         if other.numel():
-            unit = torch.finfo(want[index].dtype).eps * max(scale or 0.0, other.abs().max().item())
+            unit = limits.eps * max(scale or 0.0, other.abs().max().item())
             distance = (one - other).abs().max().item()
-            limit = _ROUNDINGS[want[index].dtype] * unit + torch.finfo(want[index].dtype).tiny
+            limit = roundings * unit + limits.tiny
             ulps = distance / (unit or 1)
             assert distance <= limit, f"{what}: output {index} differs by {distance:.3g}, {ulps:.0f} ulp"
 

@@ -28,10 +28,11 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
     """x / c  ->  x * (1 / c), for a constant number c.
 
     Skips:   c is 0, infinite, NaN, a bool, or a parameter or buffer; 1 / c overflows or is subnormal; c is not a power
-             of two and `exact` is set, or the quotient reaches anything that is not known to take one rounding more
-             or less as it is, before it is summed with others: what cuts to whole numbers or compares, a cast to an
-             unknown dtype, memory of another tensor, a function of one's own; a division in place, with a rounding
-             mode, or into a given tensor.
+             of two, or x known to be complex, and `exact` is set, or the quotient reaches anything that is not known to
+             take one rounding more or less as it is, before it is summed with others: what cuts to whole numbers or
+             compares, a root, logarithm or power of what a rounding may make negative, a cast to an unknown dtype,
+             memory of another tensor, a function of one's own; a division in place, with a rounding mode, or into a
+             given tensor.
              A division of a size (``x.shape[0] / 49``) is none of its business: it must stay exact.
     Exact:   to the bit where c is a power of two and x is real; else to one more rounding.
     Inverse: exact; c itself is recorded.
@@ -63,11 +64,11 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
         limits = torch.finfo(torch.float32)
         if abs(divisor) > limits.max or not limits.tiny <= abs(1 / divisor) <= limits.max:
             return Skip(f"1 / {divisor} is not a normal float32")
-        if abs(math.frexp(divisor)[0]) != 0.5:
+        if reason := _why_rounded(node, divisor):
             if self.exact:
-                return Skip(f"{divisor} is not a power of two")
-            if cut := _where_cut(graph_module, node):
-                return Skip(f"{divisor} is not a power of two, and {cut.name} may cut the quotient to whole numbers")
+                return Skip(reason)
+            if reader := _where_cut(graph_module, node):
+                return Skip(f"{reason}, and {reader.name} is not known to take a quotient that is rounded otherwise")
         return Match((node,))
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -83,19 +84,48 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
         node.args = (node.args[0], record["divisor"])
 
 
-# One rounding more or less stays one here, or nearly, whether by a method, a function, an ATen operator or a layer, ...
-_SMOOTH = {
-    *("add", "sub", "rsub", "mul", "truediv", "div", "truedivide", "divide", "iadd", "isub", "imul", "itruediv"),
-    *("amax", "amin", "glu", "maxpool1d", "maxpool2d", "maxpool3d", "roll", "flip", "indexselect"),
-    *("neg", "abs", "square", "exp", "sin", "cos", "tanh", "sigmoid", "erf", "lerp", "addcmul", "dropout", "identity"),
-    *("relu", "relu6", "leakyrelu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "hardtanh", "clamp"),
-    *("hardsigmoid", "hardswish", "clampmin", "clampmax", "minimum", "maximum", "where", "maskedfill"),
-    *("batchnorm", "batchnorm1d", "batchnorm2d", "batchnorm3d", "float", "double", "half", "bfloat16"),
+def _why_rounded(node: Node, divisor: float) -> str | None:
+    """Why a product with the inverse may be rounded otherwise than the quotient; None if it is the same to the bit."""
+    if _is_complex(node):
+        return "complex numbers are multiplied otherwise than divided"
+    return None if abs(math.frexp(divisor)[0]) == 0.5 else f"{divisor} is not a power of two"
+
+
+def _is_complex(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+# These tell of one rounding more or less by as much, or nearly, whether they are methods, functions, ATen operators or
+# layers: they are continuous, and defined for every number. So no logarithm of q + 1 is here, nor arcsine of q, for
+# which a rounding may be all that lies between a number and NaN; and nothing that jumps.
+_CASTS = {"to", "type", "tocopy", "float", "double", "half", "bfloat16"}
+_MOVES = {
     *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "T", "mT", "movedim", "swapaxes"),
+    *("viewas", "reshapeas", "ravel", "moveaxis", "swapdims", "tile", "repeatinterleave", "gather", "pixelshuffle"),
     *("unsqueeze", "squeeze", "expand", "expandas", "repeat", "contiguous", "clone", "detach", "alias", "slice"),
     *("select", "getitem", "narrow", "chunk", "split", "unbind", "cat", "concat", "stack", "pad", "tril", "triu"),
+    *("roll", "flip", "indexselect", "dropout", "identity", "real", "imag", "conj", "viewasreal", "viewascomplex"),
 }
-_CASTS = {"to", "type", "tocopy"}
+# After these no rounding tells what has a sign, or is zero, from what has not, ...
+_KEEPS_SIGN = {
+    *("mul", "truediv", "div", "truedivide", "divide", "neg", "abs", "square", "relu", "sigmoid", "exp", "exp2"),
+    *("pow", "sqrt", "rsqrt", "reciprocal"),
+    *(_CASTS | _MOVES),
+}
+# ... so that these, of which zero is where they begin, or a pole, do not tell either.
+_FROM_ZERO = {"sqrt", "rsqrt", "log", "log2", "log10"}
+_SMOOTH = {
+    *("add", "sub", "rsub", "mul", "truediv", "div", "truedivide", "divide", "iadd", "isub", "imul", "itruediv"),
+    *("neg", "abs", "square", "reciprocal", "exp", "exp2", "expm1", "sin", "cos", "sinc", "sinh", "cosh", "tanh"),
+    *("erf", "erfc", "sigmoid", "logsigmoid", "hypot", "deg2rad", "rad2deg", "lerp", "addcmul", "addcdiv"),
+    *("amax", "amin", "maxpool1d", "maxpool2d", "maxpool3d"),
+    *("relu", "relu6", "leakyrelu", "prelu", "elu", "selu", "celu", "gelu", "silu", "glu", "mish", "softplus"),
+    *("softsign", "softshrink", "tanhshrink", "hardtanh", "hardsigmoid", "hardswish"),
+    *("clamp", "clampmin", "clampmax", "minimum", "maximum", "where", "maskedfill"),
+    *("batchnorm", "batchnorm1d", "batchnorm2d", "batchnorm3d"),
+    *(_CASTS | _MOVES),
+}
 # ... and after these every number is a sum of many, which rounds differently with any transformation.
 _MIXES = {
     *("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "linear", "bilinear", "sum", "mean", "var", "std", "prod"),
@@ -103,25 +133,44 @@ _MIXES = {
     *("scaleddotproductattention", "multiheadattention", "lstm", "gru", "convolution"),
     *(f"{kind}{rank}d" for kind in ("conv", "convtranspose", "avgpool", "adaptiveavgpool") for rank in (1, 2, 3)),
 }
-_KNOWN = _SMOOTH | _CASTS | _MIXES
 
 
 def _where_cut(graph_module: GraphModule, quotient: Node) -> Node | None:
-    """The node that may cut a quotient, or what is computed from it number by number, to whole numbers, if any."""
-    seen, ahead = {quotient}, [quotient]
+    """The node that may make more than a rounding of one in a quotient, or in what is computed from it, if any."""
+    reached, ahead = {quotient}, set(quotient.users)
+    # Of complex numbers, roots and logarithms jump where the imaginary part changes its sign, that of a zero too.
+    shifted = {quotient} if _is_complex(quotient) else set()
     while ahead:
-        for user in ahead.pop().users:
-            if user in seen or user.op == "output" or modules.measures(user):
-                continue
-            name = _name(graph_module, user)
-            if name not in _KNOWN or not _gives_fractions(user, name):
-                return user
-            if not seen.issuperset(effects.mutated(graph_module, user)):
-                return user  # what reads that memory otherwise is not seen here
-            if name not in _MIXES:
-                seen.add(user)
-                ahead.append(user)
+        user = min(ahead)  # so that all it is computed from was seen before
+        ahead.remove(user)
+        if user.op == "output" or modules.measures(user):
+            continue
+        name, changed = _name(graph_module, user), effects.mutated(graph_module, user)
+        signed = shifted.isdisjoint(user.all_input_nodes)
+        if not _tells_little(user, name, signed=signed) or not _gives_fractions(user, name):
+            return user
+        if not reached.issuperset(changed):
+            return user  # what reads that memory otherwise is not seen here
+        if name not in _MIXES:
+            reached.add(user)
+            if not signed or name not in _KEEPS_SIGN:
+                shifted.update(reached if changed else [user])
+            ahead.update(reader for reader in user.users if reader not in reached)
     return None
+
+
+def _tells_little(node: Node, name: str, *, signed: bool) -> bool:
+    """Whether a rounding of what a node is given stays about one in its result.
+
+    Args:
+        signed: Whether what is given is of one sign for sure, or zero for sure, however it is rounded.
+    """
+    if name == "pow" and len(node.args) == 2 and not node.kwargs:
+        base, exponent = node.args
+        if isinstance(exponent, int | float):
+            return signed or (exponent >= 0 and exponent == int(exponent))
+        return isinstance(base, int | float) and base > 0
+    return name in _SMOOTH or name in _MIXES or (name in _FROM_ZERO and signed)
 
 
 def _name(graph_module: GraphModule, node: Node) -> str:

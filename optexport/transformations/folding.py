@@ -12,13 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from optexport.transformations import memory, modules, usage
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether more happens when a module is called than its forward."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name, None) for name in hooks)
+from optexport.transformations import memory, modes, modules, usage
 
 
 def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
@@ -26,7 +20,7 @@ def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
     fly or of another shape; None if it is plain."""
     if type(module) is not cls:
         return f"it is a {type(module).__name__}, a subclass of {cls.__name__}"
-    if has_hooks(module):
+    if modules.has_hooks(module):
         return "it has hooks"
     if "forward" in vars(module):
         return "its forward was replaced"
@@ -85,6 +79,8 @@ def why_not_replaceable(graph_module: GraphModule, call: Node) -> str | None:
         reason = "it is not called on a single tensor"
     if reason is None and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         reason = "its weights hold no numbers"
+    if reason is None and modes.casts(graph_module, call):
+        reason = "it is called under autocast, where its results are of another dtype than its weights"
     if reason is None and not all(parameter.is_floating_point() for parameter in module.parameters()):
         reason = "its weights hold no real numbers"
     return f"{target}: {reason}" if reason else None

@@ -83,7 +83,8 @@ class MergeLinears(ReversibleRule):
             for call, target in zip(calls, targets, strict=True):
                 width = _linear(graph_module, target).out_features
                 if (user := needs_contiguous(graph_module, call, width)) is not None:
-                    return Skip(f"{user.name} views the result of {call.name} in a shape that a slice cannot take")
+                    name = call.name
+                    return Skip(f"{user.name} views the result of {name}, or may, in a shape that a slice cannot take")
         return Group(tuple(call for _, calls in sites for call in calls), targets, sites)
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -254,6 +255,8 @@ _COPIES = ("reshape", "reshape_as", "flatten", "ravel", "contiguous", "clone")
 def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
     """A user of a linear's result, or of a view of it, that only works while that is contiguous, if there is one.
 
+    Code that is neither PyTorch's nor Python's own is such a user: it may view what it is given in any shape.
+
     A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it.
 
     Args:
@@ -265,8 +268,12 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
     while ahead:
         node = ahead.pop()
         for user in node.users:
-            flattens = isinstance(modules.called_module(graph_module, user), nn.Flatten)
+            module = modules.called_module(graph_module, user)
+            flattens = module is not None and any(isinstance(part, nn.Flatten) for part in module.modules())
             name = "flatten" if flattens else modules.operator_name(user)
+            # Of a foreign operator the schema does not tell; of a graph, what it does with what it is given.
+            if modules.is_foreign(graph_module, user) or "::" in name or modules.graphs_within(graph_module, user):
+                return user
             apart = name == "view" and node is call and width is not None and _keeps_last_axis(user, width)
             if name in _STRICT and not apart:
                 return user

@@ -117,10 +117,60 @@ def operator_name(node: Node) -> str:
         return node.target._schema.name.removeprefix("aten::")
     if isinstance(node.target, str):  # of a module, or an attribute, the name says nothing of what it does
         return node.target if node.op == "call_method" else f"{node.op} {node.target}"
-    name, home = getattr(node.target, "__name__", ""), getattr(node.target, "__module__", None) or "torch"
-    own = home.partition(".")[0] in ("torch", "_operator", "builtins", "math")
+    name, home = getattr(node.target, "__name__", ""), _home(node.target)
+    return name if _is_own(node.target) else f"{home}.{name}"
+
+
+def _home(function: Any) -> str:
+    owner = getattr(function, "__self__", None)  # of a method of a class: torch.autograd.Function has ``apply``
+    return getattr(owner if isinstance(owner, type) else function, "__module__", None) or "torch"
+
+
+def _is_own(function: Any) -> bool:
+    """Whether a function is PyTorch's or Python's own."""
+    home = _home(function)
     registered = home.startswith("torch._ops.") and home != "torch._ops.aten"  # by others, as operators of theirs
-    return name if own and not registered else f"{home}.{name}"
+    own = home.partition(".")[0] in ("torch", "_operator", "builtins", "math")
+    return own and not registered and not isinstance(function, torch.jit.ScriptFunction)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether more happens when a module is called than its forward."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in hooks)
+
+
+def is_foreign(graph_module: GraphModule, node: Node) -> bool:
+    """Whether a node calls code that is neither PyTorch's nor Python's own, and so may do anything to what it is given.
+
+    Of an operator that others registered, its schema tells what it does.
+    """
+    if node.op == "call_module":
+        return _runs_foreign(graph_module.get_submodule(str(node.target)))
+    described = isinstance(node.target, torch._ops.OpOverload)
+    return node.op == "call_function" and not described and not _is_own(node.target)
+
+
+def _runs_foreign(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule) or has_hooks(module) or "forward" in vars(module):
+        return True
+    if isinstance(module, GraphModule):
+        return any(is_foreign(module, node) for node in module.graph.nodes)
+    inherited = type(module).forward.__module__.partition(".")[0] == "torch"
+    return not inherited or any(map(_runs_foreign, module.children()))
+
+
+def graphs_within(graph_module: GraphModule, node: Node) -> list[GraphModule]:
+    """The graphs that a node runs: those in the module that it calls, or that a higher-order operator is given."""
+    if node.op == "call_module":
+        ran = list(graph_module.get_submodule(str(node.target)).modules())
+    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        named = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+        known = dict(graph_module.named_modules(remove_duplicate=False))
+        ran = [known[name] for name in named if name in known]
+    else:
+        ran = []
+    return [module for module in ran if isinstance(module, GraphModule)]
 
 
 # What tells of a tensor as a whole, and of none of its numbers: methods, functions and operators, and attributes.

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from optexport.errors import TransformationError
+from optexport.transformations import modes
 from optexport.transformations.base import ReversibleTransformation, Transformation, marks, set_marks
 from optexport.transformations.snapshot import restored_on_failure
 from optexport.transformations.usage import indexed
@@ -142,7 +143,7 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
     step = max((_last_step(node) for node in graph_module.graph.nodes), default=0)
     with indexed(graph_module):
         for node in graph_module.graph.nodes:
-            found, last = rule.match(graph_module, node), None
+            found, last = _match(rule, graph_module, node), None
             # One node may be the anchor of several matches: the shared input of two groups of linears, say.
             while isinstance(found, Match):
                 if found == last:
@@ -154,13 +155,20 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
                     set_marks(new, {**marks(new), signature: (*marks(new).get(signature, ()), (step, record))})
                 target = target_name(rewritten[0][0]) if rewritten else ""
                 changes.append(Change(tuple(n.name for n, _ in rewritten), target, replaced))
-                found, last = None if node._erased else rule.match(graph_module, node), found
+                found, last = None if node._erased else _match(rule, graph_module, node), found
             if isinstance(found, Skip):
                 near_misses.append(NearMiss(node.name, found.reason))
             elif found is not None:
                 raise _wrong(rule, f"match returned {found!r}", "Return a Match, a Skip, or None.")
     _write_journal(graph_module, rule, len(_records(graph_module, [rule])))
     return Report(tuple(changes), tuple(near_misses))
+
+
+def _match(rule: Rule, graph_module: GraphModule, node: Node) -> Match | Skip | None:
+    """What a rule finds at a node, but nothing that would move work into another global state, as that of autocast."""
+    found = rule.match(graph_module, node)
+    reason = modes.why_apart(graph_module, found.nodes) if isinstance(found, Match) else None
+    return Skip(reason) if reason else found
 
 
 def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:

@@ -290,6 +290,8 @@ _SMOOTH: dict[str, Callable[[Any, Any], Any]] = {
     "layers": lambda m, q: m.linear(q.reshape(-1, 7)),
     "size": lambda m, q: q.reshape(q.shape[0], -1) * q.dim(),
     "memory": lambda m, q: torch.cat([q, q.detach()]).to(torch.float32),
+    "roots": lambda m, q: (q.square() * 2).sqrt() + q.abs().reshape(-1, 7).rsqrt() + q.abs().log(),
+    "powers": lambda m, q: (q + 1) ** 2 + 2.0 ** (q - 1) + q.abs() ** 0.5,
 }
 
 
@@ -307,14 +309,14 @@ def test_a_quotient_that_only_smooth_functions_and_sums_follow_becomes_a_product
 @pytest.mark.parametrize("layer", [nn.Threshold(3.0, -5.0), nn.Hardshrink(3.0)])
 def test_a_quotient_that_goes_into_a_layer_not_known_to_be_smooth_stays_exact(layer: nn.Module) -> None:
     graph_module = by_fx(lambda m, x: m.layer(x / 41), layer=layer)
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "layer may cut the quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "layer is not known to take a quotient")
 
 
 def test_a_quotient_that_goes_into_a_layer_with_hooks_stays_exact() -> None:
     act = nn.GELU()
     act.register_forward_hook(lambda module, args, result: result.floor())
     graph_module = by_fx(lambda m, x: m.act(x / 41), act=act)
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "act may cut the quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, X, "act is not known to take a quotient")
 
 
 def test_a_quotient_of_a_number_that_was_given_stays_exact_where_it_counts() -> None:
@@ -323,7 +325,7 @@ def test_a_quotient_of_a_number_that_was_given_stays_exact_where_it_counts() -> 
             return x[:1] + torch.arange(n / 75)
 
     graph_module = torch.fx.symbolic_trace(Counts())
-    check_refused(ChangeTrueDivToMulByInverse(), graph_module, None, "arange may cut the quotient")
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, None, "arange is not known to take a quotient")
 
 
 @pytest.mark.parametrize("step", [lambda m, x: x / 3 + 1, lambda m, x: x + m.linear(x), lambda m, x: x + x * 0.5])
@@ -347,6 +349,32 @@ def test_a_number_that_no_float_holds_and_a_function_of_ones_own_are_left_alone(
 def divide(x: torch.Tensor) -> torch.Tensor:
     """A function of one's own, by the name of a division."""
     return x
+
+
+@pytest.mark.parametrize(
+    "how",
+    [lambda q: (1 - q).sqrt(), lambda q: (1 - q).log(), lambda q: (1 - q) ** 0.5, lambda q: (0 - torch.ones(3)) ** q],
+    ids=["root", "logarithm", "power", "negative base"],
+)
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_rounding_never_decides_between_a_number_and_nan(how: Callable[[Any], Any], exported: bool) -> None:
+    divisor = next(c for c in range(3, 200) if c * (1 / c) != 1 or torch.tensor(float(c)) * (1 / c) != 1)
+    x = torch.full((3,), float(divisor))
+    body = lambda m, x: how(x / divisor)  # noqa: E731
+    graph_module = by_export(x, body) if exported else by_fx(body)
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "is not known to take a quotient")
+
+
+@pytest.mark.parametrize("divisor", [3, 4])
+def test_complex_quotients_are_rounded_as_real_ones_are_and_never_exact(divisor: int) -> None:
+    x = torch.linspace(-2, 2, 12).reshape(3, 4)
+    check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda m, x: x / divisor), torch.complex(x, 1 - 3 * x))
+    parts = by_export(x, lambda m, x: torch.view_as_real(torch.complex(x, x + 1) / divisor))
+    check_applied(ChangeTrueDivToMulByInverse(), parts, x)
+    reason = "complex numbers are multiplied otherwise"
+    check_refused(ChangeTrueDivToMulByInverse(exact=True), parts, x, reason)
+    root = by_export(x, lambda m, x: torch.view_as_real((torch.complex(x, x + 1) / divisor).sqrt()))
+    check_refused(ChangeTrueDivToMulByInverse(), root, x, f"{reason} than divided, and sqrt is not known")
 
 
 def _misses(divisor: int) -> bool:

@@ -163,7 +163,12 @@ def test_another_grad_mode_keeps_calls_apart() -> None:
     with graph_module.graph.inserting_after(first):
         graph_module.graph.call_function(torch._C._set_grad_enabled, (False,))
     graph_module.recompile()
-    check_refused(ShareEqual(), graph_module, None, "the grad or autocast mode changes between them")
+    check_refused(
+        ShareEqual(),
+        graph_module,
+        None,
+        "the grad mode, autocast or another global state changes between layer and layer_1",
+    )
     torch.set_grad_enabled(True)
 
 
