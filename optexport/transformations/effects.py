@@ -101,8 +101,10 @@ def draws(graph_module: GraphModule, node: Node) -> bool:
     if node.op not in ("call_method", "call_function"):
         return False
     name = modules.operator_name(node)
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    overloads: list[Any] = [node.target]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        packet = getattr(torch.ops.aten, name, None)
+        overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     if not any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads):
         return name in _DRAWING
     if name == "scaled_dot_product_attention":

@@ -50,10 +50,11 @@ class KeepOutputs(Rule):
         node.args = ({name: leaf for name, leaf in _outputs(graph_module, node).items() if name in self.outputs},)
         if isinstance(graph._codegen, _PyTreeCodeGen):
             graph.set_codegen(_PyTreeCodeGen(graph._codegen.pytree_info._replace(out_spec=None)))
-        # Methods that change their tensor in place look pure to torch.fx, and so do some that draw random numbers.
+        # To torch.fx, methods that change their tensor in place look pure, as do some that draw random numbers; and a
+        # dropout that is off, or attention without one, looks random.
         uses = usage.uses(graph_module)
         stay = {*uses.mutations, *uses.switches, *(n for n in graph.nodes if effects.draws(graph_module, n))}
-        graph.eliminate_dead_code(lambda candidate: candidate.is_impure() or candidate in stay)
+        graph.eliminate_dead_code(lambda candidate: candidate in stay or candidate.is_impure(impure_random=False))
         _remove_unused(graph_module)
         return [(node, None)]
 

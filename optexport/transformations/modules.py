@@ -117,21 +117,15 @@ def operator_name(node: Node) -> str:
         return node.target._schema.name.removeprefix("aten::")
     if isinstance(node.target, str):  # of a module, or an attribute, the name says nothing of what it does
         return node.target if node.op == "call_method" else f"{node.op} {node.target}"
-    name, home = getattr(node.target, "__name__", ""), _home(node.target)
+    name, home = getattr(node.target, "__name__", ""), getattr(node.target, "__module__", None)
     return name if _is_own(node.target) else f"{home}.{name}"
-
-
-def _home(function: Any) -> str:
-    owner = getattr(function, "__self__", None)  # of a method of a class: torch.autograd.Function has ``apply``
-    return getattr(owner if isinstance(owner, type) else function, "__module__", None) or "torch"
 
 
 def _is_own(function: Any) -> bool:
     """Whether a function is PyTorch's or Python's own."""
-    home = _home(function)
+    home = getattr(function, "__module__", None) or "torch"
     registered = home.startswith("torch._ops.") and home != "torch._ops.aten"  # by others, as operators of theirs
-    own = home.partition(".")[0] in ("torch", "_operator", "builtins", "math")
-    return own and not registered and not isinstance(function, torch.jit.ScriptFunction)
+    return home.partition(".")[0] in ("torch", "_operator", "builtins", "math") and not registered
 
 
 def has_hooks(module: nn.Module) -> bool:

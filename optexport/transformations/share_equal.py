@@ -169,11 +169,14 @@ def _copies(graph_module: GraphModule) -> Copies | Skip | None:
     kept: dict[Any, tuple[str, torch.Tensor]] = {}
     names: list[tuple[str, str]] = []
     readers: dict[Node, None] = {}
-    given: dict[Any, list[str]] = defaultdict(list)
+    # Whoever changes an output that is a weight changes that, and must change no other.
+    reads = graph_module.graph.find_nodes(op="get_attr")
+    returned = {id(memory.constant(graph_module, n)) for n in reads if memory.reaches_output(graph_module, n)}
+    apart: dict[Any, dict[int, str]] = defaultdict(dict)
     for node, name, tensor in _weights(graph_module):
         identity = _identity(tensor)
-        if node.op == "get_attr" and memory.reaches_output(graph_module, node):
-            given[identity].append(name)  # whoever changes that output changes it, and must change no other
+        if id(tensor) in returned:
+            apart[identity].setdefault(id(tensor), name)
             continue
         known, original = kept.setdefault(identity, (name, tensor))
         if original is not tensor:
@@ -181,7 +184,7 @@ def _copies(graph_module: GraphModule) -> Copies | Skip | None:
             readers[node] = None
     if names:
         return Copies(tuple(readers), tuple(names))
-    equal = ([*own, *(kept[identity][:1] if identity in kept else ())] for identity, own in given.items())
+    equal = ([*own.values(), *kept.get(identity, ())[:1]] for identity, own in apart.items())
     reasons = [f"{' and '.join(some)} are equal, but outputs lie in their memory" for some in equal if len(some) > 1]
     return Skip("; ".join(reasons)) if reasons else None
 

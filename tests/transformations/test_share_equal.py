@@ -157,6 +157,27 @@ def test_two_outputs_stay_two_tensors() -> None:
     check_applied(ShareEqual(), one, X, exact=True)
 
 
+def _with_ones(body: Any) -> GraphModule:
+    ones = {name: nn.Parameter(torch.ones(4)) for name in ("one", "two", "three")}
+    return symbolic_trace(Program(body, **ones), example_inputs={"x": X})
+
+
+def test_equal_weights_of_which_an_output_is_one_stay_two_tensors() -> None:
+    def check(body: Any, names: str) -> None:
+        check_refused(ShareEqual(weights=True), _with_ones(body), X, f"{names} are equal, but outputs lie")
+
+    check(lambda m, x: (m.one, m.two.view(2, 2), x + 1), "one and two")
+    check(lambda m, x: (m.one, x * m.two), "one and two")
+    changed, report = run(ShareEqual(weights=True), _with_ones(lambda m, x: (m.three, x * m.one + m.two)))
+    assert [len(report.changes), len(report.near_misses)] == [1, 1]
+    assert changed.one is changed.two is not changed.three
+    changed(X)[0].data.zero_()
+    assert changed.one.sum() == 4
+    tied = _with_ones(lambda m, x: (m.one, x * m.two + m.three))
+    tied.two = tied.one
+    check_refused(ShareEqual(weights=True), tied, X, "one and three are equal, but outputs lie")
+
+
 def test_another_grad_mode_keeps_calls_apart() -> None:
     graph_module = by_fx(lambda m, x: m.layer(x) - m.layer(x) * 2, layer=nn.Linear(4, 4))
     first, second = graph_module.graph.find_nodes(op="call_module", target="layer")
