@@ -68,7 +68,8 @@ class FuseAttention(Rule):
              before the factor, of another dtype, or filled with a number that the scores cannot hold; a mask that may
              hide all positions of a row by minus infinity, where written-out attention gives NaN and the call 0, or by
              a number that does not drown the scores; a factor that is not a positive constant; an input that is changed
-             in place in between; a result that is viewed in a shape that only contiguous memory can take.
+             in place in between; a result that is viewed in a shape that only contiguous memory can take, or handed to
+             code that is not PyTorch's own.
     Exact:   to rounding, as long as every score is finite, also where it is masked (a NaN that a fill replaced is
              added to now, and a row of minus infinity, which gave NaN, gives 0), and none comes near to those that are
              masked (-1e4 or less). In half precision the call keeps more digits of the scores.

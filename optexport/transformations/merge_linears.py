@@ -39,7 +39,7 @@ class MergeLinears(ReversibleRule):
     Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; one that is called elsewhere without
              the others; linears that differ in dtype, device, requires_grad or mode; a weight or bias that is not
              contiguous; an input that is changed in place between them; a result that is viewed in a shape that only
-             contiguous memory can take, or detached in place.
+             contiguous memory can take, detached in place, or handed to code that is not PyTorch's own.
     Exact:   to rounding (a wider product may be summed in another order).
     Inverse: exact; the weights are cut out of the merged one, and biases that were not there are not added.
     """

@@ -25,7 +25,8 @@ class Match:
     """A place where a rule applies; rules that found out more about it subclass this.
 
     Attributes:
-        nodes: The nodes that will be changed or replaced.
+        nodes: The nodes that will be changed or replaced. Where a global state, as that of autocast, changes between
+            two of them, the driver leaves all as it is.
     """
 
     nodes: tuple[Node, ...]

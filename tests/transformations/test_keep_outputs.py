@@ -151,7 +151,13 @@ class _Stirs(nn.Module):
         return x + torch.rand(x.shape)
 
 
+def _in_a_region(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.drop(x @ x.mT)
+
+
 _DRAWS = {
+    "dropout in a region": _in_a_region,
     "dropout": lambda m, x: m.drop(x),
     "dropout in a sequence": lambda m, x: m.sequence(x),
     "function": lambda m, x: F.dropout(x, 0.5),
