@@ -106,6 +106,7 @@ def written(graph_module: fx.GraphModule) -> dict[str, Any]:
         "parameters": [(k, type(p)) for k, p in graph_module.named_parameters(remove_duplicate=False)],
         # Each GraphModule has a class of its own, of which copies do not even keep the name.
         "modules": [(k, k and type(m), m.training, m.extra_repr()) for k, m in graph_module.named_modules()],
+        "held": [(k, _held(m)) for k, m in graph_module.named_modules() if k],
     }
 
 
@@ -216,15 +217,27 @@ def check_refused(rule: Rule, graph_module: fx.GraphModule, inputs: Inputs | Non
 
 def _check_flags(before: dict[str, Any], after: dict[str, Any]) -> None:
     tensors, now = dict(before["state_dict"]), dict(after["state_dict"])
-    for kind in ("dtype", "requires_grad", "contiguous"):
-        for name in [name for name in tensors if name in now]:
+    kinds = ("dtype", "requires_grad", "contiguous")
+    for name in [name for name in tensors if name in now]:
+        same_shape = now[name]["shape"] == tensors[name]["shape"]
+        for kind in (*kinds, "stride") if same_shape else kinds:
             assert now[name][kind] == tensors[name][kind], f"{kind} of {name} is kept"
+    for kind in kinds:
         assert {t[kind] for t in now.values()} <= {t[kind] for t in tensors.values()}, f"no new {kind} appears"
 
 
 def _assert_equal(got: dict[str, Any], want: dict[str, Any], what: str) -> None:
     for part, value in want.items():
         assert got[part] == value, f"{what}: {part} differs"
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """What a module holds: its attributes by name, the order of its tensors, and how many hooks it has."""
+    return {
+        "attributes": sorted(vars(module)),
+        "tensors": [*module._parameters, *module._buffers, *sorted(module._non_persistent_buffers_set)],
+        "hooks": {key: len(value) for key, value in vars(module).items() if "hooks" in key},
+    }
 
 
 def _tensor(tensor: torch.Tensor) -> dict[str, Any]:

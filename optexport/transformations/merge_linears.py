@@ -15,6 +15,10 @@ from optexport.errors import TransformationError
 from optexport.transformations import folding, memory, modules, usage
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
+# An attribute of a merged linear: those that it stands for, without weight and bias. It is none of a record's, since
+# that is plain data, and so it is copied wherever the linear is, with attributes and hooks that may be anything.
+_REPLACED = "_optexport_replaced"
+
 
 @dataclass(frozen=True)
 class Group(Match):
@@ -36,12 +40,14 @@ class MergeLinears(ReversibleRule):
     Any linears of one input are merged: queries, keys and values; gate and up projections; the keys and values that all
     layers of a decoder make of one encoder state; and linears that are called more than once, if always together.
 
-    Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; one that is called elsewhere without
-             the others; linears that differ in dtype, device, requires_grad or mode; a weight or bias that is not
-             contiguous; an input that is changed in place between them; a result that is viewed in a shape that only
-             contiguous memory can take, detached in place, or handed to code that is not PyTorch's own.
+    Skips:   a linear that is shared, tied, hooked, parametrized, of a subclass or holds other tensors; one that is
+             called elsewhere without the others; linears that differ in dtype, device, requires_grad or mode; a weight
+             or bias that is not contiguous; an input that is changed in place between them; a result that is viewed in
+             a shape that only contiguous memory can take, detached in place, or handed to code that is not PyTorch's
+             own.
     Exact:   to rounding (a wider product may be summed in another order).
-    Inverse: exact; the weights are cut out of the merged one, and biases that were not there are not added.
+    Inverse: exact; the weights are cut out of the merged one, as new parameters, and biases that were not there are not
+             added; the linears have their attributes and hooks on loading again.
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Group | Skip | None:
@@ -130,15 +136,15 @@ class MergeLinears(ReversibleRule):
     def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
         merged_target = str(node.target)
         merged = _linear(graph_module, merged_target)
-        if (merged.in_features, merged.out_features, merged.bias is not None) != tuple(record["shape"]):
+        shape = merged.in_features, merged.out_features, merged.bias is not None
+        if shape != tuple(record["shape"]) or _REPLACED not in vars(merged):
             raise TransformationError(
                 f"{merged_target} was changed since", place="MergeLinears", mend="Undo later changes first."
             )
         parent, first = modules.parent_of(graph_module, record["targets"][0])
         if first not in parent._modules:
-            for target, linear in zip(
-                record["targets"], _split(merged, record["widths"], record["biased"]), strict=True
-            ):
+            linears = _split(merged, record["widths"], record["biased"])
+            for target, linear in zip(record["targets"], linears, strict=True):
                 parent, name = modules.parent_of(graph_module, target)
                 parent.add_module(name, linear)
         users = sorted(node.users)
@@ -180,7 +186,7 @@ def _why_not(graph_module: GraphModule, target: str) -> str | None:
         return "it is called twice on the same input"
     if linear.bias is not None and linear.bias.requires_grad != linear.weight.requires_grad:
         return "its weight and bias differ in requires_grad"
-    if not all(parameter.is_contiguous() for parameter in linear.parameters()):
+    if not all(folding.is_contiguous(parameter) for parameter in linear.parameters()):
         return "its weight or bias is not contiguous"
     return None
 
@@ -199,6 +205,8 @@ def _merge(linears: list[nn.Linear]) -> nn.Linear:
                 for linear in linears
             )
             merged.bias = nn.Parameter(torch.cat(biases), requires_grad=first.weight.requires_grad)
+    bare = tuple(modules.with_parameters(linear, weight=None, bias=None) for linear in linears)
+    vars(merged)[_REPLACED] = bare
     return merged
 
 
@@ -206,14 +214,13 @@ def _split(merged: nn.Linear, widths: list[int], biased: list[bool]) -> list[nn.
     linears = []
     weights = merged.weight.detach().split(widths)
     biases = (None,) * len(widths) if merged.bias is None else merged.bias.detach().split(widths)
-    for weight, bias, has_bias in zip(weights, biases, biased, strict=True):
-        linear = modules.like(merged, nn.Linear, merged.in_features, weight.shape[0], bias=has_bias)
-        linear.weight = nn.Parameter(
-            weight.clone(memory_format=torch.contiguous_format), requires_grad=merged.weight.requires_grad
-        )
+    for bare, weight, bias, has_bias in zip(vars(merged)[_REPLACED], weights, biases, biased, strict=True):
+        own = {"weight": weight.clone(memory_format=torch.contiguous_format)}
         if has_bias:
-            linear.bias = nn.Parameter(bias.clone(), requires_grad=merged.bias.requires_grad)
-        linears.append(linear)
+            own["bias"] = bias.clone()
+        flag = merged.weight.requires_grad
+        parameters = {name: nn.Parameter(value, requires_grad=flag) for name, value in own.items()}
+        linears.append(modules.with_parameters(bare, **parameters).train(merged.training))
     return linears
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_M = TypeVar("_M", bound=nn.Module)
 
 
 def called_module(graph_module: GraphModule, node: object) -> nn.Module | None:
@@ -106,6 +108,19 @@ def like(module: nn.Module, cls: type[nn.Module], *arguments: Any, bias: bool) -
         warnings.simplefilter("ignore", UserWarning)  # torch warns where there is nothing to initialise
         new = cls(*arguments, bias=bias, device="meta")
     return new.train(module.training)
+
+
+def with_parameters(module: _M, **parameters: torch.Tensor | None) -> _M:
+    """A copy of a module with other parameters, in the order of its own; all else of it is the same, or shared.
+
+    What is added to the copy later, a hook or a buffer, is not added to the module.
+    """
+    new = copy.copy(module)
+    for name in vars(nn.Module()):
+        vars(new)[name] = copy.copy(vars(new)[name])
+    assert parameters.keys() <= new._parameters.keys()
+    new._parameters.update(cast(dict[str, Any], parameters))
+    return new
 
 
 def operator_name(node: Node) -> str:
