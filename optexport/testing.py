@@ -105,7 +105,7 @@ def written(graph_module: fx.GraphModule) -> dict[str, Any]:
         "state_dict": [(k, _tensor(v)) for k, v in graph_module.state_dict(keep_vars=True).items()],
         "parameters": [(k, type(p)) for k, p in graph_module.named_parameters(remove_duplicate=False)],
         # Each GraphModule has a class of its own, of which copies do not even keep the name.
-        "modules": [(k, k and type(m), m.training, m.extra_repr()) for k, m in graph_module.named_modules()],
+        "modules": [(k, _class(m), m.training, m.extra_repr()) for k, m in graph_module.named_modules()],
         "held": [(k, _held(m)) for k, m in graph_module.named_modules() if k],
     }
 
@@ -229,6 +229,10 @@ def _check_flags(before: dict[str, Any], after: dict[str, Any]) -> None:
 def _assert_equal(got: dict[str, Any], want: dict[str, Any], what: str) -> None:
     for part, value in want.items():
         assert got[part] == value, f"{what}: {part} differs"
+
+
+def _class(module: nn.Module) -> type[nn.Module]:
+    return fx.GraphModule if isinstance(module, fx.GraphModule) else type(module)
 
 
 def _held(module: nn.Module) -> dict[str, Any]:

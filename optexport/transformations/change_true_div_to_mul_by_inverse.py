@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import effects, folding, modules
+from optexport.transformations import effects, folding, modes, modules
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 _DIVISIONS: dict[str, tuple[str, Any]] = {
@@ -30,11 +30,13 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
     Skips:   c is 0, infinite, NaN, a bool, or a parameter or buffer; 1 / c overflows or is subnormal; c is not a power
              of two, or x known to be complex, and `exact` is set, or the quotient reaches anything that is not known to
              take one rounding more or less as it is, before it is summed with others: what cuts to whole numbers or
-             compares, a root, logarithm or power of what a rounding may make negative, a cast to an unknown dtype,
-             memory of another tensor, a function of one's own; a division in place, with a rounding mode, or into a
-             given tensor.
+             compares, a root, logarithm or power of what a rounding may make negative, a division by what it may make
+             zero, a cast to a lower precision than its own or to an unknown dtype, memory of another tensor, a function
+             of one's own; a division in place, with a rounding mode, or into a given tensor.
              A division of a size (``x.shape[0] / 49``) is none of its business: it must stay exact.
-    Exact:   to the bit where c is a power of two and x is real; else to one more rounding.
+    Exact:   to the bit where c is a power of two and x is real; else to one more rounding. What functions give that
+             follow is that of an argument within one rounding: the sine of a quotient of a million may differ by 0.1
+             in float32, as it would after any other rounding of the quotient.
     Inverse: exact; c itself is recorded.
 
     Attributes:
@@ -99,7 +101,13 @@ def _is_complex(node: Node) -> bool:
 # These tell of one rounding more or less by as much, or nearly, whether they are methods, functions, ATen operators or
 # layers: they are continuous, and defined for every number. So no logarithm of q + 1 is here, nor arcsine of q, for
 # which a rounding may be all that lies between a number and NaN; and nothing that jumps.
-_CASTS = {"to", "type", "tocopy", "float", "double", "half", "bfloat16"}
+_CASTS: dict[str, torch.dtype | None] = {
+    **dict.fromkeys(("to", "type", "tocopy")),  # to what they are told
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 _MOVES = {
     *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "T", "mT", "movedim", "swapaxes"),
     *("viewas", "reshapeas", "ravel", "moveaxis", "swapdims", "tile", "repeatinterleave", "gather", "pixelshuffle"),
@@ -111,20 +119,22 @@ _MOVES = {
 _KEEPS_SIGN = {
     *("mul", "truediv", "div", "truedivide", "divide", "neg", "abs", "square", "relu", "sigmoid", "exp", "exp2"),
     *("pow", "sqrt", "rsqrt", "reciprocal"),
-    *(_CASTS | _MOVES),
+    *(_CASTS.keys() | _MOVES),
 }
 # ... so that these, of which zero is where they begin, or a pole, do not tell either.
-_FROM_ZERO = {"sqrt", "rsqrt", "log", "log2", "log10"}
+_FROM_ZERO = {"sqrt", "rsqrt", "reciprocal", "log", "log2", "log10"}
+# So is zero for what these divide by, their arguments from there on.
+_DIVISORS = {"truediv": 1, "itruediv": 1, "div": 1, "truedivide": 1, "divide": 1, "addcdiv": 2}
 _SMOOTH = {
     *("add", "sub", "rsub", "mul", "truediv", "div", "truedivide", "divide", "iadd", "isub", "imul", "itruediv"),
-    *("neg", "abs", "square", "reciprocal", "exp", "exp2", "expm1", "sin", "cos", "sinc", "sinh", "cosh", "tanh"),
+    *("neg", "abs", "square", "exp", "exp2", "expm1", "sin", "cos", "sinc", "sinh", "cosh", "tanh"),
     *("erf", "erfc", "sigmoid", "logsigmoid", "hypot", "deg2rad", "rad2deg", "lerp", "addcmul", "addcdiv"),
     *("amax", "amin", "maxpool1d", "maxpool2d", "maxpool3d"),
     *("relu", "relu6", "leakyrelu", "prelu", "elu", "selu", "celu", "gelu", "silu", "glu", "mish", "softplus"),
     *("softsign", "softshrink", "tanhshrink", "hardtanh", "hardsigmoid", "hardswish"),
     *("clamp", "clampmin", "clampmax", "minimum", "maximum", "where", "maskedfill"),
     *("batchnorm", "batchnorm1d", "batchnorm2d", "batchnorm3d"),
-    *(_CASTS | _MOVES),
+    *(_CASTS.keys() | _MOVES),
 }
 # ... and after these every number is a sum of many, which rounds differently with any transformation.
 _MIXES = {
@@ -147,7 +157,9 @@ def _where_cut(graph_module: GraphModule, quotient: Node) -> Node | None:
             continue
         name, changed = _name(graph_module, user), effects.mutated(graph_module, user)
         signed = shifted.isdisjoint(user.all_input_nodes)
-        if not _tells_little(user, name, signed=signed) or not _gives_fractions(user, name):
+        if not _tells_little(user, name, shifted) or not _gives_fractions(user, name):
+            return user
+        if modes.casts(graph_module, user) or _narrows(user, name, reached):
             return user
         if not reached.issuperset(changed):
             return user  # what reads that memory otherwise is not seen here
@@ -159,12 +171,18 @@ def _where_cut(graph_module: GraphModule, quotient: Node) -> Node | None:
     return None
 
 
-def _tells_little(node: Node, name: str, *, signed: bool) -> bool:
+def _tells_little(node: Node, name: str, shifted: set[Node]) -> bool:
     """Whether a rounding of what a node is given stays about one in its result.
 
     Args:
-        signed: Whether what is given is of one sign for sure, or zero for sure, however it is rounded.
+        shifted: What may be of another sign, or zero, as it is rounded.
     """
+    signed = shifted.isdisjoint(node.all_input_nodes)
+    if name in _DIVISORS:
+        return shifted.isdisjoint([*node.args[_DIVISORS[name] :], *node.kwargs.values()])
+    if name == "norm":  # of order zero it counts
+        order = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
+        return order in (None, "fro") or (isinstance(order, int | float) and order >= 1)
     if name == "pow" and len(node.args) == 2 and not node.kwargs:
         base, exponent = node.args
         if isinstance(exponent, int | float):
@@ -179,7 +197,8 @@ def _name(graph_module: GraphModule, node: Node) -> str:
     if module is not None:
         cls = type(module)
         plain = cls.__module__.startswith("torch.nn.modules.") and folding.why_not_plain(module, cls) is None
-        return cls.__name__.lower() if plain else ""
+        places = getattr(module, "return_indices", False)  # of the greatest
+        return cls.__name__.lower() if plain and not places else ""
     if node.target is getattr:
         return str(node.args[1])
     return modules.operator_name(node).replace("_", "")
@@ -195,12 +214,26 @@ def _gives_fractions(node: Node, name: str) -> bool:
         return False  # of places
     if node.kwargs.get("rounding_mode") or any(not dtype.is_floating_point for dtype in dtypes):
         return False
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return value.is_floating_point() or value.is_complex()
+    if known := _dtypes(node):
+        return all(dtype.is_floating_point or dtype.is_complex for dtype in known)
     if name in _CASTS:
         return all(isinstance(a, (torch.dtype, torch.device, torch.memory_format, bool)) for a in given)
     return not isinstance(node.kwargs.get("dtype"), Node)
+
+
+def _narrows(node: Node, name: str, reached: set[Node]) -> bool:
+    """Whether a node may round what it is given to a lower precision, of which a rounding may then be a whole step."""
+    sources = [_dtypes(source) for source in node.all_input_nodes if source in reached]
+    own = {dtype for dtypes in sources for dtype in dtypes} if all(sources) else {torch.float64}
+    new = {argument for argument in (*node.args[1:], *node.kwargs.values()) if isinstance(argument, torch.dtype)}
+    new |= _dtypes(node) | {dtype for cast, dtype in _CASTS.items() if cast == name and dtype is not None}
+    return max((torch.finfo(dtype).eps for dtype in new), default=0.0) > min(torch.finfo(d).eps for d in own)
+
+
+def _dtypes(node: Node) -> set[torch.dtype]:
+    """Those of the tensors that a node gives; none where that is not known."""
+    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _is_size(node: Node) -> bool:

@@ -46,8 +46,8 @@ def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
         written += [*map(given.get, changed), *_learned(given)]
     elif node.op in ("call_method", "call_function"):
         name = modules.operator_name(node)
-        if name in _LEARNING and (known := node.normalized_arguments(graph_module, normalize_to_only_use_kwargs=True)):
-            written += _learned(known.kwargs)
+        if name in _LEARNING and (known := _given(graph_module, node)):
+            written += _learned(known)
         home = getattr(node.target, "__module__", "")
         # Python has operators with an underscore for another reason: and_, or_, not_.
         in_place = name.endswith("_") and not name.endswith("__") and home != "_operator"
@@ -56,6 +56,15 @@ def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
         if in_place or name.strip("_") in _MUTATING or node.kwargs.get("inplace") is True or flagged:
             written += node.all_input_nodes if first is None else [first]
     return [leaf for leaf in torch.utils._pytree.tree_leaves(written) if isinstance(leaf, Node)]
+
+
+def _given(graph_module: GraphModule, node: Node) -> Mapping[str, Any] | None:
+    """The arguments of a call by name; None where they cannot be told."""
+    try:
+        known = node.normalized_arguments(graph_module, normalize_to_only_use_kwargs=True)
+    except RuntimeError:  # more than one schema fits
+        return None
+    return None if known is None else known.kwargs
 
 
 def _works_in_place(module: nn.Module) -> bool:
@@ -72,21 +81,38 @@ def _learned(given: Mapping[str, Any]) -> list[Any]:
 
 
 def own_changes(graph_module: GraphModule, node: Node) -> list[torch.Tensor]:
-    """What the call of a module changes of its own: running statistics, or rows of a weight that are rescaled."""
+    """What the call of a module changes of its own: running statistics, rows of a weight that are rescaled, what was
+    observed or found so far."""
     module, changed = modules.called_module(graph_module, node), list[torch.Tensor]()
     if module is not None and modules.is_foreign(graph_module, node):
         return [*module.parameters(), *module.buffers()]
+    for inner in modules.graphs_within(graph_module, node):
+        changed += [tensor for each in inner.graph.nodes for tensor in own_changes(inner, each)]
+        if any(mutated(inner, each) for each in inner.graph.nodes):
+            changed += _held(inner)
     for part in () if module is None else module.modules():
+        if isinstance(part, GraphModule):
+            continue
+        home = type(part).forward.__module__
         if isinstance(part, _NormBase) and (part.training or not part.track_running_stats):
             changed += part.buffers(recurse=False)
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             changed.append(part.weight)
+        elif not home.startswith(("torch.nn.modules.", "torch.nn.utils.")) or (
+            part.training and not home.startswith("torch.nn.modules.")
+        ):
+            changed += _held(part)  # what observes may do so always, a parametrization while it is trained
     return changed
+
+
+def _held(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 # Functions that draw random numbers, besides the ATen operators that say so.
 _DRAWING = (
-    *("gumbel_softmax", "multi_head_attention_forward"),
+    *("gumbel_softmax", "multi_head_attention_forward", "svd_lowrank", "pca_lowrank", "lobpcg"),
+    *(f"dropout{rank}d" for rank in (1, 2, 3)),
     *(f"fractional_max_pool{rank}d{kind}" for rank in (2, 3) for kind in ("", "_with_indices")),
 )
 
@@ -105,12 +131,13 @@ def draws(graph_module: GraphModule, node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         packet = getattr(torch.ops.aten, name, None)
         overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-    if not any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads):
-        return name in _DRAWING
+    seeded = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    if not seeded and name.lstrip("_") not in _DRAWING:
+        return False
     if name == "scaled_dot_product_attention":
         return bool((node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p")) not in (None, 0.0))
-    known = node.normalized_arguments(graph_module, normalize_to_only_use_kwargs=True)
-    return known is None or not any(known.kwargs.get(flag) is False for flag in ("train", "training"))
+    given = _given(graph_module, node)
+    return given is None or not any(given.get(flag) is False for flag in ("train", "training"))
 
 
 def _draws(module: nn.Module) -> bool:
@@ -120,7 +147,7 @@ def _draws(module: nn.Module) -> bool:
     return module.training and (dropping or isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU))
 
 
-_SWITCHING = ("set_", "enter_", "exit_", "use_deterministic_", "manual_seed", "seed")
+_SWITCHING = ("set_", "enter_", "exit_", "use_deterministic_", "manual_seed", "seed", "lazy_load_")
 
 
 def switches(graph_module: GraphModule, node: Node) -> bool:
@@ -134,4 +161,5 @@ def switches(graph_module: GraphModule, node: Node) -> bool:
         return False
     name = modules.operator_name(node)
     in_place = name.endswith("_") and not name.endswith("__")  # Tensor.set_
-    return not in_place and name.lstrip("_").startswith(_SWITCHING)
+    nesting = name.endswith("crement_nesting")  # of torch.vmap and others that run a function in a way of their own
+    return nesting or (not in_place and name.lstrip("_").startswith(_SWITCHING))

@@ -257,10 +257,13 @@ _STRICT = (
 )
 # What may copy where it was a view of the result before. What comes after the latter two is contiguous for sure.
 _COPIES = ("reshape", "reshape_as", "flatten", "ravel", "contiguous", "clone")
+# What gives contiguous memory however that lies which it is given. Anything else may keep the order of the axes there.
+_CONTIGUOUS = ("linear", "layer_norm", "matmul", "bmm", "mm", "addmm", "conv1d", "conv2d", "conv3d", "embedding")
+_CONTIGUOUS_MODULES = (nn.Linear, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
 def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
-    """A user of a linear's result, or of a view of it, that only works while that is contiguous, if there is one.
+    """A user of a result, or of a view of it, that only works while that is contiguous, if there is one.
 
     Code that is neither PyTorch's nor Python's own is such a user: it may view what it is given in any shape.
 
@@ -268,7 +271,7 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
 
     Args:
         width: The size of the result's last axis; None where it will be whole, but with its axes in another order in
-            memory: joining them again gives what is contiguous.
+            memory, which what is computed from it may have too: joining them again gives what is contiguous.
     """
     ahead, seen = [call], {call}
     made_anew = _COPIES[-2:]
@@ -284,7 +287,11 @@ def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -
             apart = name == "view" and node is call and width is not None and _keeps_last_axis(user, width)
             if name in _STRICT and not apart:
                 return user
-            if user in seen or modules.measures(user) or node not in memory.handed_on(graph_module, user):
+            if width is None:
+                ends = isinstance(module, _CONTIGUOUS_MODULES) or name in _CONTIGUOUS
+            else:
+                ends = node not in memory.handed_on(graph_module, user)
+            if user in seen or modules.measures(user) or ends:
                 continue
             seen.add(user)
             if name in _COPIES and memory.changed_in_place(graph_module, user):

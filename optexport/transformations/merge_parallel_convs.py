@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from optexport.transformations import batch_norm, folding, memory, modules
+from optexport.transformations.merge_linears import needs_contiguous
 from optexport.transformations.rule import Match, Rule, Skip
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -55,8 +56,9 @@ class MergeParallelConvs(Rule):
              that are channels_last and added to anything but convolutions, that do not pad with zeros, or that are
              shared, tied, hooked, parametrized, of a subclass or called more than once; a norm in train mode, without
              running statistics or with a mean of more than 16 standard deviations; x itself or its norm where the
-             convolution has a stride or as many outputs as inputs it has not; an x that is changed in place between the
-             terms; a kernel that would overflow or become subnormal.
+             convolution has a stride or as many outputs as inputs it has not, or where the sum is viewed in a shape
+             that only contiguous memory can take and x is not known to be contiguous; an x that is changed in place
+             between the terms; a kernel that would overflow or become subnormal.
     Exact:   to rounding (the kernels are summed in float64 and rounded once).
     Inverse: none, because the sum of the kernels is rounded.
     """
@@ -167,9 +169,17 @@ def _find(graph_module: GraphModule, node: Node) -> Sum | Skip | None:
         return largest
     if reason := _why_not_in(graph_module, terms, x, largest):
         return Skip(reason)
+    # A sum with x has its axes in the order in memory that x has them in; what a convolution gives has not.
+    if len(kernels) < len(terms) and not _is_contiguous(x) and (user := needs_contiguous(graph_module, node, None)):
+        return Skip(f"{user.name} views the sum, or may, in a shape that {x.name} may allow and a convolution not")
     found = Sum((*calls, *reversed(sums)), x, tuple(terms), largest, tuple(sums))
     reason = folding.why_not_held(largest.target, *_summed(graph_module, found))
     return Skip(reason) if reason else found
+
+
+def _is_contiguous(x: Node) -> bool:
+    value = x.meta.get("val")
+    return isinstance(value, torch.Tensor) and folding.is_contiguous(value)
 
 
 def _why_not_alone(graph_module: GraphModule, calls: list[Node]) -> str | None:

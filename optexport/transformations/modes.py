@@ -40,8 +40,19 @@ def _in_force(graph_module: GraphModule, node: Node) -> list[Node]:
     for switch in usage.uses(graph_module).switches:
         if not switch < node:
             break
+        name = modules.operator_name(switch)
+        if name.startswith("lazy_load_"):  # which leaves results as they are
+            continue
         ended = [other for other in found if other in switch.all_input_nodes]  # an exit is given what its enter gave
-        sets = "set_" in modules.operator_name(switch)
-        found = [other for other in found if other not in ended and not (sets and other.target is switch.target)]
+        if "decrement" in name:  # and of these there is nothing to give
+            begun = name.replace("decrement", "increment")
+            ended = [other for other in found if modules.operator_name(other) == begun][-1:]
+        sets = "set_" in name and [other for other in found if _setting(other) == _setting(switch)]
+        found = [other for other in found if other not in (sets or ended)]
         found += [] if ended else [switch]
     return found
+
+
+def _setting(switch: Node) -> tuple[Any, str]:
+    """What is set, as the autocast of one device, without what it is set to."""
+    return switch.target, str([*switch.args, *switch.kwargs.values()][:-1])

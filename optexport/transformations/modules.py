@@ -152,10 +152,13 @@ def has_hooks(module: nn.Module) -> bool:
 def is_foreign(graph_module: GraphModule, node: Node) -> bool:
     """Whether a node calls code that is neither PyTorch's nor Python's own, and so may do anything to what it is given.
 
-    Of an operator that others registered, its schema tells what it does.
+    Of an operator that others registered, its schema tells what it does. A method that no tensor has is one of an input
+    that is an object of the caller's, as a list that is appended to.
     """
     if node.op == "call_module":
         return _runs_foreign(graph_module.get_submodule(str(node.target)))
+    if node.op == "call_method":
+        return not hasattr(torch.Tensor, str(node.target)) and not hasattr(torch.Size, str(node.target))
     described = isinstance(node.target, torch._ops.OpOverload)
     return node.op == "call_function" and not described and not _is_own(node.target)
 

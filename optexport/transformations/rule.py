@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
@@ -26,7 +27,7 @@ class Match:
 
     Attributes:
         nodes: The nodes that will be changed or replaced. Where a global state, as that of autocast, changes between
-            two of them, the driver leaves all as it is.
+            two of them, or they are computed by ``torch.vmap``, the driver leaves all as it is.
     """
 
     nodes: tuple[Node, ...]
@@ -166,10 +167,21 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
 
 
 def _match(rule: Rule, graph_module: GraphModule, node: Node) -> Match | Skip | None:
-    """What a rule finds at a node, but nothing that would move work into another global state, as that of autocast."""
+    """What a rule finds at a node, but nothing that would move work into another global state, as that of autocast, and
+    nothing within ``torch.vmap``."""
     found = rule.match(graph_module, node)
-    reason = modes.why_apart(graph_module, found.nodes) if isinstance(found, Match) else None
+    if not isinstance(found, Match):
+        return found
+    for known in (*found.nodes, *(source for changed in found.nodes for source in changed.all_input_nodes)):
+        # Of a batch of torch.vmap, what the trace knows can neither be changed nor made anew outside of it.
+        if any(map(_is_batched, torch.utils._pytree.tree_leaves(known.meta.get("val")))):
+            return Skip(f"{known.name} is one of many that torch.vmap computes at once")
+    reason = modes.why_apart(graph_module, found.nodes)
     return Skip(reason) if reason else found
+
+
+def _is_batched(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and bool(torch._C._functorch.is_batchedtensor(value))
 
 
 def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:

@@ -61,9 +61,9 @@ class ShareEqual(Rule):
     transformers compute again in every block.
 
     Skips:   results or inputs that are changed in place; two results, or weights, that outputs would then share; calls
-             in another global state, as that of autocast. Nothing is said of operators that draw random numbers or
-             leave memory unset, layers in train mode, and layers of a subclass or with hooks: no two calls of these are
-             equal.
+             in another global state, as that of autocast; weights that a layer has too which is left alone. Nothing is
+             said of operators that draw random numbers or leave memory unset, layers in train mode, and layers of a
+             subclass or with hooks: no two calls of these are equal.
     Exact:   to the bit.
     Inverse: none, because nodes that are gone could only be made anew, under other names.
 
@@ -167,15 +167,17 @@ def _why_not(graph_module: GraphModule, first: Node, node: Node) -> str | None:
 def _copies(graph_module: GraphModule) -> Copies | Skip | None:
     """Equal weights, by the names under which the graph reads them."""
     kept: dict[Any, tuple[str, torch.Tensor]] = {}
+    weights, known_as = list(_weights(graph_module)), _names(graph_module)
+    replaceable = {name for _, name, _ in weights}
     names: list[tuple[str, str]] = []
     readers: dict[Node, None] = {}
     # Whoever changes an output that is a weight changes that, and must change no other.
     reads = graph_module.graph.find_nodes(op="get_attr")
     returned = {id(memory.constant(graph_module, n)) for n in reads if memory.reaches_output(graph_module, n)}
     apart: dict[Any, dict[int, str]] = defaultdict(dict)
-    for node, name, tensor in _weights(graph_module):
+    for node, name, tensor in weights:
         identity = _identity(tensor)
-        if id(tensor) in returned:
+        if id(tensor) in returned or not replaceable.issuperset(known_as[id(tensor)]):
             apart[identity].setdefault(id(tensor), name)
             continue
         known, original = kept.setdefault(identity, (name, tensor))
@@ -185,8 +187,18 @@ def _copies(graph_module: GraphModule) -> Copies | Skip | None:
     if names:
         return Copies(tuple(readers), tuple(names))
     equal = ([*own.values(), *kept.get(identity, ())[:1]] for identity, own in apart.items())
-    reasons = [f"{' and '.join(some)} are equal, but outputs lie in their memory" for some in equal if len(some) > 1]
+    why = "but outputs lie in their memory, or others have them too"
+    reasons = [f"{' and '.join(some)} are equal, {why}" for some in equal if len(some) > 1]
     return Skip("; ".join(reasons)) if reasons else None
+
+
+def _names(graph_module: GraphModule) -> dict[int, list[str]]:
+    """All names of each parameter and buffer, by its id."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for kind in (graph_module.named_parameters, graph_module.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            names[id(tensor)].append(name)
+    return names
 
 
 def _weights(graph_module: GraphModule) -> Iterator[tuple[Node, str, torch.Tensor]]:

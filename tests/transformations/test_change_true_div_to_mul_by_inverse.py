@@ -286,11 +286,12 @@ _SMOOTH: dict[str, Callable[[Any, Any], Any]] = {
     "attention": lambda m, q: torch.matmul(F.dropout(torch.softmax(q + 1.0, -1), training=False), q.transpose(-1, -2)),
     "masked": lambda m, q: F.softmax(q.clamp(-9, 9).masked_fill(torch.arange(7) > 4, -1e9), dim=-1),
     "in place": lambda m, q: torch.softmax(q.add_(1.0), -1),
-    "activation": lambda m, q: m.act(q).view(-1, 7).float().sum(1),
+    "activation": lambda m, q: m.act(q).view(-1, 7).sum(1),
     "layers": lambda m, q: m.linear(q.reshape(-1, 7)),
     "size": lambda m, q: q.reshape(q.shape[0], -1) * q.dim(),
-    "memory": lambda m, q: torch.cat([q, q.detach()]).to(torch.float32),
+    "memory": lambda m, q: torch.cat([q, q.detach()]).to(torch.device("cpu")),
     "roots": lambda m, q: (q.square() * 2).sqrt() + q.abs().reshape(-1, 7).rsqrt() + q.abs().log(),
+    "reciprocals": lambda m, q: 1 / (q * 2) + (q * 3).reciprocal() + (q + 1) / q.exp() + (q - 1).norm(),
     "powers": lambda m, q: (q + 1) ** 2 + 2.0 ** (q - 1) + q.abs() ** 0.5,
 }
 
@@ -298,7 +299,7 @@ _SMOOTH: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("how", _SMOOTH)
 @pytest.mark.parametrize("exported", [True, False])
 def test_a_quotient_that_only_smooth_functions_and_sums_follow_becomes_a_product(how: str, exported: bool) -> None:
-    x = torch.linspace(-3, 3, 28).reshape(4, 7)
+    x = torch.linspace(-3, 3.2, 28).reshape(4, 7)
     children = {"act": nn.GELU(), "linear": nn.Linear(7, 3)}
     body = lambda m, x: _SMOOTH[how](m, x / 7)  # noqa: E731
     check_applied(
@@ -407,3 +408,82 @@ def test_a_function_of_others_with_a_known_name_may_cut_the_quotient() -> None:
     x = torch.arange(1, 2000.0) * 41
     graph_module = ChangeTrueDivToMulByInverse()(symbolic_trace(Cuts(), example_inputs=(x,)))
     assert torch.equal(graph_module(x), Cuts()(x))
+
+
+_POLES: dict[str, Callable[[Any, Any], Any]] = {
+    "one over": lambda x, q: 1 / (q - 1),
+    "reciprocal": lambda x, q: (q - 1).reciprocal(),
+    "over": lambda x, q: x / (q - 1),
+    "over itself": lambda x, q: q / (q - 1),
+    "div": lambda x, q: torch.div(x, q - 1),
+    "div by keyword": lambda x, q: torch.div(x, other=q - 1),
+    "in place": lambda x, q: x.clone().div_(q - 1),
+    "addcdiv": lambda x, q: torch.addcdiv(x, x, q - 1),
+    "how many are not zero": lambda x, q: (q - 1).norm(0),
+}
+
+
+@pytest.mark.parametrize("how", _POLES)
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_rounding_never_decides_between_a_number_and_infinity(how: str, exported: bool) -> None:
+    divisor = next(c for c in range(3, 200) if torch.tensor(float(c)) * (1 / c) != 1)
+    x = torch.tensor([divisor, 3.0, 1.1])
+    body = lambda m, x: _POLES[how](x, x / divisor)  # noqa: E731
+    graph_module = by_export(x, body) if exported else by_fx(body)
+    *_, report = run(ChangeTrueDivToMulByInverse(), sharing(graph_module))
+    assert not report.changes
+    assert "is not known to take a quotient" in report.near_misses[0].reason
+    check_laws(ChangeTrueDivToMulByInverse(), graph_module, x, exact=True)
+
+
+_LOWER: dict[str, Callable[[Any], Any]] = {
+    "half": lambda q: q.half().float(),
+    "bfloat16": lambda q: q.bfloat16().float(),
+    "to": lambda q: q.to(torch.bfloat16).float(),
+    "type": lambda q: q.type(torch.float16).float(),
+    "later": lambda q: (q + 1).reshape(-1, 1).to(dtype=torch.float16).float(),
+    "softmax": lambda q: torch.softmax(q, 0, dtype=torch.float16).float(),
+}
+
+
+@pytest.mark.parametrize("how", _LOWER)
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_rounding_never_decides_between_two_numbers_of_a_lower_precision(how: str, exported: bool) -> None:
+    x = torch.linspace(1, 100, 20000)
+    body = lambda m, x: _LOWER[how](x / 3)  # noqa: E731
+    graph_module = by_export(x, body) if exported else by_fx(body)
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "is not known to take a quotient")
+
+
+def test_a_lower_precision_may_be_that_of_a_scalar_beside_a_tensor_or_of_autocast() -> None:
+    promoted = by_export(X, lambda m, x: x.half() + x.sum() / 3)
+    check_refused(ChangeTrueDivToMulByInverse(), promoted, X, "add is not known to take a quotient")
+
+    graph = torch.fx.Graph()
+    quotient = graph.call_function(operator.truediv, (graph.placeholder("x"), 3))
+    graph.call_function(torch.set_autocast_enabled, ("cpu", True))
+    product = graph.call_module("linear", (quotient,))
+    graph.call_function(torch.set_autocast_enabled, ("cpu", False))
+    graph.output(product)
+    graph_module = torch.fx.GraphModule({"linear": nn.Linear(4, 4)}, graph)
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, None, "linear is not known to take a quotient")
+
+
+def test_a_quotient_may_be_cast_to_as_high_a_precision_as_its_own() -> None:
+    x = torch.linspace(-2, 2, 12).half()
+    check_applied(ChangeTrueDivToMulByInverse(), by_export(x, lambda m, x: (x / 3).float().softmax(-1)), x)
+    check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda m, x: (x / 3).double() + 1), x)
+    same = by_export(X, lambda m, x: torch.cat([x / 3, x]).to(torch.float32).float() + 1)
+    check_applied(ChangeTrueDivToMulByInverse(), same, X)
+    unknown = by_fx(lambda m, x: (x / 3).float())  # may be a float64
+    check_refused(ChangeTrueDivToMulByInverse(), unknown, x, "float_1 is not known to take a quotient")
+
+
+@pytest.mark.parametrize("layer", [nn.MaxPool1d(2, return_indices=True), nn.AdaptiveMaxPool1d(2, return_indices=True)])
+@pytest.mark.parametrize("exported", [True, False])
+def test_the_places_of_the_greatest_quotients_stay(layer: nn.Module, exported: bool) -> None:
+    x = torch.rand(1, 1, 4096, generator=torch.Generator().manual_seed(0)) + 1
+    x[..., 1::2] = torch.nextafter(x[..., ::2], torch.tensor(9.0))  # quotients of which are often equal
+    body = lambda m, x: m.pool(x / 3)[1]  # noqa: E731
+    graph_module = by_export(x, body, pool=layer) if exported else by_fx(body, pool=layer)
+    check_refused(ChangeTrueDivToMulByInverse(), graph_module, x, "is not known to take a quotient")

@@ -12,8 +12,9 @@ from torch import fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from optexport import symbolic_trace
-from optexport.testing import check_applied, check_refused
+from optexport.testing import check_applied, check_laws, check_refused, sharing
 from optexport.transformations import (
+    CastPrecision,
     ChangeTrueDivToMulByInverse,
     FoldNormAffine,
     FoldScale,
@@ -22,15 +23,18 @@ from optexport.transformations import (
     FuseBatchNorm1dInLinear,
     FuseBatchNorm2dInConv2d,
     FuseBias,
+    FuseBiasInLinear,
     MergeLinearChain,
     MergeLinears,
     MergeParallelConvs,
     RemoveNoOps,
+    ReplaceActivation,
     Rule,
     ShareEqual,
     SinkSelect,
 )
 from optexport.transformations.modes import why_apart
+from optexport.transformations.rule import run
 from tests.models import randomise
 from tests.transformations.programs import Program, by_export, by_fx
 
@@ -195,3 +199,60 @@ def test_a_state_that_is_set_anew_is_that_and_one_within_another_ends_with_it() 
     equal = [[why_apart(graph_module, (one, other)) is None for other in nodes] for one in nodes]
     states = "ABACDCA"  # without gradients, with, without; then in one region, in two, in one, in none
     assert equal == [[one == other for other in states] for one in states]
+
+
+def test_what_is_set_for_one_device_is_not_what_is_set_for_another() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [graph.call_function(torch.neg, (x,))]
+    for device, enabled in (("cpu", True), ("cuda", False), ("cpu", False), ("cuda", False)):
+        graph.call_function(torch.set_autocast_enabled, (device, enabled))
+        nodes.append(graph.call_function(torch.neg, (x,)))
+    graph.output(tuple(nodes))
+    graph_module = fx.GraphModule(nn.Module(), graph)
+    assert why_apart(graph_module, (nodes[2], nodes[4])) is not None
+
+
+REGIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "merge-linears": lambda m, x: m.a(x) + m.b(x) * 2,
+    "fuse-bias": lambda m, x: m.a(x) * 2 + 3,
+    "chain": lambda m, x: m.b(m.a(x) * 0.5),
+    "sink-select": lambda m, x: m.b(m.a(x).relu())[0],
+    "no-ops": lambda m, x: x.reshape(3, 4).contiguous() / 3,
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_what_torch_vmap_computes_is_left_alone(name: str) -> None:
+    body = lambda m, x: torch.vmap(lambda row: REGIONS[name](m, row))(x)  # noqa: E731
+    graph_module = by_export(ROWS, body, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    refused = []
+    for rule in (*(rule for rule, *_ in CASES.values()), FuseBiasInLinear(), CastPrecision(), ReplaceActivation()):
+        _, report = run(rule, sharing(graph_module))
+        assert not report.changes
+        refused += [near.reason for near in report.near_misses if "torch.vmap computes" in near.reason]
+        if rule.preserves_computation:
+            check_laws(rule, graph_module, ROWS, exact=True)
+    assert refused
+
+
+def test_work_before_and_after_torch_vmap_is_in_one_state() -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        return m.a(x), torch.vmap(torch.tanh)(x), m.b(x)
+
+    graph_module = by_export(X, body, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    check_applied(MergeLinears(), graph_module, X)
+
+
+@pytest.mark.parametrize("name", ["autocast", "condition"])
+def test_the_laws_are_kept_by_graphs_that_hold_graphs(name: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        if name == "condition":
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), m.a(x), m.b(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ x.mT
+        return y, m.a(x), m.b(x)
+
+    graph_module = by_export(X, body, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    assert any(isinstance(part, fx.GraphModule) for _, part in graph_module.named_children())
+    check_applied(MergeLinears(), graph_module, X)

@@ -373,3 +373,11 @@ def test_a_weight_with_a_hook_of_its_own_stays() -> None:
     for tensor in graph_module.get_submodule("two").parameters():
         tensor.register_hook(lambda gradient: gradient * 2)
     check_refused(ShareEqual(weights=True), graph_module, None)
+
+
+def test_a_weight_that_a_layer_has_too_stays_the_same_for_both() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.ones(4, 4))
+    one, two = nn.Parameter(torch.ones(4, 4)), layer.weight
+    program = Program(lambda m, x: x @ m.one + x.sin() @ m.two + m.layer(x * 2), one=one, two=two, layer=layer)
+    check_refused(ShareEqual(weights=True), graph_of(program), X, "two and one are equal, but outputs")
