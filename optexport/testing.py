@@ -54,17 +54,20 @@ def assert_close(got: list[torch.Tensor], want: list[torch.Tensor], what: str, s
     assert len(got) == len(want), f"{what}: {len(got)} outputs instead of {len(want)}"
     for index, (one, other) in enumerate(zip(got, want, strict=True)):
         assert (one.dtype, one.shape) == (other.dtype, other.shape), f"{what}: output {index} is of another kind"
+        if other.is_complex():
+            one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
         if not other.is_floating_point():
             assert torch.equal(one, other), f"{what}: output {index} differs"
             continue
         finite = other.isfinite()
         assert torch.equal(one.isfinite(), finite), f"{what}: output {index} has another NaN or infinity"
         assert torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()), f"{what}: output {index} differs"
+        limits, roundings = torch.finfo(other.dtype), _ROUNDINGS[other.dtype]
         one, other = one[finite].double(), other[finite].double()
         if other.numel():
-            unit = torch.finfo(want[index].dtype).eps * max(scale or 0.0, other.abs().max().item())
+            unit = limits.eps * max(scale or 0.0, other.abs().max().item())
             distance = (one - other).abs().max().item()
-            limit = _ROUNDINGS[want[index].dtype] * unit + torch.finfo(want[index].dtype).tiny
+            limit = roundings * unit + limits.tiny
             ulps = distance / (unit or 1)
             assert distance <= limit, f"{what}: output {index} differs by {distance:.3g}, {ulps:.0f} ulp"
 
@@ -102,7 +105,8 @@ def written(graph_module: fx.GraphModule) -> dict[str, Any]:
         "state_dict": [(k, _tensor(v)) for k, v in graph_module.state_dict(keep_vars=True).items()],
         "parameters": [(k, type(p)) for k, p in graph_module.named_parameters(remove_duplicate=False)],
         # Each GraphModule has a class of its own, of which copies do not even keep the name.
-        "modules": [(k, k and type(m), m.training, m.extra_repr()) for k, m in graph_module.named_modules()],
+        "modules": [(k, _class(m), m.training, m.extra_repr()) for k, m in graph_module.named_modules()],
+        "held": [(k, _held(m)) for k, m in graph_module.named_modules() if k],
     }
 
 
@@ -213,15 +217,31 @@ def check_refused(rule: Rule, graph_module: fx.GraphModule, inputs: Inputs | Non
 
 def _check_flags(before: dict[str, Any], after: dict[str, Any]) -> None:
     tensors, now = dict(before["state_dict"]), dict(after["state_dict"])
-    for kind in ("dtype", "requires_grad", "contiguous"):
-        for name in [name for name in tensors if name in now]:
+    kinds = ("dtype", "requires_grad", "contiguous")
+    for name in [name for name in tensors if name in now]:
+        same_shape = now[name]["shape"] == tensors[name]["shape"]
+        for kind in (*kinds, "stride") if same_shape else kinds:
             assert now[name][kind] == tensors[name][kind], f"{kind} of {name} is kept"
+    for kind in kinds:
         assert {t[kind] for t in now.values()} <= {t[kind] for t in tensors.values()}, f"no new {kind} appears"
 
 
 def _assert_equal(got: dict[str, Any], want: dict[str, Any], what: str) -> None:
     for part, value in want.items():
         assert got[part] == value, f"{what}: {part} differs"
+
+
+def _class(module: nn.Module) -> type[nn.Module]:
+    return fx.GraphModule if isinstance(module, fx.GraphModule) else type(module)
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """What a module holds: its attributes by name, the order of its tensors, and how many hooks it has."""
+    return {
+        "attributes": sorted(vars(module)),
+        "tensors": [*module._parameters, *module._buffers, *sorted(module._non_persistent_buffers_set)],
+        "hooks": {key: len(value) for key, value in vars(module).items() if "hooks" in key},
+    }
 
 
 def _tensor(tensor: torch.Tensor) -> dict[str, Any]:

@@ -63,6 +63,8 @@ def why_not_foldable(graph_module: GraphModule, norm_call: Node, layer_call: Nod
     tensors = [*norm.parameters(), *(n for n in numbers if n is not None), *layer.parameters()]
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         return f"{norm_call.target} and {layer_call.target} differ in dtype or device"
+    if reason := folding.why_not_trained_alike(layer, norm.parameters()):
+        return f"{norm_call.target} and {layer_call.target}: {reason}"
     return None
 
 

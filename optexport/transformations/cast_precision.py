@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -88,12 +87,11 @@ class CastPrecision(Rule):
         dtype = _DTYPES[self.dtype]
         layer = modules.called_module(graph_module, node)
         if layer is not None and _dtypes(layer) != {dtype}:  # which they are where it is called a second time
-            cast = copy.copy(layer)
-            cast._parameters = {
-                name: None if own is None else nn.Parameter(own.detach().to(dtype), requires_grad=own.requires_grad)
-                for name, own in layer._parameters.items()
+            rounded = {
+                name: nn.Parameter(own.detach().to(dtype), requires_grad=own.requires_grad)
+                for name, own in layer.named_parameters()
             }
-            modules.replace_module(graph_module, str(node.target), cast)
+            modules.replace_module(graph_module, str(node.target), modules.with_parameters(layer, **rounded))
         for x in _tensors(node) or []:
             if x.meta["val"].dtype is torch.float32:
                 node.replace_input_with(x, self._lowered(graph_module, node, x))
@@ -133,7 +131,8 @@ class CastPrecision(Rule):
             return None
         if _dtype(node) not in (None, torch.float32):
             return None
-        if reason := folding.why_not_plain(layer, cls) or folding.why_shared(graph_module, target, layer):
+        reason = folding.why_not_plain(layer, cls) or folding.why_shared(graph_module, target, layer)
+        if reason := reason or folding.why_not_dense(layer):
             return Skip(f"{target}: {reason}")
         for call in uses.calls_of(target):
             x = modules.sole_input(call)

@@ -40,9 +40,9 @@ class FoldNormAffine(Rule):
     outside of training or a slice or selection along another axis or not.
 
     Skips:   a norm that is used elsewhere too; a norm or linear that is shared, tied, hooked, parametrized, of a
-             subclass or called more than once; mixed dtypes or devices; of a product, a shape that is not known; an
-             input of a product that is changed in place before the linears read it; weights that would overflow
-             or become subnormal.
+             subclass or called more than once; mixed dtypes or devices, or requires_grad; of a product, a shape that
+             is not known; an input of a product that is changed in place before the linears read it; weights that
+             would overflow or become subnormal.
     Exact:   to rounding (the weights are folded in float64 and rounded once).
     Inverse: none, because the weights are rounded.
     """
@@ -80,7 +80,8 @@ class FoldNormAffine(Rule):
             modules.replace_module(graph_module, str(call.target), folding.with_weights(*folded))
         norm = modules.called_module(graph_module, match.norm)
         if isinstance(norm, nn.LayerNorm):
-            bare = modules.like(norm, nn.LayerNorm, norm.normalized_shape, norm.eps, False, bias=False)
+            bare = modules.with_parameters(norm, weight=None, bias=None)
+            bare.elementwise_affine = False
             modules.replace_module(graph_module, str(match.norm.target), bare)
         else:
             (constant,) = (read for read in match.norm.all_input_nodes if read is not source)
@@ -159,6 +160,8 @@ def _why_not_linear(
     tensors = [gain, *linear.parameters()] + ([] if shift is None else [shift])
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
         return f"{call.target}: it differs from the norm in dtype or device"
+    if reason := folding.why_not_trained_alike(linear, [gain, shift]):
+        return f"{call.target} and the norm: {reason}"
     return folding.why_not_held(call.target, *_folded(linear, gain, shift))
 
 

@@ -53,8 +53,8 @@ class FoldScale(Rule):
 
     Skips:   a result that is used elsewhere too; a layer that is shared, tied, hooked, parametrized, of a subclass or
              called more than once; a c that is not between 2**-16 and 2**16, as products that cancel might then
-             overflow, or with which the weights would overflow or become subnormal; an input of unknown or another
-             dtype, or that is changed in place before the layer reads it.
+             overflow, or with which the weights would overflow or become subnormal, or that is a parameter of another
+             requires_grad; an input of unknown or another dtype, or that is changed in place before the layer reads it.
     Exact:   to the bit where c is a positive power of two and neither weights nor results overflow or are subnormal;
              else to rounding (the weights are scaled in float64 and rounded once).
     Inverse: none, because the weights are rounded.
@@ -70,7 +70,7 @@ class FoldScale(Rule):
         if not isinstance(modules.called_module(graph_module, chain[-1]), _LAYERS):
             return None
         reason = _why_not_after(graph_module, node, chain, held)
-        reason = reason or _why_not_scaled(graph_module, chain[-1], factor, after=True)
+        reason = reason or _why_not_scaled(graph_module, chain[-1], factor, held, after=True)
         return Skip(reason) if reason else Fold((chain[-1], node), x, factor, (chain[-1],), after=True)
 
     def _before(self, graph_module: GraphModule, last: Node) -> Fold | Skip | None:
@@ -86,7 +86,7 @@ class FoldScale(Rule):
             return None
         reason = reason or _why_not_before(graph_module, node, x, held, layers)
         for call in layers:
-            reason = reason or _why_not_scaled(graph_module, call, factor, after=False)
+            reason = reason or _why_not_scaled(graph_module, call, factor, held, after=False)
         return Skip(reason) if reason else Fold((node, *layers), x, factor, tuple(layers), after=False)
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -184,13 +184,17 @@ def _why_not_before(
     return None
 
 
-def _why_not_scaled(graph_module: GraphModule, call: Node, factor: float, *, after: bool) -> str | None:
+def _why_not_scaled(
+    graph_module: GraphModule, call: Node, factor: float, held: torch.Tensor | None, *, after: bool
+) -> str | None:
     if reason := folding.why_not_replaceable(graph_module, call):
         return reason
     target, layer = str(call.target), modules.called_module(graph_module, call)
     assert layer is not None
     if not 2**-16 <= abs(factor) <= 2**16:
         return f"the factor beside {target} is {factor}"
+    if reason := folding.why_not_trained_alike(layer, [held]):
+        return f"{target} and the factor beside it: {reason}"
     return folding.why_not_held(target, *_scaled(layer, factor, after=after))
 
 

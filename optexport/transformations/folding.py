@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from optexport.transformations import memory, modules, usage
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether more happens when a module is called than its forward."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name, None) for name in hooks)
+from optexport.transformations import memory, modes, modules, usage
 
 
 def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
-    """Why a module is more, or something else, than its class and sizes say: a subclass, hooks, weights computed on the
-    fly or of another shape; None if it is plain."""
+    """Why a module is more, or something else, than its class and sizes say; None if it is plain.
+
+    It may be a subclass, have hooks, weights that are computed on the fly or of another shape, or hold tensors that its
+    class knows nothing of. Attributes that are no tensors of its own, and hooks on loading, do not count: a copy of the
+    module keeps them.
+    """
     if type(module) is not cls:
         return f"it is a {type(module).__name__}, a subclass of {cls.__name__}"
-    if has_hooks(module):
+    if modules.has_hooks(module):
         return "it has hooks"
     if "forward" in vars(module):
         return "its forward was replaced"
@@ -35,6 +33,14 @@ def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
     held = vars(module)
     if any(name in held or name in module._buffers for name in ("weight", "bias")) or "running_var" in held:
         return "its weight or bias is no parameter of it"
+    if module._state_dict_hooks or module._state_dict_pre_hooks:
+        return "it has hooks on its state_dict"
+    buffers = ("running_mean", "running_var", "num_batches_tracked") if isinstance(module, _NormBase) else ()
+    for name in (*module._parameters.keys() - {"weight", "bias"}, *module._buffers.keys() - {*buffers}):
+        return f"it holds {name}, which no {cls.__name__} has"
+    for name, parameter in module._parameters.items():
+        if parameter is not None and type(parameter) is not nn.Parameter:
+            return f"its {name} is a {type(parameter).__name__}, a subclass of Parameter"
     weight, bias = _shapes(module)
     shapes = {"weight": weight, "bias": bias, "running_mean": bias, "running_var": bias}
     for name, shape in shapes.items():
@@ -85,16 +91,45 @@ def why_not_replaceable(graph_module: GraphModule, call: Node) -> str | None:
         reason = "it is not called on a single tensor"
     if reason is None and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         reason = "its weights hold no numbers"
+    if reason is None and modes.casts(graph_module, call):
+        reason = "it is called under autocast, where its results are of another dtype than its weights"
     if reason is None and not all(parameter.is_floating_point() for parameter in module.parameters()):
         reason = "its weights hold no real numbers"
+    reason = reason or why_not_dense(module)
     return f"{target}: {reason}" if reason else None
+
+
+def why_not_dense(layer: nn.Module) -> str | None:
+    """Why other weights cannot have the strides that a layer's have; None where there are neither gaps between the
+    numbers of each, nor is any there twice."""
+    for name, own in layer.named_parameters():
+        if own.layout is not torch.strided or torch.empty_like(own, device="meta").stride() != own.stride():
+            return f"its {name} does not fill the memory that it spans"
+    return None
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the strides of a new one of its shape, along axes of a single position too."""
+    whole = tensor.layout is torch.strided
+    return whole and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+
+
+def why_not_trained_alike(layer: nn.Module, others: Iterable[torch.Tensor | None]) -> str | None:
+    """Why what becomes part of a layer would be trained no more, or from then on; None if it is trained as the layer
+    is, or is no parameter."""
+    flags = {other.requires_grad for other in others if isinstance(other, nn.Parameter)}
+    if flags and len(flags | {parameter.requires_grad for parameter in layer.parameters()}) > 1:
+        return "they differ in requires_grad"
+    return None
 
 
 def why_not_held(target: object, layer: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     """Why a layer cannot have another weight and bias, given in float64, in its own dtype; None if it can.
 
     They have to be finite there. And of all weights of one feature, an input or an output, rounding may lose no more
-    than it does of normal numbers: a few that become subnormal among larger ones do not matter.
+    than it does of normal numbers: a few that become subnormal among larger ones do not matter. A single feature of
+    which it loses more rules out the layer, however small that is beside the others: what reads the result may enlarge
+    each feature by itself, as a norm does, and what is read may be large in that feature alone.
     """
     value, dtype = weight.detach().double(), layer.weight.dtype
     groups = getattr(layer, "groups", 1)
@@ -108,14 +143,19 @@ def why_not_held(target: object, layer: Any, weight: torch.Tensor, bias: torch.T
 
 
 def with_weights(layer: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    """A copy of a layer with another weight and bias, rounded to its dtype; each asks for gradients as before.
+    """A copy of a layer with another weight and bias, rounded to its dtype; each asks for gradients as before, and has
+    the strides that it had, unless its shape is another.
 
     A bias that the layer had not asks for them as the weight does.
     """
-    new = copy.copy(layer)
-    new._parameters = dict(layer._parameters)
+    new: dict[str, nn.Parameter | None] = {}
     for name, value, own in (("weight", weight, layer.weight), ("bias", bias, layer.bias)):
+        if value is None:
+            new[name] = None
+            continue
+        rounded = value.detach().to(layer.weight.dtype)
+        if own is not None and own.shape == rounded.shape and own.stride() != rounded.stride():
+            rounded = torch.empty_like(own).copy_(rounded)
         flags = layer.weight if own is None else own
-        rounded = None if value is None else value.detach().to(layer.weight.dtype)
-        new._parameters[name] = None if rounded is None else nn.Parameter(rounded, requires_grad=flags.requires_grad)
-    return new
+        new[name] = nn.Parameter(rounded, requires_grad=flags.requires_grad)
+    return modules.with_parameters(layer, **new)

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import effects, memory, modules, usage
+from optexport.transformations import effects, memory, modes, modules, usage
 from optexport.transformations.bounds import bounds
 from optexport.transformations.merge_linears import needs_contiguous
 from optexport.transformations.rule import Match, Rule, Skip
@@ -68,7 +68,8 @@ class FuseAttention(Rule):
              before the factor, of another dtype, or filled with a number that the scores cannot hold; a mask that may
              hide all positions of a row by minus infinity, where written-out attention gives NaN and the call 0, or by
              a number that does not drown the scores; a factor that is not a positive constant; an input that is changed
-             in place in between; a result that is viewed in a shape that only contiguous memory can take.
+             in place in between; a result that is viewed in a shape that only contiguous memory can take, or handed to
+             code that is not PyTorch's own.
     Exact:   to rounding, as long as every score is finite, also where it is masked (a NaN that a fill replaced is
              added to now, and a row of minus infinity, which gave NaN, gives 0), and none comes near to those that are
              masked (-1e4 or less). In half precision the call keeps more digits of the scores.
@@ -95,7 +96,7 @@ class FuseAttention(Rule):
         chain.append(product)
         reason = parts.reason or _why_not_chain(chain) or parts.why_not(chain, value)
         if reason is None and (user := needs_contiguous(graph_module, node, None)) is not None:
-            reason = f"{user.name} views its result in a shape that only contiguous memory can take"
+            reason = f"{user.name} views its result, or may, in a shape that only contiguous memory can take"
         if reason or (reason := parts.read_mask(scores)):
             return Skip(reason)
         query, key, swapped = parts.query, parts.key, parts.swapped
@@ -148,6 +149,7 @@ class _Parts:
         self.kept = True
         self.fill: float | None = None
         self._added = False
+        self._passed: list[Node] = []
         self._graph_module = graph_module
 
     def refuse(self, reason: str) -> None:
@@ -187,6 +189,7 @@ class _Parts:
         assert isinstance(query, Node) and isinstance(key, Node)
         self.query, self.key = self._unscaled(query), self._unscaled(key)
         if (key := _swapped(self.key)) is not None:
+            self._passed.append(self.key)
             self.key, self.swapped = self._unscaled(key), False
 
     def _unscaled(self, node: Node) -> Node:
@@ -197,6 +200,7 @@ class _Parts:
         if factor[1] <= 0 or _dtype(factor[0]) != _dtype(node):
             return node
         self.scale *= factor[1]
+        self._passed.append(node)
         return factor[0]
 
     def why_not(self, chain: list[Node], value: Node) -> str | None:
@@ -230,7 +234,7 @@ class _Parts:
             # What was read early, the queries, say, is now read at the end.
             if change := memory.changed_between(self._graph_module, node, min(node.users), chain[0]):
                 return f"{node.name} is changed in place by {change.name} in between"
-        return None
+        return modes.why_apart(self._graph_module, (*chain, *self._passed))
 
     def read_mask(self, scores: Node) -> str | None:
         """Whether the mask is the same to a single call, and how to hand it over."""
@@ -392,7 +396,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 def _erase(graph_module: GraphModule, node: Node) -> None:
     """Takes a node out, and of what it was computed from all that nobody needs any more."""
-    if node.users or node.op == "placeholder":
+    if node.users or node.op == "placeholder" or effects.draws(graph_module, node):
         return
     if node.op == "get_attr":
         usage.forget(graph_module, node)

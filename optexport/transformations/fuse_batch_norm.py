@@ -44,11 +44,11 @@ class FuseBatchNorm(Rule):
     outside of training may stand between, and before a linear a flatten.
 
     Skips:   a first of the two whose result is used elsewhere too; a norm in train mode or without running statistics;
-             either of them shared, tied, hooked, parametrized, of a subclass or called more than once; mixed dtypes or
-             devices; an input of unknown rank, or of one where the channels of the norm are not the features of the
-             linear; before a convolution that pads with zeros, or a transposed one, a norm that shifts; before any
-             layer a norm with a mean of more than 16 standard deviations; an input that is changed in place between
-             them; weights that would overflow or become subnormal.
+             either of them shared, tied, hooked, parametrized, of a subclass or called more than once; mixed dtypes,
+             devices or requires_grad; an input of unknown rank, or of one where the channels of the norm are not the
+             features of the linear; before a convolution that pads with zeros, or a transposed one, a norm that shifts;
+             before any layer a norm with a mean of more than 16 standard deviations; an input that is changed in place
+             between them; weights that would overflow or become subnormal.
     Exact:   to rounding (the weights are folded in float64 and rounded once).
     Inverse: none, because the norm's statistics are gone.
     """

@@ -22,9 +22,10 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class FuseBias(Rule):
     """Layer(x) + c  ->  Layer'(x), for a linear or a convolution and a constant number, parameter or buffer c.
 
-    Skips:   a c that is not one number for every output feature or channel, of another dtype or device, or changed in
-             place; a layer whose result is used elsewhere too, or that is shared, tied, hooked, parametrized, of a
-             subclass, called more than once or not of real numbers; a bias that would overflow.
+    Skips:   a c that is not one number for every output feature or channel, of another dtype or device, changed in
+             place, or a parameter of another requires_grad; a layer whose result is used elsewhere too, or that is
+             shared, tied, hooked, parametrized, of a subclass, called more than once or not of real numbers; a bias
+             that would overflow.
     Exact:   to rounding (the bias and c are summed first).
     Inverse: none, because their sum is rounded.
     """
@@ -80,6 +81,8 @@ def _why_not(graph_module: GraphModule, call: Node, layer: Layer, value: torch.T
     promoted = torch.result_type(layer.weight, value) != layer.weight.dtype
     if promoted or value.is_meta or (value.dim() and (value.dtype, value.device) != kind):
         return f"{target} and what is added differ in dtype or device"
+    if reason := folding.why_not_trained_alike(layer, [value]):
+        return f"{target} and what is added: {reason}"
     # The axis of the features is the last of a linear's result, and stands before the space of a convolution's.
     shape = (layer.weight.shape[0], *(1 for _ in layer.weight.shape[2:]))
     if value.dim() > len(shape) or any(

@@ -20,11 +20,11 @@ class FuseBiasInLinear(ReversibleRule):
 
     Every call then copies its input, so this is seldom faster; it is in no preset.
 
-    Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; a bias of another dtype, device or
-             requires_grad than the weight's; a weight or bias that is not contiguous; a call on other than a single
-             tensor.
+    Skips:   a linear that is shared, tied, hooked, parametrized, of a subclass or holds other tensors; a bias of
+             another dtype, device or requires_grad than the weight's; a weight or bias that is not contiguous; a call
+             on other than a single tensor.
     Exact:   to rounding (the bias is summed with the products).
-    Inverse: exact; weight and bias are cut apart again.
+    Inverse: exact; weight and bias are cut apart again, as new parameters; the linear keeps its attributes.
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
@@ -38,7 +38,7 @@ class FuseBiasInLinear(ReversibleRule):
         w, b = linear.weight, linear.bias
         if (w.dtype, w.device, w.requires_grad) != (b.dtype, b.device, b.requires_grad):
             return Skip(f"{target}: weight and bias differ in dtype, device or requires_grad")
-        if not w.is_contiguous() or not b.is_contiguous():
+        if not folding.is_contiguous(w) or not folding.is_contiguous(b):
             return Skip(f"{target}: its weight or bias is not contiguous")
         calls = uses.calls_of(target)
         if any(modules.sole_input(call) is None for call in calls):
@@ -49,9 +49,10 @@ class FuseBiasInLinear(ReversibleRule):
         target = str(match.nodes[0].target)
         linear = graph_module.get_submodule(target)
         assert isinstance(linear, nn.Linear)
-        fused: nn.Linear = modules.like(linear, nn.Linear, linear.in_features + 1, linear.out_features, bias=False)
         weight = torch.cat([linear.weight.detach(), linear.bias.detach()[:, None]], dim=1)
-        fused.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
+        new = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
+        fused = modules.with_parameters(linear, weight=new, bias=None)
+        fused.in_features += 1
         modules.replace_module(graph_module, target, fused)
         rewritten = []
         for call in match.nodes:
@@ -75,12 +76,10 @@ class FuseBiasInLinear(ReversibleRule):
         assert isinstance(fused, nn.Linear)
         if fused.bias is not None:  # another call of the same linear came first
             return
-        weight = fused.weight.detach()
-        linear: nn.Linear = modules.like(fused, nn.Linear, fused.in_features - 1, fused.out_features, bias=True)
-        linear.weight = nn.Parameter(
-            weight[:, :-1].clone(memory_format=torch.contiguous_format), requires_grad=fused.weight.requires_grad
+        weight, bias = (
+            nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=fused.weight.requires_grad)
+            for part in (fused.weight.detach()[:, :-1], fused.weight.detach()[:, -1])
         )
-        linear.bias = nn.Parameter(
-            weight[:, -1].clone(memory_format=torch.contiguous_format), requires_grad=fused.weight.requires_grad
-        )
+        linear = modules.with_parameters(fused, weight=weight, bias=bias)
+        linear.in_features -= 1
         modules.replace_module(graph_module, str(node.target), linear)

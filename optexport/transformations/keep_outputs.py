@@ -12,13 +12,16 @@ from torch.fx.graph import _PyTreeCodeGen
 
 from optexport.errors import ConfigError, did_you_mean
 from optexport.signature import named_outputs
-from optexport.transformations import modules, usage
+from optexport.transformations import effects, modules, usage
 from optexport.transformations.rule import Match, Rule
 
 
 @dataclass(frozen=True)
 class KeepOutputs(Rule):
     """return {a: ..., b: ..., c: ...}  ->  return {b: ...}, without what only a and c needed
+
+    Calls that draw random numbers, change something in place or switch a global state stay, with what these need: so
+    the outputs that stay are the same for the same seed. So does code that is not PyTorch's own.
 
     Exact:   to the bit, for the outputs that stay.
     Inverse: none, because what they did not need is gone.
@@ -47,9 +50,11 @@ class KeepOutputs(Rule):
         node.args = ({name: leaf for name, leaf in _outputs(graph_module, node).items() if name in self.outputs},)
         if isinstance(graph._codegen, _PyTreeCodeGen):
             graph.set_codegen(_PyTreeCodeGen(graph._codegen.pytree_info._replace(out_spec=None)))
-        # Methods that change their tensor in place look pure to torch.fx.
-        changes = {change for change in usage.uses(graph_module).mutations if not change._erased}
-        graph.eliminate_dead_code(lambda candidate: candidate.is_impure() or candidate in changes)
+        # To torch.fx, methods that change their tensor in place look pure, as do some that draw random numbers; and a
+        # dropout that is off, or attention without one, looks random.
+        uses = usage.uses(graph_module)
+        stay = {*uses.mutations, *uses.switches, *(n for n in graph.nodes if effects.draws(graph_module, n))}
+        graph.eliminate_dead_code(lambda candidate: candidate in stay or candidate.is_impure(impure_random=False))
         _remove_unused(graph_module)
         return [(node, None)]
 

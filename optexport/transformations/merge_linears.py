@@ -15,6 +15,10 @@ from optexport.errors import TransformationError
 from optexport.transformations import folding, memory, modules, usage
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
+# An attribute of a merged linear: those that it stands for, without weight and bias. It is none of a record's, since
+# that is plain data, and so it is copied wherever the linear is, with attributes and hooks that may be anything.
+_REPLACED = "_optexport_replaced"
+
 
 @dataclass(frozen=True)
 class Group(Match):
@@ -36,12 +40,14 @@ class MergeLinears(ReversibleRule):
     Any linears of one input are merged: queries, keys and values; gate and up projections; the keys and values that all
     layers of a decoder make of one encoder state; and linears that are called more than once, if always together.
 
-    Skips:   a linear that is shared, tied, hooked, parametrized or of a subclass; one that is called elsewhere without
-             the others; linears that differ in dtype, device, requires_grad or mode; a weight or bias that is not
-             contiguous; an input that is changed in place between them; a result that is viewed in a shape that only
-             contiguous memory can take, or detached in place.
+    Skips:   a linear that is shared, tied, hooked, parametrized, of a subclass or holds other tensors; one that is
+             called elsewhere without the others; linears that differ in dtype, device, requires_grad or mode; a weight
+             or bias that is not contiguous; an input that is changed in place between them; a result that is viewed in
+             a shape that only contiguous memory can take, detached in place, or handed to code that is not PyTorch's
+             own.
     Exact:   to rounding (a wider product may be summed in another order).
-    Inverse: exact; the weights are cut out of the merged one, and biases that were not there are not added.
+    Inverse: exact; the weights are cut out of the merged one, as new parameters, and biases that were not there are not
+             added; the linears have their attributes and hooks on loading again.
     """
 
     def match(self, graph_module: GraphModule, node: Node) -> Group | Skip | None:
@@ -83,7 +89,8 @@ class MergeLinears(ReversibleRule):
             for call, target in zip(calls, targets, strict=True):
                 width = _linear(graph_module, target).out_features
                 if (user := needs_contiguous(graph_module, call, width)) is not None:
-                    return Skip(f"{user.name} views the result of {call.name} in a shape that a slice cannot take")
+                    name = call.name
+                    return Skip(f"{user.name} views the result of {name}, or may, in a shape that a slice cannot take")
         return Group(tuple(call for _, calls in sites for call in calls), targets, sites)
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -129,15 +136,15 @@ class MergeLinears(ReversibleRule):
     def restore(self, graph_module: GraphModule, node: Node, record: Any) -> None:
         merged_target = str(node.target)
         merged = _linear(graph_module, merged_target)
-        if (merged.in_features, merged.out_features, merged.bias is not None) != tuple(record["shape"]):
+        shape = merged.in_features, merged.out_features, merged.bias is not None
+        if shape != tuple(record["shape"]) or _REPLACED not in vars(merged):
             raise TransformationError(
                 f"{merged_target} was changed since", place="MergeLinears", mend="Undo later changes first."
             )
         parent, first = modules.parent_of(graph_module, record["targets"][0])
         if first not in parent._modules:
-            for target, linear in zip(
-                record["targets"], _split(merged, record["widths"], record["biased"]), strict=True
-            ):
+            linears = _split(merged, record["widths"], record["biased"])
+            for target, linear in zip(record["targets"], linears, strict=True):
                 parent, name = modules.parent_of(graph_module, target)
                 parent.add_module(name, linear)
         users = sorted(node.users)
@@ -179,7 +186,7 @@ def _why_not(graph_module: GraphModule, target: str) -> str | None:
         return "it is called twice on the same input"
     if linear.bias is not None and linear.bias.requires_grad != linear.weight.requires_grad:
         return "its weight and bias differ in requires_grad"
-    if not all(parameter.is_contiguous() for parameter in linear.parameters()):
+    if not all(folding.is_contiguous(parameter) for parameter in linear.parameters()):
         return "its weight or bias is not contiguous"
     return None
 
@@ -198,6 +205,8 @@ def _merge(linears: list[nn.Linear]) -> nn.Linear:
                 for linear in linears
             )
             merged.bias = nn.Parameter(torch.cat(biases), requires_grad=first.weight.requires_grad)
+    bare = tuple(modules.with_parameters(linear, weight=None, bias=None) for linear in linears)
+    vars(merged)[_REPLACED] = bare
     return merged
 
 
@@ -205,14 +214,13 @@ def _split(merged: nn.Linear, widths: list[int], biased: list[bool]) -> list[nn.
     linears = []
     weights = merged.weight.detach().split(widths)
     biases = (None,) * len(widths) if merged.bias is None else merged.bias.detach().split(widths)
-    for weight, bias, has_bias in zip(weights, biases, biased, strict=True):
-        linear = modules.like(merged, nn.Linear, merged.in_features, weight.shape[0], bias=has_bias)
-        linear.weight = nn.Parameter(
-            weight.clone(memory_format=torch.contiguous_format), requires_grad=merged.weight.requires_grad
-        )
+    for bare, weight, bias, has_bias in zip(vars(merged)[_REPLACED], weights, biases, biased, strict=True):
+        own = {"weight": weight.clone(memory_format=torch.contiguous_format)}
         if has_bias:
-            linear.bias = nn.Parameter(bias.clone(), requires_grad=merged.bias.requires_grad)
-        linears.append(linear)
+            own["bias"] = bias.clone()
+        flag = merged.weight.requires_grad
+        parameters = {name: nn.Parameter(value, requires_grad=flag) for name, value in own.items()}
+        linears.append(modules.with_parameters(bare, **parameters).train(merged.training))
     return linears
 
 
@@ -249,28 +257,41 @@ _STRICT = (
 )
 # What may copy where it was a view of the result before. What comes after the latter two is contiguous for sure.
 _COPIES = ("reshape", "reshape_as", "flatten", "ravel", "contiguous", "clone")
+# What gives contiguous memory however that lies which it is given. Anything else may keep the order of the axes there.
+_CONTIGUOUS = ("linear", "layer_norm", "matmul", "bmm", "mm", "addmm", "conv1d", "conv2d", "conv3d", "embedding")
+_CONTIGUOUS_MODULES = (nn.Linear, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
 def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
-    """A user of a linear's result, or of a view of it, that only works while that is contiguous, if there is one.
+    """A user of a result, or of a view of it, that only works while that is contiguous, if there is one.
+
+    Code that is neither PyTorch's nor Python's own is such a user: it may view what it is given in any shape.
 
     A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it.
 
     Args:
         width: The size of the result's last axis; None where it will be whole, but with its axes in another order in
-            memory: joining them again gives what is contiguous.
+            memory, which what is computed from it may have too: joining them again gives what is contiguous.
     """
     ahead, seen = [call], {call}
     made_anew = _COPIES[-2:]
     while ahead:
         node = ahead.pop()
         for user in node.users:
-            flattens = isinstance(modules.called_module(graph_module, user), nn.Flatten)
+            module = modules.called_module(graph_module, user)
+            flattens = module is not None and any(isinstance(part, nn.Flatten) for part in module.modules())
             name = "flatten" if flattens else modules.operator_name(user)
+            # Of a foreign operator the schema does not tell; of a graph, what it does with what it is given.
+            if modules.is_foreign(graph_module, user) or "::" in name or modules.graphs_within(graph_module, user):
+                return user
             apart = name == "view" and node is call and width is not None and _keeps_last_axis(user, width)
             if name in _STRICT and not apart:
                 return user
-            if user in seen or modules.measures(user) or node not in memory.handed_on(graph_module, user):
+            if width is None:
+                ends = isinstance(module, _CONTIGUOUS_MODULES) or name in _CONTIGUOUS
+            else:
+                ends = node not in memory.handed_on(graph_module, user)
+            if user in seen or modules.measures(user) or ends:
                 continue
             seen.add(user)
             if name in _COPIES and memory.changed_in_place(graph_module, user):

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
 from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from optexport.transformations import batch_norm, folding, memory, modules
+from optexport.transformations.merge_linears import needs_contiguous
 from optexport.transformations.rule import Match, Rule, Skip
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -50,11 +52,13 @@ class MergeParallelConvs(Rule):
 
     Skips:   a term that is used elsewhere too or is in the sum twice; kernels of which none has room for all others,
              since that were more work; kernels whose middles do not meet, as their padding would have it; convolutions
-             that differ in stride, dilation, groups, channels, dtype, device, requires_grad or mode, that do not pad
-             with zeros, or that are shared, tied, hooked, parametrized, of a subclass or called more than once; a norm
-             in train mode, without running statistics or with a mean of more than 16 standard deviations; x itself
-             or its norm where the convolution has a stride or as many outputs as inputs it has not; an x that is
-             changed in place between the terms; a kernel that would overflow or become subnormal.
+             that differ in stride, dilation, groups, channels, dtype, device, requires_grad, mode or memory format,
+             that are channels_last and added to anything but convolutions, that do not pad with zeros, or that are
+             shared, tied, hooked, parametrized, of a subclass or called more than once; a norm in train mode, without
+             running statistics or with a mean of more than 16 standard deviations; x itself or its norm where the
+             convolution has a stride or as many outputs as inputs it has not, or where the sum is viewed in a shape
+             that only contiguous memory can take and x is not known to be contiguous; an x that is changed in place
+             between the terms; a kernel that would overflow or become subnormal.
     Exact:   to rounding (the kernels are summed in float64 and rounded once).
     Inverse: none, because the sum of the kernels is rounded.
     """
@@ -155,7 +159,7 @@ def _find(graph_module: GraphModule, node: Node) -> Sum | Skip | None:
         return None
     x, terms, sums = flat
     calls = [term for term in terms if term is not x]
-    if reason := _why_not_alone(graph_module, calls) or _why_different(graph_module, calls):
+    if reason := _why_not_alone(graph_module, calls) or _why_different(graph_module, calls, len(terms)):
         return Skip(reason)
     if change := memory.changed_between(graph_module, x, min(calls), node):
         return Skip(f"{x.name} is changed in place by {change.name} between {min(calls).name} and {node.name}")
@@ -165,9 +169,17 @@ def _find(graph_module: GraphModule, node: Node) -> Sum | Skip | None:
         return largest
     if reason := _why_not_in(graph_module, terms, x, largest):
         return Skip(reason)
+    # A sum with x has its axes in the order in memory that x has them in; what a convolution gives has not.
+    if len(kernels) < len(terms) and not _is_contiguous(x) and (user := needs_contiguous(graph_module, node, None)):
+        return Skip(f"{user.name} views the sum, or may, in a shape that {x.name} may allow and a convolution not")
     found = Sum((*calls, *reversed(sums)), x, tuple(terms), largest, tuple(sums))
     reason = folding.why_not_held(largest.target, *_summed(graph_module, found))
     return Skip(reason) if reason else found
+
+
+def _is_contiguous(x: Node) -> bool:
+    value = x.meta.get("val")
+    return isinstance(value, torch.Tensor) and folding.is_contiguous(value)
 
 
 def _why_not_alone(graph_module: GraphModule, calls: list[Node]) -> str | None:
@@ -188,7 +200,7 @@ def _why_not_alone(graph_module: GraphModule, calls: list[Node]) -> str | None:
     return None
 
 
-def _why_different(graph_module: GraphModule, calls: list[Node]) -> str | None:
+def _why_different(graph_module: GraphModule, calls: list[Node], terms: int) -> str | None:
     layers = [modules.called_module(graph_module, call) for call in calls]
     convs = [layer for layer in layers if isinstance(layer, _ConvNd)]
     names = ", ".join(str(call.target) for call in calls)
@@ -204,11 +216,21 @@ def _why_different(graph_module: GraphModule, calls: list[Node]) -> str | None:
         return f"{names}: they differ in mode"
     if len({(type(conv), conv.in_channels, conv.out_channels, conv.groups, conv.stride) for conv in convs}) > 1:
         return f"{names}: they differ in channels, groups or stride"
-    if not all(conv.weight.is_contiguous() for conv in convs):
-        return f"{names}: a weight of theirs is not contiguous"
+    formats = {_memory_format(conv.weight) for conv in convs}
+    if None in formats:
+        return f"{names}: a weight of theirs is neither contiguous nor channels_last"
+    # What a convolution gives is in the memory format of its weight; what is added to that need not be.
+    if len(formats) > 1 or (formats != {torch.contiguous_format} and len(convs) < terms):
+        return f"{names}: they differ in memory format, or what is added to them may"
     if any(conv.padding_mode != "zeros" for conv in convs):
         return f"{names}: not all of them pad with zeros"
     return None
+
+
+def _memory_format(weight: torch.Tensor) -> torch.memory_format | None:
+    """The memory format that a convolution takes a weight to be in; None where it is in none."""
+    found = suggest_memory_format(weight)
+    return found if weight.is_contiguous(memory_format=found) else None
 
 
 def _largest(graph_module: GraphModule, calls: list[Node]) -> Node | Skip:

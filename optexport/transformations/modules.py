@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_M = TypeVar("_M", bound=nn.Module)
 
 
 def called_module(graph_module: GraphModule, node: object) -> nn.Module | None:
@@ -108,6 +110,19 @@ def like(module: nn.Module, cls: type[nn.Module], *arguments: Any, bias: bool) -
     return new.train(module.training)
 
 
+def with_parameters(module: _M, **parameters: torch.Tensor | None) -> _M:
+    """A copy of a module with other parameters, in the order of its own; all else of it is the same, or shared.
+
+    What is added to the copy later, a hook or a buffer, is not added to the module.
+    """
+    new = copy.copy(module)
+    for name in vars(nn.Module()):
+        vars(new)[name] = copy.copy(vars(new)[name])
+    assert parameters.keys() <= new._parameters.keys()
+    new._parameters.update(cast(dict[str, Any], parameters))
+    return new
+
+
 def operator_name(node: Node) -> str:
     """What a node does, in one word, whether it is a method, a function or an ATen operator: ``view``, ``floor``.
 
@@ -117,10 +132,57 @@ def operator_name(node: Node) -> str:
         return node.target._schema.name.removeprefix("aten::")
     if isinstance(node.target, str):  # of a module, or an attribute, the name says nothing of what it does
         return node.target if node.op == "call_method" else f"{node.op} {node.target}"
-    name, home = getattr(node.target, "__name__", ""), getattr(node.target, "__module__", None) or "torch"
-    own = home.partition(".")[0] in ("torch", "_operator", "builtins", "math")
+    name, home = getattr(node.target, "__name__", ""), getattr(node.target, "__module__", None)
+    return name if _is_own(node.target) else f"{home}.{name}"
+
+
+def _is_own(function: Any) -> bool:
+    """Whether a function is PyTorch's or Python's own."""
+    home = getattr(function, "__module__", None) or "torch"
     registered = home.startswith("torch._ops.") and home != "torch._ops.aten"  # by others, as operators of theirs
-    return name if own and not registered else f"{home}.{name}"
+    return home.partition(".")[0] in ("torch", "_operator", "builtins", "math") and not registered
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether more happens when a module is called than its forward."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in hooks)
+
+
+def is_foreign(graph_module: GraphModule, node: Node) -> bool:
+    """Whether a node calls code that is neither PyTorch's nor Python's own, and so may do anything to what it is given.
+
+    Of an operator that others registered, its schema tells what it does. A method that no tensor has is one of an input
+    that is an object of the caller's, as a list that is appended to.
+    """
+    if node.op == "call_module":
+        return _runs_foreign(graph_module.get_submodule(str(node.target)))
+    if node.op == "call_method":
+        return not hasattr(torch.Tensor, str(node.target)) and not hasattr(torch.Size, str(node.target))
+    described = isinstance(node.target, torch._ops.OpOverload)
+    return node.op == "call_function" and not described and not _is_own(node.target)
+
+
+def _runs_foreign(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule) or has_hooks(module) or "forward" in vars(module):
+        return True
+    if isinstance(module, GraphModule):
+        return any(is_foreign(module, node) for node in module.graph.nodes)
+    inherited = type(module).forward.__module__.partition(".")[0] == "torch"
+    return not inherited or any(map(_runs_foreign, module.children()))
+
+
+def graphs_within(graph_module: GraphModule, node: Node) -> list[GraphModule]:
+    """The graphs that a node runs: those in the module that it calls, or that a higher-order operator is given."""
+    if node.op == "call_module":
+        ran = list(graph_module.get_submodule(str(node.target)).modules())
+    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        named = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+        known = dict(graph_module.named_modules(remove_duplicate=False))
+        ran = [known[name] for name in named if name in known]
+    else:
+        ran = []
+    return [module for module in ran if isinstance(module, GraphModule)]
 
 
 # What tells of a tensor as a whole, and of none of its numbers: methods, functions and operators, and attributes.

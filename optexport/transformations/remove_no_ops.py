@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import folding, memory, modules, usage
+from optexport.transformations import folding, memory, modes, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -87,6 +87,13 @@ class RemoveNoOps(Rule):
 
 def hands_on(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
     """Whether a node gives just what another one does: its input, mostly."""
+    found = _found(graph_module, node)
+    # A view or a copy without gradients is more than its input.
+    reason = modes.why_apart(graph_module, (found.source, node)) if isinstance(found, Pass) else None
+    return Skip(reason) if reason else found
+
+
+def _found(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
     if node.op == "call_module":
         return _module(graph_module, node)
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -194,7 +201,7 @@ def _is_contiguous(graph_module: GraphModule, node: object) -> bool:
         return False
     module = modules.called_module(graph_module, node)
     if module is not None:
-        plain = not folding.has_hooks(module) and "forward" not in vars(module)
+        plain = not modules.has_hooks(module) and "forward" not in vars(module)
         return type(module) in (nn.Linear, nn.LayerNorm, nn.Embedding) and plain
     if node.target is aten.contiguous.default:
         return _argument(node, "memory_format") in _CONTIGUOUS

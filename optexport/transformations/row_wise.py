@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import effects, folding, modules
+from optexport.transformations import effects, modules
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def feeds(graph_module: GraphModule, node: Node, axis: int, *, whole: bool = Tru
 
 def _of_module(graph_module: GraphModule, node: Node, axis: int, rank: int) -> dict[Node, int] | None:
     module, x = modules.called_module(graph_module, node), modules.sole_input(node)
-    if module is None or x is None or folding.has_hooks(module):
+    if module is None or x is None or modules.has_hooks(module):
         return None
     if type(module) not in (nn.Linear, nn.LayerNorm, nn.Embedding):
         return None

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from optexport.errors import TransformationError
+from optexport.transformations import modes
 from optexport.transformations.base import ReversibleTransformation, Transformation, marks, set_marks
 from optexport.transformations.snapshot import restored_on_failure
 from optexport.transformations.usage import indexed
@@ -24,7 +26,8 @@ class Match:
     """A place where a rule applies; rules that found out more about it subclass this.
 
     Attributes:
-        nodes: The nodes that will be changed or replaced.
+        nodes: The nodes that will be changed or replaced. Where a global state, as that of autocast, changes between
+            two of them, or they are computed by ``torch.vmap``, the driver leaves all as it is.
     """
 
     nodes: tuple[Node, ...]
@@ -142,7 +145,7 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
     step = max((_last_step(node) for node in graph_module.graph.nodes), default=0)
     with indexed(graph_module):
         for node in graph_module.graph.nodes:
-            found, last = rule.match(graph_module, node), None
+            found, last = _match(rule, graph_module, node), None
             # One node may be the anchor of several matches: the shared input of two groups of linears, say.
             while isinstance(found, Match):
                 if found == last:
@@ -154,13 +157,31 @@ def apply(rule: Rule, graph_module: GraphModule) -> Report:
                     set_marks(new, {**marks(new), signature: (*marks(new).get(signature, ()), (step, record))})
                 target = target_name(rewritten[0][0]) if rewritten else ""
                 changes.append(Change(tuple(n.name for n, _ in rewritten), target, replaced))
-                found, last = None if node._erased else rule.match(graph_module, node), found
+                found, last = None if node._erased else _match(rule, graph_module, node), found
             if isinstance(found, Skip):
                 near_misses.append(NearMiss(node.name, found.reason))
             elif found is not None:
                 raise _wrong(rule, f"match returned {found!r}", "Return a Match, a Skip, or None.")
     _write_journal(graph_module, rule, len(_records(graph_module, [rule])))
     return Report(tuple(changes), tuple(near_misses))
+
+
+def _match(rule: Rule, graph_module: GraphModule, node: Node) -> Match | Skip | None:
+    """What a rule finds at a node, but nothing that would move work into another global state, as that of autocast, and
+    nothing within ``torch.vmap``."""
+    found = rule.match(graph_module, node)
+    if not isinstance(found, Match):
+        return found
+    for known in (*found.nodes, *(source for changed in found.nodes for source in changed.all_input_nodes)):
+        # Of a batch of torch.vmap, what the trace knows can neither be changed nor made anew outside of it.
+        if any(map(_is_batched, torch.utils._pytree.tree_leaves(known.meta.get("val")))):
+            return Skip(f"{known.name} is one of many that torch.vmap computes at once")
+    reason = modes.why_apart(graph_module, found.nodes)
+    return Skip(reason) if reason else found
+
+
+def _is_batched(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and bool(torch._C._functorch.is_batchedtensor(value))
 
 
 def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:

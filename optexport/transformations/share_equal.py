@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import folding, memory, modules
+from optexport.transformations import folding, memory, modes, modules
 from optexport.transformations.rule import Match, Rule, Skip
 
 _OPERATORS = {
@@ -28,8 +29,6 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-# Calls after which the same call may do something else.
-_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,10 @@ class ShareEqual(Rule):
     For ATen operators, arithmetic operators, reads of parameters, and layers called twice. Masks and positions are what
     transformers compute again in every block.
 
-    Skips:   results or inputs that are changed in place; two results that outputs would then share; calls under
-             another grad or autocast mode. Nothing is said of operators that draw random numbers or leave memory
-             unset, layers in train mode, and layers of a subclass or with hooks: no two calls of these are equal.
+    Skips:   results or inputs that are changed in place; two results, or weights, that outputs would then share; calls
+             in another global state, as that of autocast; weights that a layer has too which is left alone. Nothing is
+             said of operators that draw random numbers or leave memory unset, layers in train mode, and layers of a
+             subclass or with hooks: no two calls of these are equal.
     Exact:   to the bit.
     Inverse: none, because nodes that are gone could only be made anew, under other names.
 
@@ -161,22 +161,44 @@ def _why_not(graph_module: GraphModule, first: Node, node: Node) -> str | None:
         return "their weights are changed in place"
     if all(memory.reaches_output(graph_module, result) for result in (first, node)):
         return "they are outputs, or outputs lie in their memory"
-    if any(first < other < node and modules.operator_name(other) in _SWITCHES for other in graph_module.graph.nodes):
-        return "the grad or autocast mode changes between them"
-    return None
+    return modes.why_apart(graph_module, (first, node))
 
 
-def _copies(graph_module: GraphModule) -> Copies | None:
+def _copies(graph_module: GraphModule) -> Copies | Skip | None:
     """Equal weights, by the names under which the graph reads them."""
     kept: dict[Any, tuple[str, torch.Tensor]] = {}
+    weights, known_as = list(_weights(graph_module)), _names(graph_module)
+    replaceable = {name for _, name, _ in weights}
     names: list[tuple[str, str]] = []
     readers: dict[Node, None] = {}
-    for node, name, tensor in _weights(graph_module):
-        known, original = kept.setdefault(_identity(tensor), (name, tensor))
+    # Whoever changes an output that is a weight changes that, and must change no other.
+    reads = graph_module.graph.find_nodes(op="get_attr")
+    returned = {id(memory.constant(graph_module, n)) for n in reads if memory.reaches_output(graph_module, n)}
+    apart: dict[Any, dict[int, str]] = defaultdict(dict)
+    for node, name, tensor in weights:
+        identity = _identity(tensor)
+        if id(tensor) in returned or not replaceable.issuperset(known_as[id(tensor)]):
+            apart[identity].setdefault(id(tensor), name)
+            continue
+        known, original = kept.setdefault(identity, (name, tensor))
         if original is not tensor:
             names.append((name, known))
             readers[node] = None
-    return Copies(tuple(readers), tuple(names)) if names else None
+    if names:
+        return Copies(tuple(readers), tuple(names))
+    equal = ([*own.values(), *kept.get(identity, ())[:1]] for identity, own in apart.items())
+    why = "but outputs lie in their memory, or others have them too"
+    reasons = [f"{' and '.join(some)} are equal, {why}" for some in equal if len(some) > 1]
+    return Skip("; ".join(reasons)) if reasons else None
+
+
+def _names(graph_module: GraphModule) -> dict[int, list[str]]:
+    """All names of each parameter and buffer, by its id."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for kind in (graph_module.named_parameters, graph_module.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            names[id(tensor)].append(name)
+    return names
 
 
 def _weights(graph_module: GraphModule) -> Iterator[tuple[Node, str, torch.Tensor]]:

@@ -37,6 +37,7 @@ class Uses:
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.calls: dict[str, list[Node]] = defaultdict(list)
+        self.switches: list[Node] = []
         self._mutations: list[Node] = []
         self._reads: set[str] = set()
         self._module_names: dict[nn.Module, list[str]] = defaultdict(list)
@@ -48,6 +49,8 @@ class Uses:
                 self._reads.add(node.target)
             if effects.mutated(graph_module, node) or effects.own_changes(graph_module, node):
                 self._mutations.append(node)
+            if effects.switches(graph_module, node):
+                self.switches.append(node)
         for name, module in graph_module.named_modules(remove_duplicate=False):
             self._module_names[module].append(name)
         for name, parameter in graph_module.named_parameters(remove_duplicate=False):

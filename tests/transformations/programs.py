@@ -45,6 +45,16 @@ def graph_of(program: nn.Module) -> GraphModule:
     return GraphModule(program, _Tracer().trace(program))
 
 
+class _Leaves(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def leaves(program: nn.Module) -> GraphModule:
+    """The graph of a module, by a tracer that looks into none of its modules, whoever wrote them."""
+    return GraphModule(program, _Leaves().trace(program))
+
+
 def by_export(x: torch.Tensor, body: Callable[[Any, Any], Any], /, **children: nn.Module | nn.Parameter) -> GraphModule:
     """The graph of a program with random weights, by ``torch.export`` from an example."""
     return symbolic_trace(randomise(Program(body, **children)), example_inputs={"x": x})

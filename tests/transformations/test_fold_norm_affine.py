@@ -161,7 +161,8 @@ def test_mixed_precisions_and_overflow_are_left_alone() -> None:
 
 def test_flags_are_kept() -> None:
     layers = _layers()
-    layers["q"].requires_grad_(False)
+    for layer in (layers["q"], layers["norm"]):
+        layer.requires_grad_(False)
     check_applied(FoldNormAffine(), by_export(X, lambda m, x: m.q(m.norm(x)), **copy.deepcopy(layers)), X)
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from optexport.testing import check_refused, sharing
+from optexport import symbolic_trace
+from optexport.testing import check_applied, check_refused, sharing
 from optexport.transformations import (
+    CastPrecision,
     FoldNormAffine,
     FoldScale,
     FuseBatchNorm,
@@ -21,6 +23,7 @@ from optexport.transformations import (
     MergeLinearChain,
     MergeLinears,
     MergeParallelConvs,
+    RemoveNoOps,
     Rule,
 )
 from optexport.transformations.rule import run
@@ -36,6 +39,10 @@ def _linear() -> Any:
 
 def _conv() -> Any:
     return nn.Conv2d(4, 4, 1)
+
+
+def _norm_2d() -> Any:
+    return nn.BatchNorm2d(4)
 
 
 # A place where each rule applies, but for the layer that it is given there.
@@ -136,6 +143,146 @@ def test_complex_weights_are_left_alone() -> None:
     for rule in (FuseBias(), FoldScale()):
         graph_module = graph_of(Program(_PLACES[rule][2], layer=layer).eval())
         check_refused(rule, graph_module, X.to(torch.complex64), "its weights hold no real numbers")
+
+
+def _holding_more(module: Any) -> None:
+    module.register_buffer("more", torch.ones(3))
+
+
+def _holding_more_that_is_not_saved(module: Any) -> None:
+    module.register_buffer("more", torch.ones(3), persistent=False)
+
+
+def _learning_more(module: Any) -> None:
+    module.register_parameter("more", nn.Parameter(torch.ones(3)))
+
+
+def _saving_more(module: Any) -> None:
+    module._register_state_dict_hook(lambda module, state, prefix, meta: state.update({prefix + "more": torch.ones(3)}))
+
+
+def _saving_more_before(module: Any) -> None:
+    module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: None)
+
+
+class _Tagged(nn.Parameter):
+    """A subclass as quantisers make them."""
+
+
+def _tagged(module: Any) -> None:
+    module.weight = _Tagged(module.weight.detach())
+
+
+_MORE = {
+    _holding_more: "it holds more, which no",
+    _holding_more_that_is_not_saved: "it holds more, which no",
+    _learning_more: "it holds more, which no",
+    _saving_more: "it has hooks on its state_dict",
+    _saving_more_before: "it has hooks on its state_dict",
+    _tagged: "its weight is a _Tagged, a subclass of Parameter",
+}
+
+
+@pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
+@pytest.mark.parametrize("rule", _PLACES, ids=_name)
+def test_a_layer_that_holds_more_than_its_class_is_left_alone(rule: Rule, more: Callable[[Any], None]) -> None:
+    graph_module, x = _graph(rule, more)
+    check_refused(rule, graph_module, x, _MORE[more])
+
+
+@pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
+@pytest.mark.parametrize("rule", [rule for rule in _PLACES if _PLACES[rule][3]], ids=_name)
+def test_a_norm_or_other_layer_that_holds_more_than_its_class_is_left_alone(
+    rule: Rule, more: Callable[[Any], None]
+) -> None:
+    make, x, body, others = _PLACES[rule]
+    ((name, other),) = others.items()
+    other = _copy(other)
+    more(other)
+    check_refused(rule, graph_of(Program(body, layer=make(), **{name: other}).eval()), x, _MORE[more])
+
+
+def test_a_dropout_that_holds_more_than_its_class_is_left_alone() -> None:
+    dropout = nn.Dropout()
+    _holding_more(dropout)
+    graph_module = graph_of(Program(lambda m, x: m.drop(x) + 1, drop=dropout).eval())
+    check_refused(RemoveNoOps(), graph_module, X, "drop: it holds more, which no Dropout has")
+
+
+def test_what_is_kept_of_a_layer_norm_is_all_but_its_gain_and_shift() -> None:
+    graph_module, _ = _graph(FoldNormAffine(), lambda layer: None)
+    graph_module.norm.tag = "mine"
+    bare = FoldNormAffine()(graph_module).norm
+    assert (bare.tag, bare.weight, bare.bias, bare.elementwise_affine) == ("mine", None, None, False)
+
+
+# Where a constant that may be trained becomes part of a layer.
+_TRAINED: dict[str, tuple[Rule, torch.Tensor, Callable[[], Any], Callable[[Any, Any], Any], Callable[[], Any]]] = {
+    "bias": (FuseBias(), X, _linear, lambda m, x: m.layer(x) + m.other, lambda: nn.Parameter(torch.ones(4))),
+    "factor after": (FoldScale(), X, _linear, lambda m, x: m.layer(x) * m.other, lambda: nn.Parameter(torch.ones(1))),
+    "factor before": (FoldScale(), X, _linear, lambda m, x: m.layer(x * m.other), lambda: nn.Parameter(torch.ones(1))),
+    "gain": (FoldNormAffine(), X, _linear, lambda m, x: m.layer(x * m.other), lambda: nn.Parameter(torch.ones(4))),
+    "layer norm": (FoldNormAffine(), X, _linear, lambda m, x: m.layer(m.other(x)), lambda: nn.LayerNorm(4)),
+    "norm after": (FuseBatchNorm(), IMAGE, _conv, lambda m, x: m.other(m.layer(x)), _norm_2d),
+    "norm before": (FuseBatchNorm(), IMAGE, _conv, lambda m, x: m.layer(m.other(x)), _norm_2d),
+    "norm beside": (MergeParallelConvs(), IMAGE, _conv, lambda m, x: m.layer(x) + m.other(x), _norm_2d),
+}
+
+
+@pytest.mark.parametrize("frozen", ["layer", "other"])
+@pytest.mark.parametrize("what", _TRAINED)
+def test_what_is_trained_and_what_is_frozen_are_not_made_one(what: str, frozen: str) -> None:
+    rule, x, make, body, other = _TRAINED[what]
+    program = Program(body, layer=make(), other=other()).eval()
+    applied = symbolic_trace(program, example_inputs={"x": x})
+    assert len(run(rule, sharing(applied))[1].changes) == 1
+    getattr(program, frozen).requires_grad_(False)
+    graph_module = symbolic_trace(program, example_inputs={"x": x})
+    check_refused(rule, graph_module, x, "they differ in requires_grad")
+
+
+@pytest.mark.parametrize("what", ["bias", "factor after", "gain"])
+def test_a_buffer_becomes_part_of_a_layer_whether_that_is_trained_or_frozen(what: str) -> None:
+    for frozen in (False, True):
+        rule, x, make, body, other = _TRAINED[what]
+        program = Program(body, layer=make().requires_grad_(not frozen)).eval()
+        program.register_buffer("other", other().detach() * 3)
+        check_applied(rule, symbolic_trace(program, example_inputs={"x": x}), x)
+
+
+@pytest.mark.parametrize("what", [what for what in _TRAINED if what != "norm beside"])
+def test_a_weight_keeps_its_strides(what: str) -> None:
+    rule, x, make, body, other = _TRAINED[what]
+    for order in [(0, 2, 3, 1), (1, 0, 2, 3), (3, 2, 1, 0)] if make is _conv else [(1, 0)]:
+        layer = nn.Conv2d(4, 4, (2, 3)) if make is _conv else nn.Linear(4, 4)
+        weight = layer.weight.detach().permute(order).contiguous()
+        layer.weight = nn.Parameter(weight.permute([order.index(axis) for axis in range(len(order))]))
+        graph_module = symbolic_trace(Program(body, layer=layer, other=other()).eval(), example_inputs={"x": x})
+        report = check_applied(rule, graph_module, x)
+        assert report.changes
+        assert rule(sharing(graph_module)).layer.weight.stride() == layer.weight.stride()
+
+
+def test_a_weight_keeps_its_stride_along_an_axis_of_one_position() -> None:
+    layer = nn.Linear(1, 4)
+    layer.weight = nn.Parameter(torch.randn(4).as_strided((4, 1), (1, 7)))
+    graph_module = graph_of(Program(lambda m, x: m.layer(x) * 3, layer=layer).eval())
+    check_applied(FoldScale(), graph_module, X[:, :1])
+    assert FoldScale()(graph_module).layer.weight.stride() == (1, 7)
+
+
+@pytest.mark.parametrize("rule", [FuseBias(), FoldScale(), FoldNormAffine()], ids=_name)
+@pytest.mark.parametrize("weight", [torch.randn(4, 8)[:, :4], torch.randn(1, 4).expand(4, 4)], ids=["gaps", "expanded"])
+def test_a_weight_whose_strides_no_other_can_have_is_left_alone(rule: Rule, weight: torch.Tensor) -> None:
+    graph_module, x = _graph(rule, lambda layer: setattr(layer, "weight", nn.Parameter(weight)))
+    check_refused(rule, graph_module, x, "its weight does not fill the memory that it spans")
+
+
+def test_a_weight_with_gaps_in_memory_is_not_cast() -> None:
+    program = Program(lambda m, x: m.layer(x), layer=_linear()).eval()
+    program.layer.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
+    graph_module = symbolic_trace(program, example_inputs={"x": X})
+    check_refused(CastPrecision(), graph_module, X, "layer: its weight does not fill the memory that it spans")
 
 
 # Weights with which a sum of products, or a product of weights, is beyond what the dtype holds.

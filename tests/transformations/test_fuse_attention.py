@@ -515,3 +515,9 @@ def test_a_result_that_is_split_and_then_viewed_in_another_order_is_left_alone()
     given = tuple(torch.randn(2, 7, 4, 16) for _ in range(3))
     graph_module = FuseAttention()(symbolic_trace(Split(), example_inputs=given, dynamic={}))
     torch.testing.assert_close(graph_module(*given), Split()(*given))
+
+
+def test_a_result_that_is_viewed_after_an_activation_stays_contiguous() -> None:
+    heads = torch.linspace(-1, 1, 256).reshape(1, 2, 8, 16)
+    body = lambda m, x: (torch.softmax(x @ (x * 2.0).mT * 0.5, -1) @ (x * 3.0)).relu().view(16, 16)  # noqa: E731
+    check_refused(FuseAttention(), by_export(heads, body), heads, "only contiguous memory can take")

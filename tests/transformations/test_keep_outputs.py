@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MinMaxObserver
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from optexport import symbolic_trace
 from optexport.errors import ConfigError
@@ -15,7 +18,7 @@ from optexport.testing import assert_same, outputs, owned, sharing
 from optexport.transformations import KeepOutputs
 from tests import models
 from tests.models import randomise
-from tests.transformations.programs import Program, by_export, by_fx, graph_of
+from tests.transformations.programs import Program, by_export, by_fx, graph_of, leaves
 
 X = torch.randn(3, 4)
 
@@ -137,3 +140,126 @@ def test_rows_that_are_rescaled_for_an_output_that_stays_are_kept() -> None:
         changed = KeepOutputs(outputs=("b",))(sharing(given))
         assert_same(outputs(changed, ids), outputs(given, ids)[1:], "kept")
         assert len(changed.graph.find_nodes(op="call_module")) == (rescaling.max_norm is not None)
+
+
+def _of_chance(draw: Any) -> Any:
+    return lambda m, x: {"gone": draw(m, x), "kept": torch.rand_like(x) + F.dropout(x, 0.5, True)}
+
+
+class _Stirs(nn.Module):
+    """Code of one's own; nobody can tell that it draws."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(x.shape)
+
+
+def _in_a_region(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.drop(x @ x.mT)
+
+
+_DRAWS = {
+    "dropout in a region": _in_a_region,
+    "dropout": lambda m, x: m.drop(x),
+    "dropout in a sequence": lambda m, x: m.sequence(x),
+    "function": lambda m, x: F.dropout(x, 0.5),
+    "noise": lambda m, x: torch.bernoulli(x.sigmoid()),
+    "method": lambda m, x: x.sigmoid().bernoulli(),
+    "gumbel": lambda m, x: F.gumbel_softmax(x),
+    "leaky": lambda m, x: F.rrelu(x, training=True),
+    "attention": lambda m, x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
+    "recurrent": lambda m, x: m.recurrent(x[None])[0],
+    "foreign": lambda m, x: m.stirs(x),
+}
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+@pytest.mark.parametrize("how", _DRAWS)
+def test_what_stays_gets_the_random_numbers_that_it_got(how: str, trace: str) -> None:
+    children = {"drop": nn.Dropout(0.5), "sequence": nn.Sequential(nn.Dropout(0.5)), "stirs": _Stirs()}
+    children["recurrent"] = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+    program = Program(_of_chance(_DRAWS[how]), **children).train()
+    given = leaves(program) if trace == "fx" else symbolic_trace(program, example_inputs={"x": X})
+    _, want = outputs(given, X)
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(sharing(given)), X), [want], "kept")
+
+
+_IDLE = {
+    "dropout": lambda m, x: m.drop(x),
+    "function": lambda m, x: F.dropout(x, 0.5, False),
+    "leaky": lambda m, x: F.rrelu(x),
+    "attention": lambda m, x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+}
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+@pytest.mark.parametrize("how", _IDLE)
+def test_what_draws_no_random_numbers_goes(how: str, trace: str) -> None:
+    program = Program(lambda m, x: {"gone": _IDLE[how](m, x), "kept": x + 1}, drop=nn.Dropout(0.5)).eval()
+    given = leaves(program) if trace == "fx" else symbolic_trace(program, example_inputs={"x": X})
+    changed = KeepOutputs(outputs=("kept",))(given)
+    assert [node.op for node in changed.graph.nodes if "sym_size" not in node.name] == [
+        *("placeholder", "call_function", "output")
+    ]
+
+
+class _Inner(nn.Module):
+    """A graph of its own with a statistic that it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        self.seen.add_(x.sum(0))
+        return x + self.seen
+
+
+_STATEFUL: dict[str, Any] = {
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "fake quantiser": FakeQuantize,
+    "observer": MinMaxObserver,
+    "graph": lambda: torch.fx.symbolic_trace(_Inner()),
+}
+
+
+@pytest.mark.parametrize("how", _STATEFUL)
+def test_what_a_module_finds_out_for_an_output_that_goes_stays(how: str) -> None:
+    program = Program(lambda m, x: {"gone": m.layer(x * 3), "kept": m.layer(x)}, layer=_STATEFUL[how]()).train()
+    given = leaves(program)
+    _, want = outputs(given, X)
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(sharing(given)), X), [want], "kept")
+    assert len(given.graph.find_nodes(op="call_module")) == 2
+
+
+def test_a_parametrization_outside_of_training_finds_out_nothing() -> None:
+    layer = parametrizations.spectral_norm(nn.Linear(4, 4))
+    program = Program(lambda m, x: {"gone": m.layer(x * 3), "kept": m.layer(x)}, layer=layer).eval()
+    changed = KeepOutputs(outputs=("kept",))(leaves(program))
+    assert len(changed.graph.find_nodes(op="call_module")) == 1
+
+
+def test_what_is_done_to_an_object_that_is_an_input_stays() -> None:
+    class Logs(nn.Module):
+        def forward(self, x, log):  # type: ignore[no-untyped-def]
+            log.append(x * 2)
+            return {"gone": x * 3, "kept": x.sum(0)}
+
+    log: list[torch.Tensor] = []
+    KeepOutputs(outputs=("kept",))(torch.fx.symbolic_trace(Logs()))(X, log)
+    assert_same(log, [X * 2], "what was appended")
+
+
+def test_random_whole_numbers_are_drawn_where_more_than_one_schema_fits() -> None:
+    given = by_fx(lambda m, x: {"gone": torch.randint_like(x, 5), "kept": torch.rand_like(x)})
+    _, want = outputs(given, X)
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(given), X), [want], "kept")
+
+
+def test_what_torch_vmap_computes_goes_whole_or_stays_whole() -> None:
+    def body(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"gone": x + 1, "kept": torch.vmap(m.layer)(x)}
+
+    given = by_export(X, body, layer=nn.Linear(4, 4))
+    want, _ = outputs(given, X)[::-1]
+    assert_same(outputs(KeepOutputs(outputs=("kept",))(given), X), [want], "kept")

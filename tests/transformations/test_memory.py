@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from optexport import symbolic_trace
-from optexport.testing import sharing
+from optexport.testing import assert_same, sharing
 from optexport.transformations import FuseBatchNorm2dInConv2d, FuseBias, MergeLinears, Rule, effects, memory, modules
 from optexport.transformations.modules import operator_name
 from optexport.transformations.rule import run
@@ -135,3 +135,24 @@ def test_an_operator_of_others_is_not_taken_for_one_of_pytorch_by_its_name() -> 
 @torch.library.custom_op("optexport_memory::relu", mutates_args=())
 def relu(x: torch.Tensor) -> torch.Tensor:
     return -x
+
+
+def test_a_method_of_an_object_of_ones_own_may_change_what_it_is_given() -> None:
+    class Bumps:
+        def bump(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1.0)
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, bumps):  # type: ignore[no-untyped-def]
+            h = x * 2
+            return self.a(h), bumps.bump(h), self.b(h)
+
+    given = torch.fx.symbolic_trace(Given())
+    want = given(X, Bumps())
+    _, report = run(MergeLinears(), given)
+    assert ["is changed in place by bump" in near.reason for near in report.near_misses] == [True]
+    assert_same([*given(X, Bumps())], [*want], "outputs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -245,7 +246,8 @@ def _replaced(conv: nn.Conv2d) -> None:
         (lambda conv: conv.requires_grad_(False), "they differ in requires_grad"),
         (lambda conv: conv.bias.requires_grad_(False), "they differ in requires_grad"),
         (lambda conv: conv.train(), "they differ in mode"),
-        (lambda conv: conv.to(memory_format=torch.channels_last), "a weight of theirs is not contiguous"),
+        (lambda conv: conv.to(memory_format=torch.channels_last), "they differ in memory format"),
+        (lambda conv: _transposed(conv), "a weight of theirs is neither contiguous nor channels_last"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -254,6 +256,25 @@ def test_a_convolution_that_is_more_than_its_class_says(spoil: Any, reason: str)
     graph_module = by_fx(_two, **children)
     spoil(graph_module.get_submodule("b"))
     check_refused(RULE, graph_module, None, reason)
+
+
+def _transposed(conv: nn.Conv2d) -> None:
+    conv.weight = nn.Parameter(conv.weight.detach().mT.contiguous().mT)
+
+
+@pytest.mark.parametrize("sizes", [[3, 3], [3, 1], [1, 1]])
+def test_convolutions_that_are_all_channels_last_stay_so(sizes: list[int]) -> None:
+    children = {name: nn.Conv2d(4, 4, size, padding=size // 2) for name, size in zip("ab", sizes, strict=True)}
+    graph_module = by_fx(_two, **children).to(memory_format=torch.channels_last)
+    check_applied(RULE, graph_module, _x())
+    merged = RULE(sharing(graph_module))
+    assert merged(_x()).stride() == graph_module(_x()).stride()
+
+
+@pytest.mark.parametrize("body", [lambda m, x: m.a(x) + x, lambda m, x: x + m.a(x), lambda m, x: m.a(x) + m.norm(x)])
+def test_channels_last_and_what_may_lie_in_memory_otherwise_are_left_alone(body: Any) -> None:
+    graph_module = by_fx(body, a=nn.Conv2d(4, 4, 3, padding=1), norm=nn.BatchNorm2d(4))
+    check_refused(RULE, graph_module.eval().to(memory_format=torch.channels_last), _x(), "or what is added to them may")
 
 
 def test_a_subclass_a_shared_and_a_tied_convolution_are_left_alone() -> None:
@@ -403,3 +424,24 @@ def test_a_norm_far_from_zero_stays_beside_a_convolution() -> None:
     with torch.no_grad():
         graph_module.norm.running_mean.fill_(1e6)  # type: ignore[operator, union-attr]
     check_refused(RULE, graph_module, None, "norm: a mean is more than 16 standard deviations from zero")
+
+
+_VIEWED: dict[str, Callable[[Any, Any], Any]] = {
+    "x": lambda m, x: (x + m.a(x)).transpose(2, 3).view(3, -1),
+    "norm": lambda m, x: (m.norm(x) + m.a(x)).transpose(2, 3).view(3, -1),
+    "after an activation": lambda m, x: (x + m.a(x)).relu().transpose(2, 3).view(3, -1),
+}
+
+
+@pytest.mark.parametrize("how", _VIEWED)
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_sum_that_is_viewed_as_only_its_input_can_be_is_left_alone(how: str, exported: bool) -> None:
+    body = lambda m, x: _VIEWED[how](m, x.transpose(2, 3))  # noqa: E731
+    children = {"a": nn.Conv2d(4, 4, 3, padding=1), "norm": nn.BatchNorm2d(4)}
+    graph_module = by_export(_x(), body, **children) if exported else by_fx(body, **children)
+    check_refused(RULE, graph_module.eval(), _x(), "view views the sum, or may")
+
+
+def test_a_sum_with_a_contiguous_input_may_be_viewed() -> None:
+    graph_module = by_export(_x(), lambda m, x: (x + m.a(x)).relu().view(3, -1), a=nn.Conv2d(4, 4, 3, padding=1))
+    check_applied(RULE, graph_module, _x())

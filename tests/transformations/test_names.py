@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 from optexport import symbolic_trace
-from optexport.transformations import FuseAttention, FuseBatchNorm, MergeLinears, ShareEqual, Transformation
+from optexport.testing import check_applied
+from optexport.transformations import (
+    FuseAttention,
+    FuseBatchNorm,
+    MergeLinears,
+    ShareEqual,
+    Transformation,
+)
+from optexport.transformations import modules as modules_of_graphs
 from tests.models import randomise
-from tests.transformations.programs import Program
+from tests.transformations.programs import Program, leaves
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 
@@ -120,3 +129,135 @@ def test_a_module_called_flatten_is_none() -> None:
 
     x = torch.linspace(-1, 1, 32).reshape(2, 4, 2, 2)
     agrees(FuseBatchNorm(), body, x, norm=nn.BatchNorm2d(4), flatten=_Flips(), layer=nn.Linear(16, 3))
+
+
+def flattened(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2.0)
+
+
+@torch.library.custom_op("optexport_names::flattened", mutates_args=())
+def flattened_operator(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).clone()
+
+
+class _Calls(nn.Module):
+    """Does what a function does, and as a leaf shows nothing of it."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x)
+
+
+class _Opaque(nn.Identity):
+    """A subclass of a known layer with another forward."""
+
+    forward = _Calls.forward
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+
+def hooked(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    layer = nn.Identity()
+    layer.register_forward_pre_hook(lambda module, args: function(args[0]))
+    return layer
+
+
+def replaced(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    layer = nn.Identity()
+    layer.forward = function  # type: ignore[method-assign]
+    return layer
+
+
+def _call(function: Any, x: Any) -> Any:
+    """Calls a function in the graph as ``torch.fx.wrap`` would."""
+    return x.tracer.create_proxy("call_function", function, (x,), {})
+
+
+FOREIGN: dict[str, Callable[[Any], tuple[Callable[..., Any], dict[str, nn.Module]]]] = {
+    "a wrapped function": lambda f: (lambda m, x: _call(f, x), {}),
+    "a leaf": lambda f: (lambda m, x: m.leaf(x), {"leaf": _Calls(f)}),
+    "a leaf in a sequence": lambda f: (lambda m, x: m.leaf(x), {"leaf": nn.Sequential(_Calls(f))}),
+    "a subclass": lambda f: (lambda m, x: m.leaf(x), {"leaf": _Opaque(f)}),
+    "a hook": lambda f: (lambda m, x: m.leaf(x), {"leaf": hooked(f)}),
+    "another forward": lambda f: (lambda m, x: m.leaf(x), {"leaf": replaced(f)}),
+    "a graph": lambda f: (lambda m, x: m.leaf(x), {"leaf": fx.symbolic_trace(_Calls(f))}),
+    "a scripted module": lambda f: (lambda m, x: m.leaf(x), {"leaf": torch.jit.script(_Calls(f))}),
+}
+
+
+def stays(rule: Transformation, body: Callable[..., Any], **modules: nn.Module) -> None:
+    """The same of a graph whose modules are leaves, whoever wrote them; nothing of the rule's kind is done to it."""
+    graph_module = leaves(randomise(Program(body, **modules)).eval())
+    code = graph_module.code
+    with torch.no_grad():
+        before = graph_module(X.clone())
+        assert rule(graph_module).code == code
+        torch.testing.assert_close(graph_module(X.clone()), before)
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_foreign_code_may_view_what_it_is_given_in_any_shape(how: str) -> None:
+    call, modules = FOREIGN[how](flattened)
+    stays(MergeLinears(), lambda m, x: (call(m, m.a(x)), m.b(x)), **linears(), **modules)
+    stays(MergeLinears(), lambda m, x: (call(m, m.a(x).unsqueeze(0)), m.b(x)), **linears(), **modules)
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_foreign_code_may_change_what_it_is_given(how: str) -> None:
+    call, modules = FOREIGN[how](doubled)
+
+    def body(m: Any, x: Any) -> Any:
+        a = m.a(x)
+        call(m, x.view(4, 3))
+        return a, m.b(x)
+
+    stays(MergeLinears(), body, **linears(), **modules)
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_foreign_code_may_change_its_result_with_what_it_was_given(how: str) -> None:
+    call, modules = FOREIGN[how](flattened)
+
+    def body(m: Any, x: Any) -> Any:
+        y = m.norm(x)
+        call(m, y).mul_(2.0)
+        return m.a(x), y, m.b(x)
+
+    agrees(FuseBatchNorm(), body, X, **linears(), norm=nn.BatchNorm1d(4), **modules)
+    stays(ShareEqual(), lambda m, x: (m.a(x), call(m, m.a(x))), **linears(), **modules)
+
+
+@pytest.mark.parametrize("overload", ["default", None])
+def test_operators_of_others_may_need_contiguous_memory(overload: str | None) -> None:
+    packet = torch.ops.optexport_names.flattened
+    function = getattr(packet, overload) if overload else packet
+    stays(MergeLinears(), lambda m, x: (_call(function, m.a(x)), m.b(x)), **linears())
+
+
+def test_what_is_pytorchs_own_is_no_foreign_code() -> None:
+    def body(m: Any, x: Any) -> Any:
+        y = F.layer_norm(torch.relu(m.drop(m.a(x))), (4,))
+        z = m.many(m.b(x)).softmax(-1)
+        return y + m.a(m.drop(x)), torch.einsum("ij,kj->ik", y, z), m.attention(z, z, z)[0], m.c(x), m.c(x)
+
+    many = nn.Sequential(nn.GELU(), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4)))
+    children = {"c": nn.Linear(4, 4), "drop": nn.Dropout(), "many": many, "attention": nn.MultiheadAttention(4, 2)}
+    graph_module = leaves(randomise(Program(body, **linears(), **children)).eval())
+    assert not any(modules_of_graphs.is_foreign(graph_module, node) for node in graph_module.graph.nodes)
+
+
+def test_linears_beside_foreign_code_are_merged_still() -> None:
+    def body(m: Any, x: Any) -> Any:
+        return _call(doubled, m.a(x) + 1), m.b(x)
+
+    graph_module = leaves(randomise(Program(body, **linears())))
+    check_applied(MergeLinears(), graph_module, X)

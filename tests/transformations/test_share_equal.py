@@ -157,13 +157,39 @@ def test_two_outputs_stay_two_tensors() -> None:
     check_applied(ShareEqual(), one, X, exact=True)
 
 
+def _with_ones(body: Any) -> GraphModule:
+    ones = {name: nn.Parameter(torch.ones(4)) for name in ("one", "two", "three")}
+    return symbolic_trace(Program(body, **ones), example_inputs={"x": X})
+
+
+def test_equal_weights_of_which_an_output_is_one_stay_two_tensors() -> None:
+    def check(body: Any, names: str) -> None:
+        check_refused(ShareEqual(weights=True), _with_ones(body), X, f"{names} are equal, but outputs lie")
+
+    check(lambda m, x: (m.one, m.two.view(2, 2), x + 1), "one and two")
+    check(lambda m, x: (m.one, x * m.two), "one and two")
+    changed, report = run(ShareEqual(weights=True), _with_ones(lambda m, x: (m.three, x * m.one + m.two)))
+    assert [len(report.changes), len(report.near_misses)] == [1, 1]
+    assert changed.one is changed.two is not changed.three
+    changed(X)[0].data.zero_()
+    assert changed.one.sum() == 4
+    tied = _with_ones(lambda m, x: (m.one, x * m.two + m.three))
+    tied.two = tied.one
+    check_refused(ShareEqual(weights=True), tied, X, "one and three are equal, but outputs lie")
+
+
 def test_another_grad_mode_keeps_calls_apart() -> None:
     graph_module = by_fx(lambda m, x: m.layer(x) - m.layer(x) * 2, layer=nn.Linear(4, 4))
     first, second = graph_module.graph.find_nodes(op="call_module", target="layer")
     with graph_module.graph.inserting_after(first):
         graph_module.graph.call_function(torch._C._set_grad_enabled, (False,))
     graph_module.recompile()
-    check_refused(ShareEqual(), graph_module, None, "the grad or autocast mode changes between them")
+    check_refused(
+        ShareEqual(),
+        graph_module,
+        None,
+        "the grad mode, autocast or another global state changes between layer and layer_1",
+    )
     torch.set_grad_enabled(True)
 
 
@@ -347,3 +373,11 @@ def test_a_weight_with_a_hook_of_its_own_stays() -> None:
     for tensor in graph_module.get_submodule("two").parameters():
         tensor.register_hook(lambda gradient: gradient * 2)
     check_refused(ShareEqual(weights=True), graph_module, None)
+
+
+def test_a_weight_that_a_layer_has_too_stays_the_same_for_both() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.ones(4, 4))
+    one, two = nn.Parameter(torch.ones(4, 4)), layer.weight
+    program = Program(lambda m, x: x @ m.one + x.sin() @ m.two + m.layer(x * 2), one=one, two=two, layer=layer)
+    check_refused(ShareEqual(weights=True), graph_of(program), X, "two and one are equal, but outputs")
