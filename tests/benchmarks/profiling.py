@@ -1,0 +1,84 @@
+"""Where ONNX Runtime spends its time in a file: by operator, as its own profiler tells.
+
+    python -m tests.benchmarks.profiling FILE.onnx... [--shape batch=1,sequence=128] [--threads 1] [--runs 30]
+
+Without a file MiniLM is exported without rules, once plainly and once with the lowering `sum-residuals`. Times are
+means over the runs; those of an element are over all that an operator gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+from safetensors.numpy import load_file
+
+from optexport.bench.artifact import open_target
+from optexport.bench.workload import from_onnx
+from optexport.machine import machine
+from tests.benchmarks import workloads
+from tests.formats import files
+
+
+def profile(path: Path, sizes: dict[str, int], threads: int, runs: int, folder: Path) -> dict[str, list[float]]:
+    """Microseconds, calls and elements of one run, by operator."""
+    (artifact,) = open_target(path).artifacts
+    (workload,), _ = from_onnx(artifact, [sizes], folder)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / "profile")
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    inputs = load_file(workload.file)
+    for _ in range(runs):
+        session.run(None, {given.name: inputs[given.name] for given in session.get_inputs()})
+    events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text())
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("kernel_time"):
+            row = found[event["args"]["op_name"]]
+            shapes = [shape for each in event["args"]["output_type_shape"][:1] for shape in each.values()]
+            row[0] += event["dur"] / runs
+            row[1] += 1 / runs
+            row[2] += sum(math.prod(shape) for shape in shapes) / runs
+    return found
+
+
+def report(path: Path, found: dict[str, list[float]]) -> None:
+    total = sum(row[0] for row in found.values())
+    print(f"{path.name}: {total / 1e3:.2f} ms in kernels\n")
+    print("| operator | calls | ms | share | ns an element |\n|---|---|---|---|---|")
+    for name, (spent, calls, elements) in sorted(found.items(), key=lambda item: -item[1][0])[:12]:
+        each = f"{1e3 * spent / elements:.2f}" if elements else ""
+        print(f"| {name} | {calls:.0f} | {spent / 1e3:.3f} | {100 * spent / total:.1f} % | {each} |")
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE.onnx")
+    parser.add_argument("--shape", default="batch=1,sequence=128")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=30)
+    arguments = parser.parse_args()
+    sizes = {name: int(size) for name, _, size in (part.partition("=") for part in arguments.shape.split(","))}
+    print(f"{machine()['processor']}, {arguments.threads} thread(s), {arguments.shape}\n")
+    with tempfile.TemporaryDirectory() as place:
+        paths = arguments.files
+        if not paths:
+            made = files.prepare(workloads._minilm(), workloads._text(2, 17), workloads._TEXT)
+            paths = [Path(place) / "plain.onnx", Path(place) / "sum-residuals.onnx"]
+            for path, lowerings in zip(paths, ((), ("sum-residuals",)), strict=True):
+                files.save_onnx(made, path, lowerings=lowerings)
+        for path in paths:
+            report(path, profile(path, sizes, arguments.threads, arguments.runs, Path(place)))
+
+
+if __name__ == "__main__":
+    main()
