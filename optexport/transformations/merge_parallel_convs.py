@@ -169,8 +169,8 @@ def _find(graph_module: GraphModule, node: Node) -> Sum | Skip | None:
         return largest
     if reason := _why_not_in(graph_module, terms, x, largest):
         return Skip(reason)
-    # A sum with x has its axes in the order in memory that x has them in; what a convolution gives has not.
-    if len(kernels) < len(terms) and not _is_contiguous(x) and (user := needs_contiguous(graph_module, node, None)):
+    # A sum with x has its axes in the order in memory that x has them in; what layers give has not.
+    if x in terms and not _is_contiguous(x) and (user := needs_contiguous(graph_module, node, None)):
         return Skip(f"{user.name} views the sum, or may, in a shape that {x.name} may allow and a convolution not")
     found = Sum((*calls, *reversed(sums)), x, tuple(terms), largest, tuple(sums))
     reason = folding.why_not_held(largest.target, *_summed(graph_module, found))

@@ -291,7 +291,7 @@ _SMOOTH: dict[str, Callable[[Any, Any], Any]] = {
     "size": lambda m, q: q.reshape(q.shape[0], -1) * q.dim(),
     "memory": lambda m, q: torch.cat([q, q.detach()]).to(torch.device("cpu")),
     "roots": lambda m, q: (q.square() * 2).sqrt() + q.abs().reshape(-1, 7).rsqrt() + q.abs().log(),
-    "reciprocals": lambda m, q: 1 / (q * 2) + (q * 3).reciprocal() + (q + 1) / q.exp() + (q - 1).norm(),
+    "reciprocals": lambda m, q: 1 / (q * 2) + (q * 3).reciprocal() + (q + 1) / q.exp(),
     "powers": lambda m, q: (q + 1) ** 2 + 2.0 ** (q - 1) + q.abs() ** 0.5,
 }
 
@@ -434,6 +434,12 @@ def test_a_rounding_never_decides_between_a_number_and_infinity(how: str, export
     assert not report.changes
     assert "is not known to take a quotient" in report.near_misses[0].reason
     check_laws(ChangeTrueDivToMulByInverse(), graph_module, x, exact=True)
+
+
+@pytest.mark.parametrize("order", [(), ("fro",), (1,), (2.0,), (math.inf,)])
+def test_a_norm_that_does_not_count_takes_a_quotient_that_is_rounded_otherwise(order: tuple[Any, ...]) -> None:
+    matrix = X[:12].reshape(3, 4)
+    check_applied(ChangeTrueDivToMulByInverse(), by_fx(lambda m, x: (x / 41 - 1).norm(*order)), matrix)
 
 
 _LOWER: dict[str, Callable[[Any], Any]] = {
