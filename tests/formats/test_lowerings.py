@@ -17,7 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 EACH = [(lowering.name, file_format) for lowering in lowerings.LOWERINGS for file_format in lowering.formats]
 
 
-@pytest.mark.parametrize("model", ["bert", "resnet", "mlp", "llama", "masked"])
+@pytest.mark.parametrize(
+    "model", ["bert", "masked", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "mlp", "resnet"))]
+)
 @pytest.mark.parametrize(("name", "file_format"), EACH)
 def test_every_lowering_gives_a_file_that_opens_and_agrees_at_any_size(
     name: str, file_format: str, model: str, tmp_path: Path
