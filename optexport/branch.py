@@ -53,17 +53,12 @@ def produce(
     """
     alone = len(job.branches) == 1
     formats = "" if alone else f" for {', '.join(branch.formats)}"
-    graph_module, dump = traced.graph_module, job.dump
-    if not alone:
-        graph_module = sharing_copy(graph_module)
-        if dump is not None:
-            dump = dump / "-".join(branch.formats)
-            dump.mkdir(exist_ok=True)
+    title = "" if alone else "-".join(branch.formats)
+    graph_module = traced.graph_module if alone else sharing_copy(traced.graph_module)
     with stages.stage(f"transform{formats}"):
-        transformed = transform(graph_module, branch.rules, dump)
+        transformed = transform(graph_module, branch.rules, job.dump, title and f"{title}-")
         graph_module = transformed.graph_module
-        suffix = "" if alone else f".{'-'.join(branch.formats)}"
-        records.write_graph(draft / f"graph_after{suffix}.txt", graph_module)
+        records.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", graph_module)
     proof = suspects.proof
     with stages.stage(f"check graph{formats}"):
         if not suspects.check(f"{GRAPH}{formats}", graph_runner(graph_module, call)).passed:

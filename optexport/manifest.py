@@ -193,7 +193,7 @@ class ParityRecord(_Record):
 
 
 class ArtifactRecord(_Record):
-    """One exported model, and the lowerings that were applied to its file.
+    """One exported model, and the lowerings that were applied to its file, whether or not they found work.
 
     ``fixed_shape`` says why it works at the traced shape only, where it does.
     """

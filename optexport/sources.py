@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from optexport import archives, registry, transformers_exporters
 from optexport.config import ModelConfig, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
+from optexport.formats import torch_lowerings
 from optexport.raising import unlift
 from optexport.tasks import AUTO_CLASSES
 
@@ -127,6 +128,7 @@ def _in_package(rest: str) -> tuple[Path, str | None]:
 def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
     if path.suffix == ".pt2":
         program = archives.load_pt2(path)
+        torch_lowerings.raise_again(program)
         return Loaded(unlift(program), program, revision)
     if not (path / "config.json").is_file():
         raise SourceError(

@@ -147,6 +147,7 @@ def as_json(result: Result) -> dict[str, Any]:
     return {
         "passed": result.passed,
         "exit_code": 0 if result.tracking_failure is None else result.tracking_failure.exit_code,
+        "tune": outcome.as_json(result.tuned),
         "output": str(result.output),
         "baseline": None if result.baseline is None else str(result.baseline),
         "files": {name: str(path) for name, path in result.files.items()},

@@ -96,11 +96,14 @@ class Transformed:
     earlier: fx.GraphModule
 
 
-def transform(graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Path | None = None) -> Transformed:
+def transform(
+    graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Path | None = None, title: str = ""
+) -> Transformed:
     """Applies transformations, in their order; in place, where all of them are known never to write into a tensor.
 
     Args:
         dump: A folder to write the graph to, before and after each.
+        title: What the names of the files in it begin with.
 
     Raises:
         TransformationError: One of them raised, or left a graph that is not sound.
@@ -133,7 +136,7 @@ def transform(graph_module: fx.GraphModule, rules: Sequence[NamedRule], dump: Pa
         applied.append(Applied(rule, report, nodes_before, len(graph_module.graph.nodes)))
         _check_expectation(rule, report)
         if dump is not None:
-            name = f"{index + 1:02d}-{rule.name.replace(':', '-').replace('/', '-')}"
+            name = f"{title}{index + 1:02d}-{rule.name.replace(':', '-').replace('/', '-')}"
             (dump / f"{name}-before.txt").write_text(f"{before}\n", encoding="utf-8")
             (dump / f"{name}-after.txt").write_text(f"{graph_module.graph}\n", encoding="utf-8")
         if report.changes and applied[-1].reversible:

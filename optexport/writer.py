@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from optexport import records
 from optexport.config import Format
 from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
+from optexport.lowerings import of_format
 from optexport.manifest import ArtifactRecord
 from optexport.proof.cases import Batch
 from optexport.signature import Signature
@@ -64,6 +65,7 @@ class Writer:
             ExportError: The graph cannot be written in that format.
         """
         path, fixed_shape = folder / _FILES[file_format], None
+        lowerings = [name for name in of_format(file_format) if name in lowerings]  # in the order of their application
         if file_format == "pt2":
             exported_program.save(self.program, path, lowerings=lowerings)
         elif file_format == "torchscript":
@@ -72,7 +74,7 @@ class Writer:
             model = self._onnx_model(onnx_lowerings.opset(lowerings, opset))
             metadata = records.onnx_metadata(self._loaded, self._applied, lowerings)
             onnx.write(model, path, metadata=metadata, lowerings=lowerings)
-        return ArtifactRecord(format=file_format, path=path.name, fixed_shape=fixed_shape, lowerings=list(lowerings))
+        return ArtifactRecord(format=file_format, path=path.name, fixed_shape=fixed_shape, lowerings=lowerings)
 
     def _convert(self, opset: int | None) -> onnx_ir.Model:
         return onnx.convert(self.flat, self.signature, self.example, opset)

@@ -48,8 +48,20 @@ def _write(folder: Path, text: str = _CONFIG) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run(_write(tmp_path_factory.mktemp("branch")), dump=tmp_path_factory.mktemp("dump"))
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dump")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory, dump: Path) -> Result:
+    return run(_write(tmp_path_factory.mktemp("branch")), dump=dump)
+
+
+@pytest.mark.usefixtures("result")
+def test_each_graph_is_dumped_under_its_formats(dump: Path) -> None:
+    names = {path.name for path in dump.iterdir()}
+    assert "onnx-01-change-true-div-to-mul-by-inverse-after.txt" in names
+    assert "torchscript-pt2-01-merge-linears-before.txt" in names
 
 
 def test_each_graph_is_proven_before_the_files_that_are_made_of_it(result: Result) -> None:

@@ -29,6 +29,21 @@ def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> E
     return lowered
 
 
+def raise_again(program: ExportedProgram) -> None:
+    """Puts back, in place, the layers that ``onednn-linear`` lowered, so that a file can be a source again."""
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default):
+        x, weight, bias, post, _, algorithm = node.args
+        linear = node
+        if post == "gelu":
+            with graph.inserting_before(node):
+                linear = graph.call_function(aten.linear.default)
+            linear.meta = dict(node.meta)
+            node.target, node.args, node.kwargs = aten.gelu.default, (linear,), {"approximate": algorithm}
+        linear.target, linear.args = aten.linear.default, (x, weight, bias)
+    program.graph_module.recompile()
+
+
 def freeze(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     """Makes the weights of a scripted module constants of its code, and computes what depends on nothing else."""
     frozen: torch.jit.ScriptModule = torch.jit.freeze(module.eval())

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from optexport.bench.comparison import Comparison
 from optexport.config import Format
+from optexport.config_measuring import LEAST_ROUNDS
 
 AS_CONFIGURED = "as configured"
+NOT_THE_SAME = "not the same"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Trial:
         change: What is other in it than in the config, in words.
         rules: The positions of its rules in the config.
         refused: Why no file of it could be shipped; None where one could.
-        comparison: How fast it is, with what is configured as the measure; None where it was not measured.
+        comparison: How fast it is, by the measure of the outcome; None where it was not measured.
         earlier: Whether that was seen by an earlier run, of which it was kept.
     """
 
@@ -43,6 +45,7 @@ class Outcome:
 
     Attributes:
         chosen: The recipe of the file that is shipped.
+        measure: What others are compared with, in words: what is configured, or what of it passes.
         over_plain: How fast that is, with the plain export as the measure; None where the plain export was refused, or
             is what was chosen.
         trials: All that were tried, in that order.
@@ -51,6 +54,7 @@ class Outcome:
 
     format: Format
     chosen: Trial
+    measure: str
     over_plain: Comparison | None
     trials: tuple[Trial, ...]
     untried: tuple[str, ...] = ()
@@ -86,13 +90,21 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
         for trial in outcome.trials:
             c = trial.comparison
             figures = "" if c is None else f"{c.speedup:.3g} ({c.low:.3g} to {c.high:.3g})"
-            told = "" if trial.change == AS_CONFIGURED else "not measured" if c is None else c.told
-            verdict = told if trial.refused is None else f"refused: {trial.refused}"
+            if trial.refused is not None:
+                verdict = f"refused: {trial.refused}"
+            elif c is None:
+                verdict = "" if trial.change == outcome.measure else "not measured"
+            else:
+                verdict = c.told if c.rounds >= LEAST_ROUNDS else f"dropped out after {c.rounds} rounds"
+            verdict += " (earlier run)" if trial.earlier else ""
             if trial.change == outcome.chosen.change:
                 verdict = f"{verdict}; chosen" if verdict else "chosen"
             table.add_row(outcome.format, escape(trial.change), figures, escape(verdict))
     console.print(table)
     for outcome in outcomes:
+        if outcome.measure != AS_CONFIGURED:
+            text = f"[bold red]{outcome.format}: what is configured was refused; the ratios are over"
+            console.print(f"{text}[/] {escape(outcome.measure)}", soft_wrap=True, highlight=False)
         c = outcome.over_plain
         figures = "" if c is None else f", {c.speedup:.3g} ({c.low:.3g} to {c.high:.3g}) times as fast as plain"
         console.print(f"{outcome.format}: {escape(outcome.chosen.change)}{figures}", soft_wrap=True, highlight=False)

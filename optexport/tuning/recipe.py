@@ -37,8 +37,13 @@ def in_order(recipe: Recipe) -> list[Ingredient]:
 
 
 def change_in_words(start: Recipe, recipe: Recipe, rules: Sequence[NamedRule]) -> str:
-    """What is other in a recipe than in the one that a search started from: ``without merge-linears, with gemm``."""
-    without = [rules[i].name for i in rules_in(start - recipe)] + lowerings_in(start - recipe)
-    added = [rules[i].name for i in rules_in(recipe - start)] + lowerings_in(recipe - start)
+    """What is other in a recipe than in the one that is configured: ``without merge-linears, with gemm``.
+
+    Of rules with the same name the position among all tells which is meant.
+    """
+    names = [rule.name for rule in rules]
+    titles = [name if names.count(name) == 1 else f"{name} ({index + 1})" for index, name in enumerate(names)]
+    without = [titles[i] for i in rules_in(start - recipe)] + lowerings_in(start - recipe)
+    added = [titles[i] for i in rules_in(recipe - start)] + lowerings_in(recipe - start)
     said = [f"without {name}" for name in without] + [f"with {name}" for name in added]
     return ", ".join(said) or AS_CONFIGURED

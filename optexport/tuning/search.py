@@ -20,6 +20,7 @@ from optexport.config import Format
 from optexport.config_measuring import LEAST_ROUNDS
 from optexport.errors import BenchError
 from optexport.job import Job
+from optexport.transform import NamedRule
 from optexport.transformations import KeepOutputs
 from optexport.tuning.contest import Contest
 from optexport.tuning.outcome import Outcome, Trial
@@ -48,7 +49,8 @@ class Search:
         self.begun = time.monotonic()
         self.contest = contest
         self.configured = self.start = configured(job, file_format)
-        kept = [i for i, rule in enumerate(job.rules) if isinstance(rule.transformation, KeepOutputs)]
+        # What decides the outputs, and what is expected to find work, is not a matter of speed.
+        kept = [i for i in rules_in(self.start) if job.rules[i].least or _keeps_outputs(job.rules[i])]
         self.plain: Recipe = frozenset(kept)
         self.made: list[Recipe] = []
         self.artifacts: dict[Recipe, Artifact] = {}
@@ -62,7 +64,7 @@ class Search:
         self._start_from_what_passes()
         if self.start not in self.made:
             return None
-        known = {Recipe([*trial.rules, *trial.lowerings]): trial for trial in earlier}
+        known = {Recipe([*trial.rules, *trial.lowerings]): trial for trial in earlier if self._can_be(trial)}
         chosen_then = list(known)[:1]
         for recipe in [*chosen_then, *(recipe for recipe in self._single_changes() if recipe not in known)]:
             self._try(recipe, until=self.begun + _MAKING * (self.end - self.begun))
@@ -73,6 +75,7 @@ class Search:
         return Outcome(
             self.format,
             self._trial(chosen),
+            self._told(self.start),
             self._last(self.plain, chosen) if measured_plain else None,
             tuple(
                 [self._trial(recipe) for recipe in tried]
@@ -80,6 +83,11 @@ class Search:
             ),
             tuple(self._told(recipe) for recipe in self.untried),
         )
+
+    def _can_be(self, trial: Trial) -> bool:
+        """Whether a trial that was kept is one of this search's; a damaged one may say anything."""
+        known = lowerings.of_format(self.format)
+        return set(trial.rules) <= set(range(len(self.job.rules))) and set(trial.lowerings) <= set(known)
 
     def _start_from_what_passes(self) -> None:
         """Where what is configured is refused, starts from those of its ingredients that pass, taken one by one."""
@@ -110,10 +118,15 @@ class Search:
             if artifact.fixed and not all(workload.traced for workload in self.contest.workloads):
                 self.workshop.discard(artifact)
                 raise Refused("it takes the traced shape only, and others are to be measured")
+            bar = self.job.config.gate.max_size_mb
+            most = None if bar is None else bar.of(self.format)
+            if most is not None and artifact.size > most * 1e6 and recipe not in (self.plain, self.configured):
+                self.workshop.discard(artifact)
+                raise Refused(f"it takes {artifact.size / 1e6:.4g} MB, and gate.max_size_mb is {most:g}")
             content = content_of(artifact)
             if content in self._contents and recipe not in (self.configured, self.start):
                 self.workshop.discard(artifact)
-                raise Refused(f"it gives the same file as {self._contents[content]}")
+                raise Refused(f'it gives the same file as "{self._contents[content]}"')
             self._contents[content] = artifact.name
             self.made.append(recipe)
             self.artifacts[recipe] = artifact
@@ -147,12 +160,15 @@ class Search:
         """The fastest of the last heat if it is faster for sure, else the start; never what is slower than plain."""
         ran = [recipe for recipe in self._candidates(self.made) if self.contest.ran_last(recipe)]
         faster = [recipe for recipe in [*ran, self.plain] if self._is_faster(recipe)]
-        chosen = max(faster, key=lambda recipe: self._last(self.start, recipe).speedup, default=self.start)
-        slower = self.contest.ran_last(self.plain) and any(
-            self.contest.compare_at(workload, self.plain, chosen).verdict == "slower"
+        faster.sort(key=lambda recipe: self._last(self.start, recipe).speedup, reverse=True)
+        return next((one for one in (*faster, self.start) if not self._slower_than_plain(one)), self.plain)
+
+    def _slower_than_plain(self, recipe: Recipe) -> bool:
+        """Whether it is so at one shape."""
+        return self.contest.ran_last(self.plain) and any(
+            self.contest.compare_at(workload, self.plain, recipe).verdict == "slower"
             for workload in self.contest.workloads
         )
-        return self.plain if slower else chosen
 
     def _is_faster(self, recipe: Recipe) -> bool:
         return self.contest.ran_last(recipe) and self._last(self.start, recipe).verdict == "faster"
@@ -201,8 +217,9 @@ class Search:
                 del running[broken[0]]
 
     def _told(self, recipe: Recipe) -> str:
-        plain = "plain export" if recipe == self.plain else ""
-        return plain or change_in_words(self.configured, recipe, self.job.rules)
+        if recipe == self.plain != self.configured:
+            return "plain export"
+        return change_in_words(self.configured, recipe, self.job.rules)
 
     def _trial(self, recipe: Recipe) -> Trial:
         measured = recipe != self.start and self.contest.ran(recipe)
@@ -213,3 +230,7 @@ class Search:
             self.refused.get(recipe),
             self.contest.compare(self.start, recipe) if measured else None,
         )
+
+
+def _keeps_outputs(rule: NamedRule) -> bool:
+    return isinstance(rule.transformation, KeepOutputs)

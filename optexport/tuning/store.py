@@ -16,9 +16,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from optexport.config_measuring import LEAST_ROUNDS
 from optexport.machine import machine
 from optexport.places import cache
-from optexport.tuning.outcome import Trial
+from optexport.tuning.outcome import NOT_THE_SAME, Trial
 
 _TRIALS = TypeAdapter(list[Trial])
 
@@ -40,13 +41,19 @@ def read(name: str) -> list[Trial]:
         return []
 
 
-def write(name: str, trials: Sequence[Trial]) -> None:
-    """Keeps trials, where there is a place for them."""
+def write(name: str, chosen: Trial, trials: Sequence[Trial]) -> None:
+    """Keeps what was chosen, and the trials that need not be repeated, where there is a place for them.
+
+    Those are what was measured to an end, and what does not compute the same. What dropped out early, or could not be
+    made, may fare better another time.
+    """
+    ended = [trial for trial in trials if trial.comparison is not None and trial.comparison.rounds >= LEAST_ROUNDS]
+    refused = [trial for trial in trials if (trial.refused or "").startswith(NOT_THE_SAME)]
     place = cache()
     if place is None:
         return
     with contextlib.suppress(OSError):  # where nothing can be written it is searched every time
         place.mkdir(parents=True, exist_ok=True)
         draft = place / f"{name}.{os.getpid()}.draft"
-        draft.write_text(json.dumps([asdict(trial) for trial in trials]), encoding="utf-8")
+        draft.write_text(json.dumps([asdict(trial) for trial in (chosen, *ended, *refused)]), encoding="utf-8")
         draft.replace(place / f"{name}.tuning.json")

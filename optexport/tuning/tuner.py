@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +16,7 @@ from optexport.proof.reference import Call
 from optexport.records import versions
 from optexport.stages import Stages
 from optexport.trace import Traced
+from optexport.transform import NamedRule, is_built_in
 from optexport.tuning import store
 from optexport.tuning.contest import Contest
 from optexport.tuning.outcome import Outcome
@@ -57,19 +60,30 @@ def tune(
                 str(traced.graph_module.graph),
                 job.loaded.weights_sha256,
                 name,
-                [[rule.name, rule.options, rule.formats] for rule in job.rules],
+                [[rule.name, rule.options, rule.formats, rule.least, _code_of(rule)] for rule in job.rules],
                 job.config.export.lowerings.get(name, []),
                 job.config.export.opset,
                 job.config.parity.model_dump(mode="json"),
+                {name: [tensor.dtype, tensor.shape] for name, tensor in job.example.items()},
                 [workload.label for workload in workloads],
+                [case.name for case in proof.reference.cases],
+                {name: bound.limit for name, bound in proof.bounds.items()},
                 job.config.bench.threads,
                 versions(),
             )
             outcome = search.run(store.read(known))
             if outcome is not None:
-                store.write(known, [outcome.chosen, *outcome.trials])
+                store.write(known, outcome.chosen, outcome.trials)
                 outcomes.append(outcome)
     return _with_chosen(job, outcomes), tuple(outcomes)
+
+
+def _code_of(rule: NamedRule) -> str:
+    """A digest of the file that a plugin's class stands in; of our own rules the version tells."""
+    file = getattr(sys.modules.get(type(rule.transformation).__module__), "__file__", None)
+    if is_built_in(rule.transformation) or file is None:
+        return ""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _with_chosen(job: Job, outcomes: Sequence[Outcome]) -> Job:

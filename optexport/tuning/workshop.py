@@ -19,6 +19,7 @@ from optexport.proof.parity import GRAPH, Proof
 from optexport.proof.reference import Call
 from optexport.trace import Traced
 from optexport.transform import Applied, transform
+from optexport.tuning.outcome import NOT_THE_SAME
 from optexport.tuning.recipe import Recipe, lowerings_in, rules_in
 from optexport.undoing import sharing_copy
 from optexport.writer import Writer
@@ -97,9 +98,7 @@ class Workshop:
         return made
 
     def _transformed(self, chosen: tuple[int, ...]) -> tuple[Writer, tuple[Applied, ...]]:
-        # How often a rule is expected to find work is a matter of what is chosen in the end.
-        rules = [replace(self.job.rules[i], least=0) for i in chosen]
-        done = transform(sharing_copy(self.traced.graph_module), rules)
+        done = transform(sharing_copy(self.traced.graph_module), [self.job.rules[i] for i in chosen])
         self._check(GRAPH, graph_runner(done.graph_module, self.call))
         writer = Writer(done.graph_module, self.traced.signature, self.job.example, self.job.loaded, done.applied)
         return writer, done.applied
@@ -110,7 +109,7 @@ class Workshop:
         failures = [f"{output.output} {output.failure}" for output in parity.outputs if output.failure is not None]
         failures += [decision.failure for decision in parity.decisions if decision.failure is not None]
         if failures:
-            raise Refused(f"not the same at {place}: {failures[0]}")
+            raise Refused(f"{NOT_THE_SAME} at {place}: {failures[0]}")
 
 
 def content_of(artifact: Artifact) -> str:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from optexport import runtimes
+from optexport import archives, runtimes
+from optexport.formats import torch_lowerings
 from optexport.signature import Dim
 from tests.formats import files
-from tests.formats.lowered import AXES, X, agree, both, prepared, program, save
+from tests.formats.lowered import AXES, X, agree, batches, both, prepared, program, save
 from tests.models import randomise
 from tests.transformations.programs import Program
 
@@ -129,3 +130,17 @@ def test_a_frozen_file_holds_its_weights_as_constants(tmp_path: Path) -> None:
     assert not list(torch.jit.load(path).parameters())
     _, *arguments = torch.jit.load(path).forward.schema.arguments
     assert [argument.name for argument in arguments] == [spec.name for spec in prepared("bert").signature.inputs]
+
+
+@onednn
+def test_a_file_with_lowered_layers_can_be_a_source_again(tmp_path: Path) -> None:
+    made = prepared("mlp")
+    loaded = archives.load_pt2(save(made, "pt2", tmp_path, ("onednn-linear",)))
+    given = batches("mlp")
+    want = [loaded.module()(**batch) for batch in given]
+    assert len(loaded.graph.find_nodes(op="call_function", target=LINEAR)) == 3
+    torch_lowerings.raise_again(loaded)
+    targets = [node.target for node in loaded.graph.nodes if node.op == "call_function"]
+    assert targets.count(torch.ops.aten.linear.default) == 3
+    assert LINEAR not in targets
+    torch.testing.assert_close([loaded.module()(**batch) for batch in given], want)

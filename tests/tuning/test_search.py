@@ -19,6 +19,7 @@ from optexport import lowerings
 from optexport.bench.artifact import Artifact
 from optexport.bench.race import ROUNDS_PER_LAUNCH, Settings, Timing
 from optexport.bench.workload import Workload
+from optexport.config_measuring import BarConfig
 from optexport.errors import BenchError
 from optexport.tuning.contest import Contest
 from optexport.tuning.outcome import Outcome, Trial
@@ -41,6 +42,7 @@ class World:
     broken: frozenset[Ingredient] = frozenset()
     unused: frozenset[int] = frozenset()
     crashing: frozenset[Ingredient] = frozenset()
+    large: frozenset[Ingredient] = frozenset()
     at: Mapping[tuple[Ingredient, str], float] = field(default_factory=dict)
     made: dict[str, Recipe] = field(default_factory=dict)
 
@@ -53,7 +55,7 @@ class World:
         path = self.folder / f"{len(self.made)}.pt"
         path.write_text(str(sorted(map(str, recipe))))
         self.made[name] = recipe
-        return Artifact(name, path, file_format, 1)
+        return Artifact(name, path, file_format, 10**6 * len(recipe & self.large) + 1)
 
     def discard(self, artifact: Artifact) -> None:
         artifact.path.unlink()
@@ -76,10 +78,22 @@ class World:
             timings.append(Timing(artifact, workload, tuple(turns), (0.1,), None))
         return timings
 
-    def search(self, earlier: Sequence[Trial] = (), budget: float = 1e6, configured: Sequence[str] = ()) -> Outcome:
-        rules = [SimpleNamespace(name=f"rule-{i}", formats=None, transformation=None) for i in range(self.rules)]
+    def search(
+        self,
+        earlier: Sequence[Trial] = (),
+        budget: float = 1e6,
+        configured: Sequence[str] = (),
+        expected: Sequence[int] = (),
+        most_mb: float | None = None,
+    ) -> Outcome:
+        rules = [
+            SimpleNamespace(name="rule", formats=None, transformation=None, least=int(i in expected))
+            for i in range(self.rules)
+        ]
         config = SimpleNamespace(
-            bench=SimpleNamespace(rounds=20), export=SimpleNamespace(lowerings={"torchscript": list(configured)})
+            bench=SimpleNamespace(rounds=20),
+            export=SimpleNamespace(lowerings={"torchscript": list(configured)}),
+            gate=SimpleNamespace(max_size_mb=None if most_mb is None else BarConfig(every=most_mb)),
         )
         job: Any = SimpleNamespace(rules=rules, config=config)
         shop: Any = self
@@ -137,7 +151,7 @@ def test_without_time_only_what_is_configured_is_compared_with_the_plain_export(
     outcome = world({0: 0.5, 1: 1.0}).search(budget=0)
     assert {trial.change for trial in outcome.trials} == {"plain export", "as configured"}
     assert outcome.chosen.change == "plain export"
-    assert "without rule-0" in outcome.untried
+    assert "without rule (1)" in outcome.untried
 
 
 def test_a_second_search_starts_from_what_the_first_one_chose(world: Callable[..., World]) -> None:
@@ -155,11 +169,34 @@ def test_a_configured_lowering_that_slows_is_taken_out(world: Callable[..., Worl
     assert outcome.chosen.change == f"without {_LOWERINGS[0]}"
 
 
+def test_a_rule_that_is_expected_to_find_work_stays_however_slow_it_is(world: Callable[..., World]) -> None:
+    outcome = world({0: 0.8, 1: 0.8}).search(expected=[1])
+    assert outcome.chosen.rules == (1,)
+
+
+def test_a_file_that_is_larger_than_the_gate_allows_is_refused(world: Callable[..., World]) -> None:
+    outcome = world({_LOWERINGS[0]: 3.0}, large=frozenset([_LOWERINGS[0]])).search(most_mb=0.5)
+    assert outcome.chosen.change == "as configured"
+    refused = [trial.refused for trial in outcome.trials if trial.refused is not None]
+    assert refused
+    assert all("takes 1 MB, and gate.max_size_mb is 0.5" in reason for reason in refused)
+
+
+def test_what_was_kept_and_cannot_be_of_this_search_is_passed_over(world: Callable[..., World]) -> None:
+    damaged = [Trial("x", (99,), ()), Trial("y", (), ("unknown",))]
+    assert world({0: 0.8, 1: 1.2}).search(damaged).chosen.rules == (1,)
+
+
+def test_where_what_is_configured_is_refused_the_outcome_says_what_is_the_measure(world: Callable[..., World]) -> None:
+    assert world({}).search().measure == "as configured"
+    assert world({}, broken=frozenset([0])).search().measure == "without rule (1)"
+
+
 def test_rules_without_work_are_not_tried_without(world: Callable[..., World]) -> None:
     outcome = world({}, rules=3, unused=frozenset([1])).search()
     changes = {trial.change for trial in outcome.trials}
-    assert "without rule-1" not in changes
-    assert {"without rule-0", "without rule-2"} <= changes
+    assert "without rule (2)" not in changes
+    assert {"without rule (1)", "without rule (3)"} <= changes
 
 
 _SPEEDS = st.sampled_from([0.7, 0.9, 1.0, 1.1, 1.4])
