@@ -41,7 +41,7 @@ def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
     """``LayerNormalization(Add(x, y))`` becomes ``LayerNormalization(Sum(x, y))``, where neither is a constant.
 
     ONNX Runtime 1.31 makes SkipLayerNormalization of the former when it opens a file; its kernel for the CPU takes 4.8
-    ns an element, LayerNormalization's 0.7 (AMD EPYC, one thread, MiniLM).
+    ns an element, LayerNormalization's 0.6 (AMD EPYC, one thread, `python -m tests.benchmarks.profiling`).
     """
     for norm in model.graph.all_nodes():
         add = _producer(norm.inputs[0], "Add") if _is(norm, "LayerNormalization") else None
