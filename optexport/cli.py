@@ -80,9 +80,6 @@ def run(
         with _progress(quiet=as_json) as stages:
             from optexport import pipeline, summary
 
-            # Tracing makes many small objects that stay; looking for garbage among them takes 5 to 10 % of a run.
-            gc.freeze()
-            gc.set_threshold(20_000, 50, 100)
             # What a model's own code prints is none of our result.
             with contextlib.redirect_stdout(sys.stderr):
                 result = pipeline.run(config, without=without, tune=tune, baseline=baseline, dump=dump, stages=stages)
@@ -382,6 +379,8 @@ def main() -> None:
         Path.home()
     except RuntimeError:  # a user id that the system does not know, as containers give; libraries want a place
         os.environ["HOME"] = tempfile.gettempdir()
+    # Imports and traces make many small objects that stay: looking for garbage among them was a tenth of a run's time.
+    gc.set_threshold(20_000, 50, 100)
     cli()
 
 

@@ -338,10 +338,6 @@ def _check_files(config: Config, path: Path) -> None:
         raise ConfigError(f"there is no file {source}", place=place)
     if kind is SourceKind.FOLDER and not _is_dir(folder, source):
         raise ConfigError(f"there is no folder {source}", place=place)
-    if kind is SourceKind.FOLDER and not _is_file(folder, f"{source}/config.json"):
-        raise ConfigError(
-            "it holds no model of transformers", place=place, mend="Name the folder in which config.json is."
-        )
     if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
         raise ConfigError(
             f'"{source}" is no folder here, and no hub id either',

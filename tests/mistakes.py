@@ -190,7 +190,6 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "plugin without a module": (rule('use = "python::Mine"'), "transformations[0].use", '"python:module:Class"'),
     # sources and files
     "source of words": (source("my model"), "model.source", 'Write a path, "org/name"'),
-    "folder without a model": (source("."), "model.source", "Name the folder in which config.json is"),
     "factory by a path": (source("python:m:net/x"), "model.source", '"python:module:factory"'),
     "gate that demands nothing": (table("gate", "min_speedup = {}"), "gate.min_speedup", "it demands nothing"),
     "missing folder": (source("./nowhere"), "model.source", "there is no folder ./nowhere"),

@@ -29,7 +29,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "factory that lacks an argument": (config("halves:takes"), 3, "argument: 'size'"),
     "factory of no model": (config("halves:number"), 3, "not a module"),
     "model that cannot be traced": (config("halves:Forks"), 3, "Forks"),
-    "no model in a package": (config().replace("python:halves:load", "package:click"), 3, "it holds no config.json"),
+    "no folder of a model": (config().replace("python:halves:load", "."), 3, "it holds no config.json"),
     "inputs unknown": (config(inputs='tensors.y.shape = ["batch", 4]'), 2, "Halves takes no such input"),
     "inputs of wrong shape": (
         config(inputs='tensors.x.shape = ["batch", 5]'),

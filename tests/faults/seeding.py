@@ -130,12 +130,12 @@ def _honest(name: str, file_format: str) -> Path:
 def _spoilt_writer(file_format: str, honest: Path, mistake: Callable[[Path], None]) -> Iterator[None]:
     """Within it, an exporter writes what it wrote before, and the mistake is made in that."""
 
-    def save(*args: Any, **kwargs: Any) -> None:
+    def write(*args: Any, **kwargs: Any) -> None:
         (path,) = [value for value in (*args, *kwargs.values()) if isinstance(value, Path)]
         shutil.copy(honest / path.name, path)
         mistake(path)
 
-    with patch.object(_WRITERS[file_format], "save", save):
+    with patch.object(_WRITERS[file_format], "write" if file_format == "onnx" else "save", write):
         yield
 
 
