@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -111,7 +110,8 @@ def test_a_signal_that_comes_after_the_last_stage_is_heeded_too(
 def test_a_signal_while_temporary_folders_are_removed_leaves_none(
     call: Caller, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
 ) -> None:
-    monkeypatch.setattr(shutil, "rmtree", sends_first(shutil.rmtree, sent))
+    folders = tempfile.TemporaryDirectory
+    monkeypatch.setattr(folders, "cleanup", sends_first(folders.cleanup, sent))
     assert message(call("run", config()), code) == "interrupted\n"
     assert left(tmp_path / "build") == left(temporary) == []
 
