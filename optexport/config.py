@@ -195,8 +195,6 @@ class ExportConfig(_Table):
                     raise ValueError(
                         f'lowerings.{file_format}: there is no "{name}" for it. {did_you_mean(name, list(known))}'
                     )
-                if not lowerings.available(name):
-                    raise ValueError(f"lowerings.{file_format}: the package that {name} needs is not installed")
         if (
             self.opset is not None
             and self.opset < lowerings.ATTENTION_OPSET

@@ -7,7 +7,6 @@ depends on the machine, so none is applied unless it is asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -17,13 +16,11 @@ class Lowering:
     Attributes:
         formats: Those whose files it changes.
         summary: What it does, in a line.
-        package: What has to be installed for it, beyond what this package needs itself.
     """
 
     name: str
     formats: tuple[str, ...]
     summary: str
-    package: str | None = None
 
 
 # The first that has an operator for attention.
@@ -53,13 +50,3 @@ LOWERINGS = (
 def of_format(file_format: str) -> tuple[str, ...]:
     """The names of those that change a format's file, in the order in which they are applied."""
     return tuple(lowering.name for lowering in LOWERINGS if file_format in lowering.formats)
-
-
-def available(name: str) -> bool:
-    """Whether what a lowering needs is installed.
-
-    Raises:
-        KeyError: There is none of that name.
-    """
-    package = {lowering.name: lowering.package for lowering in LOWERINGS}[name]
-    return package is None or find_spec(package) is not None

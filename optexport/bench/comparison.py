@@ -31,8 +31,8 @@ class Comparison:
         speedup: The baseline's time over the candidate's: above 1 the candidate is faster.
         low: The lower end of the 95 % interval of ``speedup``.
         high: Its upper end.
-        rounds: Those that it is drawn from.
         more_rounds: How many more rounds would probably decide, where they have not and a sensible number would.
+        rounds: Those that it is drawn from.
     """
 
     speedup: float

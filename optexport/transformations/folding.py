@@ -108,12 +108,6 @@ def why_not_dense(layer: nn.Module) -> str | None:
     return None
 
 
-def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has the strides of a new one of its shape, along axes of a single position too."""
-    whole = tensor.layout is torch.strided
-    return whole and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
-
-
 def why_not_trained_alike(layer: nn.Module, others: Iterable[torch.Tensor | None]) -> str | None:
     """Why what becomes part of a layer would be trained no more, or from then on; None if it is trained as the layer
     is, or is no parameter."""

@@ -11,9 +11,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import effects, memory, modes, modules, usage
+from optexport.transformations import effects, memory, modes, modules, strides, usage
 from optexport.transformations.bounds import bounds
-from optexport.transformations.merge_linears import needs_contiguous
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -95,7 +94,7 @@ class FuseAttention(Rule):
             return None if parts.reason is None else Skip(parts.reason)
         chain.append(product)
         reason = parts.reason or _why_not_chain(chain) or parts.why_not(chain, value)
-        if reason is None and (user := needs_contiguous(graph_module, node, None)) is not None:
+        if reason is None and (user := strides.needs_contiguous(graph_module, node, None)) is not None:
             reason = f"{user.name} views its result, or may, in a shape that only contiguous memory can take"
         if reason or (reason := parts.read_mask(scores)):
             return Skip(reason)

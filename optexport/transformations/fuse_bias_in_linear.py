@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from optexport.transformations import folding, modules, usage
+from optexport.transformations import folding, modules, strides, usage
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 
@@ -38,7 +38,7 @@ class FuseBiasInLinear(ReversibleRule):
         w, b = linear.weight, linear.bias
         if (w.dtype, w.device, w.requires_grad) != (b.dtype, b.device, b.requires_grad):
             return Skip(f"{target}: weight and bias differ in dtype, device or requires_grad")
-        if not folding.is_contiguous(w) or not folding.is_contiguous(b):
+        if not strides.is_contiguous(w) or not strides.is_contiguous(b):
             return Skip(f"{target}: its weight or bias is not contiguous")
         calls = uses.calls_of(target)
         if any(modules.sole_input(call) is None for call in calls):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
-from optexport.transformations import folding, memory, modules, usage
+from optexport.transformations import folding, memory, modules, strides, usage
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 # An attribute of a merged linear: those that it stands for, without weight and bias. It is none of a record's, since
@@ -88,7 +88,7 @@ class MergeLinears(ReversibleRule):
                 return Skip(f"{x.name} is changed in place by {change.name} between {first.name} and {last.name}")
             for call, target in zip(calls, targets, strict=True):
                 width = _linear(graph_module, target).out_features
-                if (user := needs_contiguous(graph_module, call, width)) is not None:
+                if (user := strides.needs_contiguous(graph_module, call, width)) is not None:
                     name = call.name
                     return Skip(f"{user.name} views the result of {name}, or may, in a shape that a slice cannot take")
         return Group(tuple(call for _, calls in sites for call in calls), targets, sites)
@@ -186,7 +186,7 @@ def _why_not(graph_module: GraphModule, target: str) -> str | None:
         return "it is called twice on the same input"
     if linear.bias is not None and linear.bias.requires_grad != linear.weight.requires_grad:
         return "its weight and bias differ in requires_grad"
-    if not all(folding.is_contiguous(parameter) for parameter in linear.parameters()):
+    if not all(strides.is_contiguous(parameter) for parameter in linear.parameters()):
         return "its weight or bias is not contiguous"
     return None
 
@@ -248,76 +248,3 @@ def _start(node: Node, user: Node) -> int:
     raise TransformationError(
         f"{node.name} is now used by {user.name} as a whole", place="MergeLinears", mend="Undo later changes first."
     )
-
-
-# What works, or works rightly, only on the strides that the whole result of a linear has, or on what is no slice.
-_STRICT = (
-    *("view", "view_as", "as_strided", "as_strided_", "view_as_complex", "resize_", "resize_as_", "set_", "unfold"),
-    *("detach_", "stride", "sym_stride", "storage_offset", "sym_storage_offset", "is_contiguous"),
-)
-# What may copy where it was a view of the result before. What comes after the latter two is contiguous for sure.
-_COPIES = ("reshape", "reshape_as", "flatten", "ravel", "contiguous", "clone")
-# What gives contiguous memory however that lies which it is given. Anything else may keep the order of the axes there.
-_CONTIGUOUS = ("linear", "layer_norm", "matmul", "bmm", "mm", "addmm", "conv1d", "conv2d", "conv3d", "embedding")
-_CONTIGUOUS_MODULES = (nn.Linear, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
-
-
-def needs_contiguous(graph_module: GraphModule, call: Node, width: int | None) -> Node | None:
-    """A user of a result, or of a view of it, that only works while that is contiguous, if there is one.
-
-    Code that is neither PyTorch's nor Python's own is such a user: it may view what it is given in any shape.
-
-    A slice of the last axis may be viewed in any shape that keeps that axis apart from those before it.
-
-    Args:
-        width: The size of the result's last axis; None where it will be whole, but with its axes in another order in
-            memory, which what is computed from it may have too: joining them again gives what is contiguous.
-    """
-    ahead, seen = [call], {call}
-    made_anew = _COPIES[-2:]
-    while ahead:
-        node = ahead.pop()
-        for user in node.users:
-            module = modules.called_module(graph_module, user)
-            flattens = module is not None and any(isinstance(part, nn.Flatten) for part in module.modules())
-            name = "flatten" if flattens else modules.operator_name(user)
-            # Of a foreign operator the schema does not tell; of a graph, what it does with what it is given.
-            if modules.is_foreign(graph_module, user) or "::" in name or modules.graphs_within(graph_module, user):
-                return user
-            apart = name == "view" and node is call and width is not None and _keeps_last_axis(user, width)
-            if name in _STRICT and not apart:
-                return user
-            if width is None:
-                ends = isinstance(module, _CONTIGUOUS_MODULES) or name in _CONTIGUOUS
-            else:
-                ends = node not in memory.handed_on(graph_module, user)
-            if user in seen or modules.measures(user) or ends:
-                continue
-            seen.add(user)
-            if name in _COPIES and memory.changed_in_place(graph_module, user):
-                return user
-            if name not in made_anew and not (width is None and name in _COPIES and _joins_axes(node, user)):
-                ahead.append(user)
-    return None
-
-
-def _joins_axes(node: Node, reshaped: Node) -> bool:
-    """Whether a reshape joins axes of up to four: if two of these are in another order in memory, it makes a copy."""
-    before, after = modules.dims(node), modules.dims(reshaped)
-    return before is not None and after is not None and after < before <= 4
-
-
-def _keeps_last_axis(view: Node, width: int) -> bool:
-    """Whether the sizes at the end of a view's shape multiply to the size of the last axis."""
-    sizes = list(view.args[1:])
-    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)):
-        sizes = list(sizes[0])
-    value = view.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        sizes = list(value.shape)
-    if view.kwargs or any(isinstance(size, torch.dtype) for size in sizes):
-        return False
-    product = 1
-    while product != width and sizes and type(size := sizes.pop()) is int and size > 0:
-        product *= size
-    return product == width

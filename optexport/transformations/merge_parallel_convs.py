@@ -15,8 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from optexport.transformations import batch_norm, folding, memory, modules
-from optexport.transformations.merge_linears import needs_contiguous
+from optexport.transformations import batch_norm, folding, memory, modules, strides
 from optexport.transformations.rule import Match, Rule, Skip
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -170,7 +169,7 @@ def _find(graph_module: GraphModule, node: Node) -> Sum | Skip | None:
     if reason := _why_not_in(graph_module, terms, x, largest):
         return Skip(reason)
     # A sum with x has its axes in the order in memory that x has them in; what layers give has not.
-    if x in terms and not _is_contiguous(x) and (user := needs_contiguous(graph_module, node, None)):
+    if x in terms and not _is_contiguous(x) and (user := strides.needs_contiguous(graph_module, node, None)):
         return Skip(f"{user.name} views the sum, or may, in a shape that {x.name} may allow and a convolution not")
     found = Sum((*calls, *reversed(sums)), x, tuple(terms), largest, tuple(sums))
     reason = folding.why_not_held(largest.target, *_summed(graph_module, found))
@@ -179,7 +178,7 @@ def _find(graph_module: GraphModule, node: Node) -> Sum | Skip | None:
 
 def _is_contiguous(x: Node) -> bool:
     value = x.meta.get("val")
-    return isinstance(value, torch.Tensor) and folding.is_contiguous(value)
+    return isinstance(value, torch.Tensor) and strides.is_contiguous(value)
 
 
 def _why_not_alone(graph_module: GraphModule, calls: list[Node]) -> str | None:

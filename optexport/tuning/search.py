@@ -103,7 +103,7 @@ class Search:
     def _single_changes(self) -> list[Recipe]:
         """The start without each rule that finds work, and with each lowering that it lacks, or without one it has."""
         found: list[Ingredient] = [i for i in self.workshop.working(self.start) if i not in self.plain]
-        found += [name for name in lowerings.of_format(self.format) if lowerings.available(name)]
+        found += lowerings.of_format(self.format)
         return [self.start ^ {ingredient} for ingredient in found]
 
     def _try(self, recipe: Recipe, until: float = math.inf) -> None:
@@ -115,23 +115,29 @@ class Search:
             return
         try:
             artifact = self.workshop.make(self.format, recipe, self._told(recipe))
-            if artifact.fixed and not all(workload.traced for workload in self.contest.workloads):
-                self.workshop.discard(artifact)
-                raise Refused("it takes the traced shape only, and others are to be measured")
-            bar = self.job.config.gate.max_size_mb
-            most = None if bar is None else bar.of(self.format)
-            if most is not None and artifact.size > most * 1e6 and recipe not in (self.plain, self.configured):
-                self.workshop.discard(artifact)
-                raise Refused(f"it takes {artifact.size / 1e6:.4g} MB, and gate.max_size_mb is {most:g}")
-            content = content_of(artifact)
-            if content in self._contents and recipe not in (self.configured, self.start):
-                self.workshop.discard(artifact)
-                raise Refused(f'it gives the same file as "{self._contents[content]}"')
-            self._contents[content] = artifact.name
-            self.made.append(recipe)
-            self.artifacts[recipe] = artifact
         except Refused as refusal:
             self.refused[recipe] = str(refusal)
+            return
+        content = content_of(artifact)
+        if reason := self._why_not_raced(recipe, artifact, content):
+            self.refused[recipe] = reason
+            self.workshop.discard(artifact)
+            return
+        self._contents[content] = artifact.name
+        self.made.append(recipe)
+        self.artifacts[recipe] = artifact
+
+    def _why_not_raced(self, recipe: Recipe, artifact: Artifact, content: str) -> str | None:
+        """Why a file that is proven is no candidate; None if it is one."""
+        if artifact.fixed and not all(workload.traced for workload in self.contest.workloads):
+            return "it takes the traced shape only, and others are to be measured"
+        bar = self.job.config.gate.max_size_mb
+        most = None if bar is None else bar.of(self.format)
+        if most is not None and artifact.size > most * 1e6 and recipe not in (self.plain, self.configured):
+            return f"it takes {artifact.size / 1e6:.4g} MB, and gate.max_size_mb is {most:g}"
+        if content in self._contents and recipe not in (self.configured, self.start):
+            return f'it gives the same file as "{self._contents[content]}"'
+        return None
 
     def _race(self) -> None:
         """Halves the field from heat to heat; after the first the best changes are tried together too."""

@@ -73,4 +73,3 @@ def test_those_of_a_format_come_in_the_order_in_which_they_are_applied() -> None
         "transformers-fusions"
     )
     assert set(lowerings.of_format("pt2")) == {"onednn-linear"}
-    assert all(lowerings.available(lowering.name) for lowering in lowerings.LOWERINGS)
