@@ -43,6 +43,11 @@ LOWERINGS = (
         ("torchscript", "pt2"),
         "computes linear layers, and a GELU after one, by oneDNN in place of the BLAS that torch is built with",
     ),
+    Lowering(
+        "channels-last",
+        ("torchscript", "pt2"),
+        "computes convolutions of images by oneDNN, on images whose channels lie last in memory",
+    ),
     Lowering("freeze", ("torchscript",), "makes the weights constants of the code, by torch.jit.freeze"),
 )
 

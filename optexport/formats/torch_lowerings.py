@@ -7,31 +7,40 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
+
+from optexport.formats import channels_last
 
 aten = torch.ops.aten
 
 
 def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> ExportedProgram:
-    """Applies the lowerings of a graph, which are all but ``freeze``, to a copy that shares the program's weights.
+    """Applies the lowerings of a graph, which are all but ``freeze``, to a copy that shares what weights it can.
 
     Args:
         program: Not changed.
         file_format: "torchscript" or "pt2": the one that the copy is written to.
     """
-    if "onednn-linear" not in names or not torch.backends.mkldnn.is_available():
+    if not {"onednn-linear", "channels-last"} & set(names) or not torch.backends.mkldnn.is_available():
         return program
     lowered = copy.copy(program)
     lowered._graph_module = copy.copy(program.graph_module)
     lowered._graph_module.graph = copy.deepcopy(program.graph)
-    _call_onednn(lowered, file_format)
+    # TorchScript takes [0.0] for a list of another type, torch.export.save cannot write [].
+    scalars = [] if file_format == "torchscript" else [0.0]
+    if "onednn-linear" in names:
+        _call_onednn(lowered, scalars)
+    if "channels-last" in names:
+        _move_channels(lowered, scalars)
+    lowered.graph_module.recompile()
     return lowered
 
 
 def raise_again(program: ExportedProgram) -> None:
-    """Puts back, in place, the layers that ``onednn-linear`` lowered, so that a file can be a source again."""
+    """Puts back, in place, the layers that oneDNN was called for, so that a file can be a source again."""
     graph = program.graph
+    channels_last.raise_again(graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default):
         x, weight, bias, post, _, algorithm = node.args
         linear = node
@@ -50,14 +59,26 @@ def freeze(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     return frozen
 
 
-def _call_onednn(program: ExportedProgram, file_format: str) -> None:
+def _move_channels(program: ExportedProgram, scalars: Sequence[float]) -> None:
+    """Lets convolutions of images give results whose channels lie last in memory."""
+    parameters, state = program.graph_signature.inputs_to_parameters, dict(program.state_dict)
+    weights = {node: weight for node, weight in _weights(program).items() if node.name in parameters}
+    for node in channels_last.lay_out(program.graph, weights, scalars):
+        laid_out = weights[node].detach().contiguous(memory_format=torch.channels_last)
+        state[parameters[node.name]] = nn.Parameter(laid_out, weights[node].requires_grad)
+    program._state_dict = state
+    program._graph_signature = copy.deepcopy(program.graph_signature)
+    for spec, returned in zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True):
+        if isinstance(returned, fx.Node):  # which may be a copy that has another name
+            spec.arg.name = returned.name
+
+
+def _call_onednn(program: ExportedProgram, scalars: Sequence[float]) -> None:
     """Calls oneDNN for linear layers of float32, and for a GELU that alone uses one.
 
     ``aten.linear`` goes to the BLAS that torch is built with: MKL, which is slow on processors that are not Intel's.
-    For bfloat16 it goes to oneDNN already, and so do convolutions. A ReLU is left alone, since oneDNN's makes 0 of NaN.
+    For bfloat16 it goes to oneDNN already. A ReLU is left alone, since oneDNN's makes 0 of NaN.
     """
-    # TorchScript takes [0.0] for a list of another type, torch.export.save cannot write [].
-    scalars = [] if file_format == "torchscript" else [0.0]
     graph = program.graph
     weights = _weights(program)
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
@@ -72,7 +93,6 @@ def _call_onednn(program: ExportedProgram, file_format: str) -> None:
         last.args, last.kwargs = (x, weight, bias, *post), {}
         if last is not node:
             graph.erase_node(node)
-    program.graph_module.recompile()
 
 
 def _arguments(linear: fx.Node) -> tuple[Any, Any, Any]:

@@ -72,4 +72,4 @@ def test_those_of_a_format_come_in_the_order_in_which_they_are_applied() -> None
     assert lowerings.of_format("onnx").index("sum-residuals") < lowerings.of_format("onnx").index(
         "transformers-fusions"
     )
-    assert set(lowerings.of_format("pt2")) == {"onednn-linear"}
+    assert set(lowerings.of_format("pt2")) == {"onednn-linear", "channels-last"}
