@@ -40,6 +40,7 @@ class Racer:
         task: As transformers calls it; None of a model that is none of theirs.
         kind: Of its inputs: "text", "image" or "sound".
         shapes: Sizes of batch and, of text, sequence.
+        image: What the model calls its input, if that is an image.
     """
 
     make: Callable[[], nn.Module] | None
@@ -47,6 +48,7 @@ class Racer:
     task: str | None
     kind: str
     shapes: tuple[tuple[int, ...], ...]
+    image: str = "x"
 
     def folder(self, folder: Path) -> Path | None:
         """The folder that `from_pretrained` takes, written if it is not there; None where there can be none."""
@@ -77,7 +79,7 @@ class Racer:
             return workloads._text(*shape)
         if self.kind == "sound":
             return workloads._sound(*shape)
-        return workloads._image(*shape, "x" if self.task is None else "pixel_values")
+        return workloads._image(*shape, self.image)
 
 
 def _minilm_classifier() -> nn.Module:
@@ -131,8 +133,8 @@ RACERS = {
     "MiniLM-classifier": Racer(_minilm_classifier, None, "text-classification", "text", _TEXT_SHAPES),
     "ALBERT": Racer(None, _ALBERT, "fill-mask", "text", _TEXT_SHAPES),
     "MobileNetV2": Racer(mobilenet, None, None, "image", _IMAGE_SHAPES),
-    "EfficientNet-lite0": Racer(efficientnet, None, None, "image", _IMAGE_SHAPES),
-    "ViT-base": Racer(_vit, None, "image-classification", "image", _IMAGE_SHAPES),
+    "EfficientNet-lite0": Racer(efficientnet, None, None, "image", _IMAGE_SHAPES, "inputs"),
+    "ViT-base": Racer(_vit, None, "image-classification", "image", _IMAGE_SHAPES, "pixel_values"),
     "BERT-classifier": Racer(_bert_classifier, None, "text-classification", "text", _TEXT_SHAPES),
     "Llama-prefill": Racer(_llama, None, "text-generation", "text", ((1, 256),)),
     "Whisper-encoder": Racer(whisper_encoder, None, None, "sound", _IMAGE_SHAPES[:1]),
