@@ -42,7 +42,8 @@ def verify(folder: Path) -> Proof:
     try:
         for artifact in manifest.artifacts:
             for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
-                proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None)
+                precision = None if artifact.precision is None else artifact.precision.precision
+                proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
     except ExportError as error:  # whose mends are for those who export
         raise BundleError(error.cause, place=error.place) from error
     return proof

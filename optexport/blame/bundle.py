@@ -41,7 +41,8 @@ def blame_bundle(folder: Path) -> str:
         fixed = artifact.fixed_shape is not None
         try:
             for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
-                proof.check(place, run, traced_shape_only=fixed)
+                precision = None if artifact.precision is None else artifact.precision.precision
+                proof.check(place, run, traced_shape_only=fixed, precision=precision)
         except ExportError as error:  # whose mends are for those who export
             damage = damage or BundleError(error.cause, place=error.place)
     if not proof.passed:
