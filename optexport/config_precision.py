@@ -21,7 +21,7 @@ class PrecisionConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    onnx: Literal["int8", "int8-blocks"] | None = None
+    onnx: Literal["int8", "int8-blocks", "int8-static"] | None = None
     torchscript: Half | None = None
     pt2: Half | None = None
     keep: list[Annotated[str, Field(min_length=1)]] = []

@@ -230,7 +230,7 @@ class PrecisionRecord(_Record):
     Runtime's optimisations; what the file itself gives stands in the parity of its places.
     """
 
-    precision: Literal["int8", "int8-blocks", "bfloat16", "float16"]
+    precision: Literal["int8", "int8-blocks", "int8-static", "bfloat16", "float16"]
     layers: list[LayerRecord]
     lowered: list[GateValueRecord]
     chosen: list[GateValueRecord]

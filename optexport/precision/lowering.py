@@ -13,7 +13,7 @@ from optexport.job import Branch, Job
 from optexport.manifest import PrecisionRecord
 from optexport.original import graph_runner
 from optexport.precision import int8
-from optexport.precision.sensitivity import choose, failures, layers_in
+from optexport.precision.sensitivity import choose, failures, gated_cases, layers_in
 from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.record import parity_record
 from optexport.proof.reference import Call
@@ -74,11 +74,12 @@ def quantize_file(source: Path, folder: Path, precision: str, job: Job, proof: P
     """
     prepared, attempt = source.with_name("prepared.onnx"), source.with_name("attempt.onnx")
     layers = int8.prepare(source, prepared, precision)
+    batches = [case.batch for case in gated_cases(proof)]
 
     def write(keep: Collection[str], target: Path) -> None:
         kept = {layer for unit in keep for layer in layers_in(unit, layers)}
         nodes = [node for layer, found in layers.items() if layer not in kept for node in found]
-        int8.quantize(prepared, target, nodes, precision)
+        int8.quantize(prepared, target, nodes, precision, batches)
 
     def make(keep: Collection[str]) -> Run:
         write(keep, attempt)

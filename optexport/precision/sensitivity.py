@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from optexport.errors import ConfigError, ParityError, did_you_mean
 from optexport.manifest import GateValueRecord, LayerRecord, PrecisionRecord
+from optexport.proof.cases import Case
 from optexport.proof.decisions import Decision
 from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.record import parity_record
-from optexport.proof.reference import Reference
 from optexport.runtimes import Run
 
 # More layers than this are lowered, or kept, by the layers of the model that they are in.
@@ -176,12 +176,16 @@ def harm(place: PlaceParity, own: Sequence[Decision]) -> float:
     return max(shares)
 
 
-def _on_gated_cases(proof: Proof) -> Proof:
-    """A proof on the cases that the gates count."""
+def gated_cases(proof: Proof) -> list[Case]:
+    """The cases that the gates count: the user's data, or else what was made up."""
     names = {name for gate in proof.gates for name in gate.cases}
-    reference: Reference = proof.reference
-    indices = [index for index, case in enumerate(reference.cases) if case.name in names]
-    return Proof(reference.only(indices), proof.bounds, proof.gates)
+    return [case for case in proof.reference.cases if case.name in names]
+
+
+def _on_gated_cases(proof: Proof) -> Proof:
+    names = [case.name for case in gated_cases(proof)]
+    indices = [index for index, case in enumerate(proof.reference.cases) if case.name in names]
+    return Proof(proof.reference.only(indices), proof.bounds, proof.gates)
 
 
 def failures(place: PlaceParity) -> list[str]:

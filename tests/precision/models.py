@@ -88,6 +88,36 @@ def sharp() -> nn.Module:
     return model.eval()
 
 
+class Convs(nn.Module):
+    """Convolutions of 8 channels, depthwise and not; one of them is given an outlier that its weights take back."""
+
+    def __init__(self, outlier: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Conv2d(8, 8, 3, padding=1, groups=groups, bias=bias) for groups, bias in ((1, True), (8, False)) * 2
+        )
+        self.register_buffer("scale", torch.ones(8, 1, 1))
+        self.scale[5] = outlier
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            y = nn.functional.relu6(x)
+            if index == 2:
+                y = y * self.scale
+            x = x + layer(y)
+        return x.mean((2, 3))
+
+
+def convs() -> nn.Module:
+    """One convolution of it is given an outlier."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = randomise(Convs(1e4))
+    with torch.no_grad():
+        model.layers[2].weight[:, 5] /= 1e4
+    return model.eval()
+
+
 def write(
     folder: Path, precision: str, *, model: str = "planted", formats: str = '"onnx"', gates: str = "cosine = 0.999"
 ) -> Path:

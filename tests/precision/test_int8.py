@@ -15,7 +15,7 @@ from optexport.manifest import PrecisionRecord
 from optexport.pipeline import Result, run
 from tests.precision import models
 
-METHODS = ("int8", "int8-blocks")
+METHODS = ("int8", "int8-blocks", "int8-static")
 
 
 def _record(result: Result) -> PrecisionRecord:
@@ -93,7 +93,8 @@ def test_the_file_itself_says_its_precision(result: Result) -> None:
 def test_nothing_is_kept_where_nothing_hurts(tmp_path: Path, method: str) -> None:
     result = run(models.write(tmp_path, f'onnx = "{method}"', model="harmless"))
     assert _kept(result) == {}
-    assert _float_products(result.files["onnx"]) == []
+    weights = _float_products(result.files["onnx"])
+    assert [name for name in weights if not name.endswith("DequantizeLinear_Output")] == []
     assert all(layer.alone == [] for layer in _record(result).layers)
 
 
@@ -105,6 +106,23 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path, method: str) -> None:
         output = run(models.write(tmp_path / name, f'onnx = "{method}"')).output
         files.append({p.name: p.read_bytes() for p in output.iterdir() if p.name != "measurements.json"})
     assert files[0] == files[1]
+
+
+def test_convolutions_are_lowered_statically_and_the_one_that_hurts_is_found(tmp_path: Path) -> None:
+    config = models.write(tmp_path, 'onnx = "int8-static"', model="convs", gates="cosine = 0.99")
+    config.write_text(config.read_text().replace('["batch", 32]', '["batch", 8, 6, 6]'))
+    result = run(config)
+    assert _kept(result) == {models.HURT: "measured"}
+    nodes = onnx.load(result.files["onnx"]).graph.node
+    lowered = [n for n in nodes if n.op_type == "Conv" and n.input[1].endswith("DequantizeLinear_Output")]
+    assert (len(lowered), sum(n.op_type == "Conv" for n in nodes)) == (3, 4)
+
+
+def test_a_model_of_nothing_that_can_be_lowered_is_refused(tmp_path: Path) -> None:
+    config = models.write(tmp_path, 'onnx = "int8"', model="convs")
+    config.write_text(config.read_text().replace('["batch", 32]', '["batch", 8, 6, 6]'))
+    with pytest.raises(ConfigError, match="onnx has no layer to lower"):
+        run(config)
 
 
 def test_what_the_config_keeps_stays_in_float32_unmeasured(tmp_path: Path) -> None:
