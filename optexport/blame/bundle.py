@@ -13,7 +13,7 @@ from optexport.blame.files import blame_files
 from optexport.errors import BundleError, ExportError
 from optexport.manifest import Manifest
 from optexport.proof.parity import Proof
-from optexport.verification import bound_of
+from optexport.verification import bound_of, gates_of
 
 
 def blame_bundle(folder: Path) -> str:
@@ -35,7 +35,9 @@ def blame_bundle(folder: Path) -> str:
         damage, manifest = error, _read_anyway(folder, error)
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
-    proof = Proof(reference, {name: bound_of(record) for name, record in manifest.parity.bounds.items()})
+    lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
+    bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
+    proof = Proof(reference, bounds, gates_of(manifest) if lowered else ())  # which nothing else is held to
     files: dict[str, Path] = {artifact.format: folder / artifact.path for artifact in manifest.artifacts}
     for artifact in manifest.artifacts:
         fixed = artifact.fixed_shape is not None

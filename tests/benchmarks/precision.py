@@ -1,11 +1,12 @@
 """What lower precision is worth on MiniLM, and what it costs: speed over float32, and the cosines of real sentences.
 
-    python -m tests.benchmarks.precision [--gate 0.99] [--budget 3m] [--rounds 12] [--threads 1]
+    python -m tests.benchmarks.precision [--gate 0.99] [--tune 3m] [--rounds 12] [--threads 1]
 
-The recipe of each format is tuned in float32 first, and used for the files of lower precision too. Their layers are
-chosen by the gate (the smallest cosine of a row of last_hidden_state) on the texts of examples/minilm.toml and the
-first half of sentences.txt; the second half, which had no say in it, gives the cosines of the table: the smallest of
-a token's, and of an embedding's, which is the mean over the tokens of a sentence.
+"Tuned" is what tuning chose in float32 on an AMD EPYC (see tests.benchmarks.tuning), or with --tune what it chooses
+here; the files of lower precision are made in the same way. Their layers are chosen by the gate (the smallest cosine
+of a row of last_hidden_state) on the texts of examples/minilm.toml and the first half of sentences.txt; the second
+half, which had no say in it, gives the cosines that are printed: the smallest of a token's, and of an embedding's,
+which is the mean over the tokens of a sentence.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from tests.benchmarks import workloads
 
 # The formats that are lowered, and to what.
 LOWERED = (("onnx", "int8"), ("onnx", "int8-blocks"), ("torchscript", "bfloat16"))
-SHAPES = ((1, 16), (1, 128), (8, 128))
+SHAPES = ((1, 16), (8, 128))
+TUNED = {"export": {"lowerings": {"onnx": ["sum-residuals", "transformers-fusions"], "torchscript": ["onednn-linear"]}}}
 _SENTENCES = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()
 GATED, HELD_OUT = _SENTENCES[: len(_SENTENCES) // 2], _SENTENCES[len(_SENTENCES) // 2 :]
 
@@ -45,6 +47,7 @@ def export(
     """Runs MiniLM's config with some formats, and what else is said; with the rules and lowerings of another run."""
     example = tomllib.loads((workloads.EXAMPLES / "minilm.toml").read_text(encoding="utf-8"))
     rules, lowerings = "", ""
+    plain = recipe is not None and not recipe
     for rule in (recipe or {}).get("transformations", []):
         wanted = [one for one in rule.get("formats") or formats if one in formats]
         if wanted:
@@ -54,7 +57,7 @@ def export(
     texts = [*example["inputs"]["texts"], *GATED]
     path = folder / f"{name}.toml"
     path.write_text(
-        f"""{"" if rules or recipe is None else "transformations = []"}
+        f"""{"transformations = []" if plain else ""}
 {rules}
 [model]
 source = "{example["model"]["source"]}"
@@ -107,7 +110,7 @@ def cosines(artifact: Artifact, reference: torch.nn.Module) -> tuple[float, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gate", type=float, default=0.99)
-    parser.add_argument("--budget", default="3m")
+    parser.add_argument("--tune", metavar="BUDGET")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -119,17 +122,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         plain = export(folder, "plain", ["onnx", "torchscript"], recipe={})
-        shapes = ", ".join(f"{{ batch = {b}, sequence = {s} }}" for b, s in SHAPES)
-        bench = f"[bench]\nshapes = [{shapes}]\nthreads = {arguments.threads}\n"
-        tuned = export(folder, "tuned", ["onnx", "torchscript"], f'{bench}[tune]\nbudget = "{arguments.budget}"\n')
-        for outcome in tuned.tuned:
-            print(f"{outcome.format} tuned: {outcome.chosen.change}")
+        recipe, search = TUNED, ""
+        if arguments.tune is not None:
+            shapes = ", ".join(f"{{ batch = {b}, sequence = {s} }}" for b, s in SHAPES)
+            search = f"""
+[bench]
+shapes = [{shapes}]
+threads = {arguments.threads}
+[tune]
+budget = "{arguments.tune}"
+"""
+        tuned = export(folder, "tuned", ["onnx", "torchscript"], search, None if search else recipe)
+        recipe = tuned.manifest.config if search else recipe
         floats = {"plain": artifacts(plain, "plain"), "tuned": artifacts(tuned, "tuned")}
         lowered: list[Artifact] = []
         for file_format, precision in LOWERED:
             title = f"{precision} {file_format}"
             more = f'[precision]\n{file_format} = "{precision}"\n{gate}'
-            result = export(folder, title.replace(" ", "-"), [file_format], more, tuned.manifest.config)
+            result = export(folder, title.replace(" ", "-"), [file_format], more, recipe)
             (record,) = [artifact.precision for artifact in result.manifest.artifacts]
             assert record is not None
             kept = [layer.layer for layer in record.layers if layer.kept is not None]

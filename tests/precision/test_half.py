@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport import runtimes, verification
+from optexport import export, runtimes, verification
 from optexport.errors import ConfigError, ParityError
 from optexport.manifest import LayerRecord
 from optexport.pipeline import Result, run
@@ -99,6 +99,14 @@ def test_either_half_can_be_had_and_two_runs_give_the_same_bytes(
     assert files[0] == files[1]
     module = torch.export.load(tmp_path / "one" / "bundle" / "model.pt2")
     assert half in {p.dtype for p in module.state_dict.values()}
+
+
+def test_python_asks_for_it_too_and_needs_a_gate_as_well(tmp_path: Path) -> None:
+    options = {"formats": ["pt2"], "precision": {"pt2": "bfloat16"}}
+    with pytest.raises(ConfigError, match="nothing says what it must keep"):
+        export(models.harmless(), {"x": torch.randn(3, 32)}, tmp_path / "none", **options)
+    result = export(models.harmless(), {"x": torch.randn(3, 32)}, tmp_path / "b", decisions={"cosine": 0.99}, **options)
+    assert all(layer.kept is None for layer in _layers(result, "pt2"))
 
 
 def test_gates_that_nothing_passes_end_the_run(tmp_path: Path) -> None:
