@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from optexport import bundle, pipeline
 from optexport.config import FORMATS, Effort, checked_settings
+from optexport.config_precision import check_precision
 from optexport.errors import ConfigError, TraceError
 from optexport.job import Job, preset
 from optexport.pipeline import Result
@@ -39,6 +40,7 @@ def export(
     atol: float | None = None,
     rtol: float | None = None,
     decisions: Mapping[str, Any] | None = None,
+    precision: Mapping[str, Any] | None = None,
     effort: Effort = "standard",
     opset: int | None = None,
     stages: Stages | None = None,
@@ -58,6 +60,8 @@ def export(
         atol: With rtol, a fixed tolerance against the original instead.
         decisions: Gates as in ``[parity.decisions]``: ``{"argmax_agreement": 0.999, "cosine": {"min": 0.9999, "output":
             "logits"}}``. The module of a ``python:`` metric is looked for in the working directory first.
+        precision: Formats of lower precision, which are held to the decisions, as in ``[precision]``: ``{"onnx":
+            "int8"}``.
         effort: How much is checked: "quick", "standard" or "exhaustive".
         opset: The ONNX opset; the exporter's own choice by default.
         stages: Is told of every stage.
@@ -117,9 +121,11 @@ def export(
                 "decisions": None if decisions is None else dict(decisions),
             },
             "export": {"formats": list(formats), "output": output.name, "opset": opset},
+            "precision": None if precision is None else dict(precision),
         },
         "export",
     )
+    check_precision(config, "export")
     metrics = load_metrics(config.parity.decisions, Path())
     rules = preset() if transformations is None else NamedRule.of(transformations)
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)

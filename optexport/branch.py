@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from optexport import records, runtimes
+from optexport import interrupts, records, runtimes
 from optexport.blame import failure
 from optexport.blame.files import blame_files
 from optexport.blame.rules import blame_rules
 from optexport.config import Format
 from optexport.job import Branch, Job
-from optexport.manifest import ArtifactRecord
+from optexport.manifest import ArtifactRecord, PrecisionRecord
 from optexport.original import graph_runner, trace_original
-from optexport.proof.parity import GRAPH
+from optexport.precision import lowering
+from optexport.proof.parity import GRAPH, ONNX, ONNX_FLOAT32
 from optexport.proof.reference import Call
 from optexport.proof.suspects import Suspects
 from optexport.stages import Stages
@@ -58,29 +59,50 @@ def produce(
     with stages.stage(f"transform{formats}"):
         transformed = transform(graph_module, branch.rules, job.dump, title and f"{title}-")
         graph_module = transformed.graph_module
-        records.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", graph_module)
     proof = suspects.proof
     with stages.stage(f"check graph{formats}"):
         if not suspects.check(f"{GRAPH}{formats}", graph_runner(graph_module, call)).passed:
             find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof)
             raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
+    lowered: PrecisionRecord | None = None
+    if branch.precision is not None:
+        with stages.stage(f"lower{formats}"):
+            cast, applied, lowered = lowering.cast_graph(transformed.graph_module, branch, job, call, proof)
+        with stages.stage(f"check graph{formats}"):
+            place = f"{GRAPH}, cast{formats}"
+            lowering.check_passed(suspects.check(place, graph_runner(cast, call), precision=branch.precision), proof)
+        transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
+    records.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
     signature, artifacts, config = traced.signature, list[ArtifactRecord](), job.config.export
     with stages.stage(f"re-export{formats}"):
-        writer = Writer(graph_module, signature, job.example, job.loaded, transformed.applied)
+        writer = Writer(transformed.graph_module, signature, job.example, job.loaded, transformed.applied)
         if set(branch.formats) - {"onnx"}:
             _ = writer.program
-    for name in branch.formats:
-        with stages.stage(f"export {name}"):
-            artifact = writer.write(name, draft, config.lowerings.get(name, []), config.opset)
-        artifacts.append(artifact)
-        with stages.stage(f"check {artifact.format}"):
-            fixed = artifact.fixed_shape is not None
-            for place, run in runtimes.open_file(draft / artifact.path, artifact.format, signature.output_names):
-                suspects.check(place, run, traced_shape_only=fixed)
-    if not proof.passed:
-        files: dict[str, Path] = {artifact.format: draft / artifact.path for artifact in artifacts}
-        find = partial(blame_files, writer.flat, files, proof)
-        raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
+    with interrupts.temporary_folder() as scratch:
+        files: dict[str, Path] = {}
+        for name in branch.formats:
+            later = name == "onnx" and job.precision_of(name) is not None  # once it is proven in float32
+            with stages.stage(f"export {name}"):
+                folder = scratch if later else draft
+                artifact = writer.write(name, folder, config.lowerings.get(name, []), config.opset)
+            files[name] = folder / artifact.path
+            artifacts.append(artifact.model_copy(update={"precision": lowered}))
+            with stages.stage(f"check {name}"):
+                fixed = artifact.fixed_shape is not None
+                for place, run in runtimes.open_file(files[name], name, signature.output_names):
+                    place = place.replace(ONNX, ONNX_FLOAT32, 1) if later else place
+                    parity = suspects.check(place, run, traced_shape_only=fixed, precision=branch.precision)
+                    lowering.check_passed(parity, proof)
+        if not proof.passed:
+            find = partial(blame_files, writer.flat, files, proof)
+            raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
+        if (precision := job.precision_of("onnx")) is not None and "onnx" in files:
+            with stages.stage("lower onnx"):
+                record = lowering.quantize_file(files["onnx"], draft, precision, job, proof)
+            with stages.stage("check onnx"):
+                for place, run in runtimes.open_file(draft / files["onnx"].name, "onnx", signature.output_names):
+                    lowering.check_passed(suspects.check(place, run, precision=precision), proof)
+            artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
     with stages.stage("undo"):
         check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
     return Made(branch, transformed, tuple(artifacts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import sys
 import tempfile
@@ -224,13 +225,18 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         failed = GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
     reports.publish(bundle.name, record, failed, junit)
     if as_json:
-        rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs, "limit": o.limit, "passed": o.passed}
+        rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs,
+                 "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}
                 for p in places for o in p.outputs]  # fmt: skip
         print_json({**outcome(failed), "places": rows, "gates": gates, "parity": record.model_dump(mode="json")})
     if failed is not None:
         raise failed
     if not as_json:
-        click.echo(f"{bundle}: unchanged, and {', '.join(p.place for p in places)} give the stored outputs.")
+        near = [p.place for p in places if p.precision is None]
+        lowered = [p.title for p in places if p.precision is not None]
+        held = [f"{', '.join(near)} give the stored outputs"] if near else []
+        held += [f"{', '.join(lowered)} decide as the gates demand"] if lowered else []
+        click.echo(f"{bundle}: unchanged, and {'; '.join(held)}.")
 
 
 @cli.command()

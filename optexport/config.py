@@ -29,6 +29,7 @@ from optexport.config_checks import check_formats, check_inputs, check_tolerance
 from optexport.config_decisions import METRIC, Decisions
 from optexport.config_measuring import BenchConfig, GateConfig, TuneConfig, check_measuring
 from optexport.config_mistakes import explained
+from optexport.config_precision import PrecisionConfig, check_precision
 from optexport.errors import ConfigError, did_you_mean
 from optexport.tasks import AUTO_CLASSES
 
@@ -220,6 +221,7 @@ class Config(_Table):
     transformations: list[TransformationConfig] | None = None
     parity: ParityConfig = ParityConfig()
     export: ExportConfig = ExportConfig()
+    precision: PrecisionConfig | None = None
     bench: BenchConfig = BenchConfig()
     tune: TuneConfig | None = None
     gate: GateConfig = GateConfig()
@@ -298,6 +300,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     of_program = config.model.source.endswith(".pt2") and not config.model.source.startswith("python:")
     check_inputs(config.inputs, of_program=of_program, place=path.name)
     check_tolerance(config, without, path.name)
+    check_precision(config, path.name)
     return config
 
 

@@ -19,10 +19,15 @@ from optexport.transform import NamedRule
 
 @dataclass(frozen=True)
 class Branch:
-    """The formats that share a graph, and the rules that are applied to it."""
+    """The formats that share a graph, and the rules that are applied to it.
+
+    Attributes:
+        precision: What the graph is cast to after these; None where it stays as it is.
+    """
 
     formats: tuple[Format, ...]
     rules: tuple[NamedRule, ...]
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,23 @@ class Job:
 
     @property
     def branches(self) -> list[Branch]:
-        """The graphs that are made of the trace: formats for which the same rules are applied share one."""
-        found: dict[tuple[int, ...], list[Format]] = {}
+        """The graphs that are made of the trace: formats for which the same rules are applied share one.
+
+        Files of PyTorch are lowered in their graph, an ONNX file once it is written.
+        """
+        found: dict[tuple[tuple[int, ...], str | None], list[Format]] = {}
         for name in dict.fromkeys(self.config.export.formats):
             applied = (i for i, rule in enumerate(self.rules) if rule.formats is None or name in rule.formats)
-            found.setdefault(tuple(applied), []).append(name)
-        return [Branch(tuple(formats), tuple(self.rules[i] for i in applied)) for applied, formats in found.items()]
+            precision = None if name == "onnx" else self.precision_of(name)
+            found.setdefault((tuple(applied), precision), []).append(name)
+        return [
+            Branch(tuple(formats), tuple(self.rules[i] for i in applied), precision)
+            for (applied, precision), formats in found.items()
+        ]
+
+    def precision_of(self, file_format: Format) -> str | None:
+        """What a file is lowered to; None where it is of the model's own precision."""
+        return None if self.config.precision is None else self.config.precision.of(file_format)
 
     @property
     def sizes_declared(self) -> bool:
@@ -99,7 +115,7 @@ def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[Name
 
 
 def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = None) -> Config:
-    """The config with the rules that are applied; in another place, if one is given, and without lowerings."""
+    """The config with the rules that are applied; in another place, if one is given, and with nothing but these."""
     update: dict[str, object] = {
         "transformations": [
             TransformationConfig.model_validate(
@@ -116,6 +132,7 @@ def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = N
     if output is not None:
         name = str(Path(config.export.output).with_name(output.name))
         update["export"] = config.export.model_copy(update={"output": name, "lowerings": {}})
+        update["precision"] = None
     return config.model_copy(update=update)
 
 

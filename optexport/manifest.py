@@ -150,12 +150,21 @@ class DecisionRecord(_Record):
 
 
 class PlaceRecord(_Record):
-    """Parity at one place: the original, the transformed graph, or a file in its runtime."""
+    """Parity at one place: the original, the transformed graph, or a file in its runtime.
+
+    ``precision`` is what it was lowered to: then the gates on decisions stand in for limits on distances.
+    """
 
     place: str
     made_from: str
     outputs: list[OutputRecord]
     decisions: list[DecisionRecord]
+    precision: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The place, and its precision where that is not the original's."""
+        return self.place if self.precision is None else f"{self.place} ({self.precision})"
 
 
 class BoundRecord(_Record):
@@ -192,16 +201,53 @@ class ParityRecord(_Record):
     places: list[PlaceRecord]
 
 
+class GateValueRecord(_Record):
+    """What a gate is on, and the least value that passes; null where it could not be measured."""
+
+    measure: str
+    output: str | None
+    value: float | None
+    min: float
+
+
+class LayerRecord(_Record):
+    """A layer that can be lowered, or a module with all such layers in it.
+
+    ``kept`` says why it stayed in float32, null where it was lowered; ``alone`` what the gates are on when nothing
+    else is lowered, empty where that was not measured.
+    """
+
+    layer: str
+    kept: Literal["asked for", "measured"] | None
+    alone: list[GateValueRecord]
+
+
+class PrecisionRecord(_Record):
+    """To what a file was lowered, and what of it.
+
+    ``lowered`` is what the gates are on with all layers lowered that the config does not keep, ``chosen`` with the
+    layers that were. Both, and those of single layers, are of the cases that the gates count, in the graph or with ONNX
+    Runtime's optimisations; what the file itself gives stands in the parity of its places.
+    """
+
+    precision: Literal["int8", "int8-blocks", "int8-static", "bfloat16", "float16"]
+    layers: list[LayerRecord]
+    lowered: list[GateValueRecord]
+    chosen: list[GateValueRecord]
+
+
 class ArtifactRecord(_Record):
     """One exported model, and the lowerings that were applied to its file, whether or not they found work.
 
-    ``fixed_shape`` says why it works at the traced shape only, where it does.
+    ``fixed_shape`` says why it works at the traced shape only, where it does. ``precision`` is null where the file is
+    of the model's own.
     """
 
     format: Literal["torchscript", "onnx", "pt2"]
     path: str
     fixed_shape: str | None
     lowerings: list[str] = []
+    precision: PrecisionRecord | None = None
 
 
 class FileRecord(_Record):

@@ -29,14 +29,14 @@ def junit(proof: ParityRecord) -> str:
     for place, output in _outputs(proof):
         for case in output.cases:
             element = ElementTree.Element(
-                "testcase", classname=f"{_SUITE}.{place.place}", name=f"{output.output} at {case.case}"
+                "testcase", classname=f"{_SUITE}.{place.title}", name=f"{output.output} at {case.case}"
             )
             if case.failure is not None:
                 failure = ElementTree.SubElement(element, "failure", message=case.failure, type="ParityError")
                 failure.text = _explained(proof, output)
             cases.append(element)
     for place, decision in _decisions(proof):
-        element = ElementTree.Element("testcase", classname=f"{_SUITE}.{place.place}", name=_measured(decision))
+        element = ElementTree.Element("testcase", classname=f"{_SUITE}.{place.title}", name=_measured(decision))
         if decision.failure is not None:
             ElementTree.SubElement(element, "failure", message=decision.failure, type="GateError")
         cases.append(element)
@@ -86,8 +86,9 @@ def markdown(proof: ParityRecord, title: str) -> str:
     ]
     for place, output in _outputs(proof):
         bound = proof.bounds[output.output]
-        cells = [place.place, _literal(output.output), _number(output.max_abs), _number(bound.floor)]
-        cells += [_number(bound.limit), _number(output.step), _tolerance(output)]
+        by_gates = place.precision is not None and bound.atol is None and bound.rtol is None
+        cells = [place.title, _literal(output.output), _number(output.max_abs), _number(bound.floor)]
+        cells += ["gates" if by_gates else _number(bound.limit), _number(output.step), _tolerance(output)]
         cells.append("passed" if _failure(output) is None else "**failed**")
         lines.append(f"| {' | '.join(cells)} |")
     if any(place.decisions for place in proof.places):
@@ -99,7 +100,7 @@ def markdown(proof: ParityRecord, title: str) -> str:
     for place, decision in _decisions(proof):
         interval = "-" if decision.low is None else f"{decision.low:.6g} to {decision.high:.6g}"
         value = "-" if decision.value is None else f"{decision.value:.6g}"
-        cells = [place.place, _literal(_measured(decision)), value, interval]
+        cells = [place.title, _literal(_measured(decision)), value, interval]
         cells += [str(decision.count), f"{decision.min:g}", "passed" if decision.failure is None else "**failed**"]
         lines.append(f"| {' | '.join(cells)} |")
     for place, output in failures:

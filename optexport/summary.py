@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.table import Table
 from optexport import reports
 from optexport.bench import report
 from optexport.errors import on_one_line
-from optexport.manifest import ChangeRecord, Manifest, TensorRecord
+from optexport.manifest import ChangeRecord, GateValueRecord, Manifest, TensorRecord
 from optexport.pipeline import Result
 from optexport.proof.parity import PlaceParity
 from optexport.tuning import outcome
@@ -32,6 +33,7 @@ def show(result: Result, console: Console) -> None:
     console.print(f"[bold]Sizes[/] {escape('; '.join(sizes)) or 'all fixed'}", soft_wrap=True, highlight=False)
     _show_transformations(manifest, console)
     _show_parity(manifest, result.parity, console)
+    _show_precision(manifest, console)
     if result.tuned:
         console.print("[bold]Tuned[/]", highlight=False)
         outcome.show(result.tuned, console)
@@ -114,8 +116,9 @@ def parity_table(places: Sequence[PlaceParity], *, wide: bool) -> Table:
         for o in place.outputs:
             cells = [f"{value:.2g}" for value in (o.max_abs, o.floor, o.multiple)]
             if wide:
-                cells += [f"{o.limit:.2g}", f"{o.step:.2g}", f"{o.argmax_agreement:.2%}", f"atol={o.tolerance:.2g}"]
-            table.add_row(place.place, escape(on_one_line(o.output)), *cells, style=None if o.passed else "red")
+                limit = f"{o.limit:.2g}" if math.isfinite(o.limit) else "gates"
+                cells += [limit, f"{o.step:.2g}", f"{o.argmax_agreement:.2%}", f"atol={o.tolerance:.2g}"]
+            table.add_row(place.title, escape(on_one_line(o.output)), *cells, style=None if o.passed else "red")
     return table
 
 
@@ -130,8 +133,33 @@ def decision_table(places: Sequence[PlaceParity]) -> Table:
         for d in place.decisions:
             interval = "" if d.low is None else f" ({d.low:.4g} to {d.high:.4g})"
             cells = [f"{d.value:.6g}", f"{d.gate.min:g}", f"{d.mean:.6g}{interval}", f"{d.count}", f"{d.ties}"]
-            table.add_row(place.place, escape(d.gate.name), *cells, style=None if d.passed else "red")
+            table.add_row(place.title, escape(d.gate.name), *cells, style=None if d.passed else "red")
     return table
+
+
+def _show_precision(manifest: Manifest, console: Console) -> None:
+    """Says of each file of lower precision what of it is lowered, and why the rest is not."""
+    for artifact in manifest.artifacts:
+        if (record := artifact.precision) is None:
+            continue
+        lowered = [layer for layer in record.layers if layer.kept is None]
+        text = f"{artifact.format} is {record.precision}, and held to the gates: {_told(record.chosen)}"
+        console.print(f"[bold]Precision[/] {escape(text)}", soft_wrap=True, highlight=False)
+        console.print(f"  {len(lowered)} of {len(record.layers)} layers are lowered", highlight=False)
+        if len(lowered) < len(record.layers):
+            console.print(f"  with all lowered: {escape(_told(record.lowered))}", soft_wrap=True, highlight=False)
+        for layer in record.layers:
+            if layer.kept is not None:
+                why = layer.kept if not layer.alone else f"{layer.kept}; lowered alone: {_told(layer.alone)}"
+                console.print(f"  in float32: {escape(f'{layer.layer} ({why})')}", soft_wrap=True, highlight=False)
+
+
+def _told(values: Sequence[GateValueRecord]) -> str:
+    """What gates are on."""
+    return "; ".join(
+        f"{v.measure}{f' of {v.output}' if v.output else ''} {'none' if v.value is None else f'{v.value:.6g}'}"
+        for v in values
+    )
 
 
 def _show_files(result: Result, console: Console) -> None:

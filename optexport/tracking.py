@@ -274,6 +274,11 @@ def _metrics(manifest: Manifest, seconds: Mapping[str, float]) -> dict[str, floa
             )
             values = decision.model_dump(include={"value", "mean", "low", "high", "count", "ties"})
             metrics |= {f"{prefix}.{key}": value for key, value in values.items() if value is not None}
+    for artifact in manifest.artifacts:
+        if artifact.precision is not None:
+            kept = [layer for layer in artifact.precision.layers if layer.kept is not None]
+            metrics[f"precision.{artifact.format}.layers"] = len(artifact.precision.layers)
+            metrics[f"precision.{artifact.format}.layers_kept"] = len(kept)
     for file in manifest.files:
         metrics[f"bytes.{_key(file.path)}"] = file.size
     for stage, spent in seconds.items():

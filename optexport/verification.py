@@ -34,18 +34,29 @@ def verify(folder: Path) -> Proof:
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
     bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
+    proof = Proof(reference, bounds, gates_of(manifest))
+    try:
+        for artifact in manifest.artifacts:
+            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
+                precision = None if artifact.precision is None else artifact.precision.precision
+                proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
+    except ExportError as error:  # whose mends are for those who export
+        raise BundleError(error.cause, place=error.place) from error
+    return proof
+
+
+def gates_of(manifest: Manifest) -> list[Gate]:
+    """The gates that the stored cases can be held against.
+
+    Raises:
+        BundleError: One is on what is no measure, or no output.
+    """
+    outputs = [output.name for output in manifest.outputs]
     records = [record for record in manifest.parity.gates if not record.measure.startswith(METRIC)]
     if not all(record.measure in MEASURES and record.output in outputs for record in records):
         raise BundleError("it has a gate on what is no measure, or no output", place=bundle.MANIFEST)
     gates = [_gate(record, manifest) for record in records]
-    proof = Proof(reference, bounds, [gate for gate in gates if gate is not None])
-    try:
-        for artifact in manifest.artifacts:
-            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
-                proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None)
-    except ExportError as error:  # whose mends are for those who export
-        raise BundleError(error.cause, place=error.place) from error
-    return proof
+    return [gate for gate in gates if gate is not None]
 
 
 def bound_of(record: BoundRecord) -> Bound:

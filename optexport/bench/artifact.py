@@ -88,11 +88,11 @@ def exported(
 
     Args:
         inputs: The names of the model's inputs.
-        name: What comes before the format in their names.
+        name: What comes before the format, and the precision that a file was lowered to, in their names.
     """
     return [
         Artifact(
-            name=f"{name}{record.format}",
+            name=f"{name}{record.format}{f' ({record.precision.precision})' if record.precision else ''}",
             path=folder / record.path,
             format=record.format,
             size=file_size(folder / record.path, record.format),

@@ -13,7 +13,7 @@ from optexport.blame.files import blame_files
 from optexport.errors import BundleError, ExportError
 from optexport.manifest import Manifest
 from optexport.proof.parity import Proof
-from optexport.verification import bound_of
+from optexport.verification import bound_of, gates_of
 
 
 def blame_bundle(folder: Path) -> str:
@@ -35,13 +35,16 @@ def blame_bundle(folder: Path) -> str:
         damage, manifest = error, _read_anyway(folder, error)
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
-    proof = Proof(reference, {name: bound_of(record) for name, record in manifest.parity.bounds.items()})
+    lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
+    bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
+    proof = Proof(reference, bounds, gates_of(manifest) if lowered else ())  # which nothing else is held to
     files: dict[str, Path] = {artifact.format: folder / artifact.path for artifact in manifest.artifacts}
     for artifact in manifest.artifacts:
         fixed = artifact.fixed_shape is not None
         try:
             for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
-                proof.check(place, run, traced_shape_only=fixed)
+                precision = None if artifact.precision is None else artifact.precision.precision
+                proof.check(place, run, traced_shape_only=fixed, precision=precision)
         except ExportError as error:  # whose mends are for those who export
             damage = damage or BundleError(error.cause, place=error.place)
     if not proof.passed:

@@ -287,7 +287,10 @@ def outputs_at(proof: Proof, place: PlaceParity, case: int) -> tuple[dict[str, t
 def standing(places: Sequence[PlaceParity]) -> str:
     """How near the places are, where all pass."""
     farthest = max((o for place in places for o in place.outputs), key=lambda o: o.max_abs / (o.limit or 1.0))
+    passing = f"{', '.join(place.title for place in places)} pass"
+    if farthest.limit == math.inf:
+        return f"{passing}; nothing but the gates limits them."
     return (
-        f"{', '.join(place.place for place in places)} pass; {farthest.output} comes nearest to its limit, "
+        f"{passing}; {farthest.output} comes nearest to its limit, "
         f"{farthest.max_abs:.2g} from the reference where {farthest.limit:.2g} are allowed."
     )

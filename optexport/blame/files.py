@@ -34,7 +34,7 @@ def blame_files(graph_module: fx.GraphModule | None, files: Mapping[str, Path], 
         files: The files by format.
     """
     place = next(place for place in proof.places if not place.passed)
-    file_format = place.place.partition(",")[0]
+    file_format = place.place.partition(",")[0].removesuffix(" in float32")
     path, index = files[file_format], failing_case(proof, place)
     case = proof.reference.cases[index]
     outputs, expected = outputs_at(proof, place, index)
@@ -47,7 +47,7 @@ def blame_files(graph_module: fx.GraphModule | None, files: Mapping[str, Path], 
     raises = isinstance(proof.result(place.place, case.name), str)
     title = f"{path.name} differs from the original at {case.name}."
     whole = Reproduction(title, path.name, expected, outputs, write, raises=raises)
-    if place.place == parity.ONNX_OPTIMISED:  # as it stands the file passes
+    if place.place in (parity.ONNX_OPTIMISED, parity.ONNX_FLOAT32_OPTIMISED):  # as it stands the file passes
         text = _blame_runtime(path, proof, index)
         return Finding(place.place, index, text, [replace(whole, level="ORT_ENABLE_ALL")])
     lines = [f"The graph passes, and {path.name} does not: the exporter or the runtime changed the numbers."]

@@ -25,6 +25,8 @@ from optexport.signature import Signature
 
 # Weights beyond this many bytes go to a file of their own; a protobuf holds no more than 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
+# What the name of a weight ends with that a file holds transposed.
+TRANSPOSED = ".transposed"
 
 
 def convert(
@@ -117,13 +119,35 @@ def _convert(
         optimize=False,  # whose rewriting takes a constant of 1e-8 for zero
     )
     assert converted is not None
+    transposed = _transposed_weights(converted.model.graph)
     onnxscript.optimizer.fold_constants(converted.model)
+    _name_transposed(converted.model.graph, transposed)
     onnxscript.optimizer.remove_unused_nodes(converted.model)
     transformers_exporters.fix_onnx_model(converted)
     _expand_masks(converted.model)
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
     # Metadata of the nodes holds the paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model
+
+
+def _transposed_weights(graph: onnx_ir.Graph) -> list[tuple[onnx_ir.Node, str]]:
+    """The products by a weight that is yet to be transposed, and the name of the weight."""
+    found = []
+    for node in graph.all_nodes():
+        source = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+        weight = source.inputs[0] if source is not None and source.op_type == "Transpose" else None
+        if weight is not None and weight.is_initializer() and weight.name is not None:
+            found.append((node, weight.name))
+    return found
+
+
+def _name_transposed(graph: onnx_ir.Graph, weights: Sequence[tuple[onnx_ir.Node, str]]) -> None:
+    """Names weights after what they were made of, where they are initializers now, so that a file tells its layers."""
+    for node, name in weights:
+        value = node.inputs[1]
+        if value is not None and value.is_initializer() and TRANSPOSED not in (value.name or ""):
+            same = sum(known.startswith(f"{name}{TRANSPOSED}") for known in graph.initializers)
+            value.name = f"{name}{TRANSPOSED}" + (f"_{same}" if same else "")
 
 
 def _expand_masks(model: onnx_ir.Model) -> None:

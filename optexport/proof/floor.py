@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -104,6 +104,19 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     else:
         limit = (atol or 0.0) + (rtol or 0.0) * scale
     return Bound(floor, limit, atol, rtol, extremes)
+
+
+def of_lower_precision(given: Mapping[str, Bound], reference: Reference) -> dict[str, Bound]:
+    """The bounds of a file in fewer bits than the original: only atol and rtol, or else none, as its gates decide.
+
+    What is not floating point must be equal all the same.
+    """
+    return {
+        name: bound
+        if bound.fixed or not reference.outputs[0][name].dtype.is_floating_point
+        else replace(bound, limit=math.inf, extremes=dict.fromkeys(bound.extremes, math.inf))
+        for name, bound in given.items()
+    }
 
 
 def rounding(name: str, reference: Reference, bound: Bound, multiple: float) -> float:

@@ -11,7 +11,7 @@ import torch
 from optexport.errors import first_line
 from optexport.proof import distances
 from optexport.proof.decisions import Decision, Gate, judge
-from optexport.proof.floor import Bound
+from optexport.proof.floor import Bound, of_lower_precision
 from optexport.proof.reference import Outputs, Reference, kept
 from optexport.runtimes import Run
 
@@ -20,6 +20,11 @@ ORIGINAL = "original"
 GRAPH = "transformed graph"
 ONNX = "onnx"
 ONNX_OPTIMISED = "onnx, optimised"
+# The ONNX file before it is lowered.
+ONNX_FLOAT32 = "onnx in float32"
+ONNX_FLOAT32_OPTIMISED = "onnx in float32, optimised"
+# Places whose own is not the graph that came last.
+_MADE_FROM = {ONNX_OPTIMISED: ONNX, ONNX_FLOAT32_OPTIMISED: ONNX_FLOAT32, ONNX: ONNX_FLOAT32}
 
 
 @dataclass(frozen=True)
@@ -87,12 +92,19 @@ class PlaceParity:
         made_from: The place before it on its way: of the transformed graph the original, of what the runtime
             optimises the file as it stands, of any other the transformed graph.
         decisions: How it decides, gate by gate.
+        precision: What it was lowered to, so that its decisions are held to gates, and not its distances to the floor.
     """
 
     place: str
     outputs: tuple[OutputParity, ...]
     made_from: str
     decisions: tuple[Decision, ...] = ()
+    precision: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The place, and its precision where that is not the original's."""
+        return self.place if self.precision is None else f"{self.place} ({self.precision})"
 
     @property
     def passed(self) -> bool:
@@ -127,11 +139,16 @@ class Proof:
         """What a place gave at a case; where it raised, what."""
         return self._results[place][case]
 
-    def check(self, place: str, run: Run, *, traced_shape_only: bool = False) -> PlaceParity:
+    def check(
+        self, place: str, run: Run, *, traced_shape_only: bool = False, precision: str | None = None
+    ) -> PlaceParity:
         """Compares a candidate on all cases, or on those shaped as the traced one.
 
         A candidate that raises fails with what it raised: a size that was baked in shows in this way. A place that is
         checked again is compared anew.
+
+        Args:
+            precision: What it was lowered to. Then distances are limited by atol and rtol only, if these are given.
         """
         reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
         results: list[Outputs | str] = []
@@ -143,7 +160,7 @@ class Proof:
                     results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
                 else:
                     results.append(kept(case, result))
-        return self._add(place, results, reference)
+        return self._add(place, results, reference, precision)
 
     def extend(self, found: Reference, bounds: Mapping[str, Bound]) -> None:
         """Adds cases with bounds of their own, for some of the outputs; places are checked there too from now on."""
@@ -155,20 +172,25 @@ class Proof:
             extended[name] = replace(bound, extremes={**bound.extremes, **limits})
         self.bounds = extended
 
-    def _add(self, place: str, results: list[Outputs | str], reference: Reference) -> PlaceParity:
+    def _add(
+        self, place: str, results: list[Outputs | str], reference: Reference, precision: str | None = None
+    ) -> PlaceParity:
         graphs = [name for name in self._results if name.startswith(GRAPH)]
-        if place == ONNX_OPTIMISED and ONNX in self._results:
-            made_from = ONNX
+        if _MADE_FROM.get(place) in self._results:
+            made_from = _MADE_FROM[place]
+        elif place.startswith(GRAPH) and precision is not None:  # a graph that was cast is made from the one before
+            made_from = graphs[-1]
         elif place.startswith(GRAPH) or not graphs:  # a bundle holds none
             made_from = ORIGINAL
         else:
             made_from = graphs[-1]  # files are checked right after the graph that they are made of
         self._results[place] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
         before = [self._results[made_from].get(case.name, "") for case in reference.cases]
-        outputs = (_compare(name, results, before, reference, bound) for name, bound in self.bounds.items())
+        bounds = self.bounds if precision is None else of_lower_precision(self.bounds, reference)
+        outputs = (_compare(name, results, before, reference, bound) for name, bound in bounds.items())
         decided = tuple(judge(gate, results, reference) for gate in self.gates)
         self.places = [checked for checked in self.places if checked.place != place]
-        self.places.append(PlaceParity(place, tuple(outputs), made_from, decided))
+        self.places.append(PlaceParity(place, tuple(outputs), made_from, decided, precision))
         return self.places[-1]
 
 
@@ -197,7 +219,7 @@ def _compare(
         distance, magnitude = distances.distance(candidate, expected), distances.finite(expected).abs()
         farthest = distances.largest(distance)
         allowed = bound.allowed(case.name, magnitude)
-        if not bound.fixed and original.is_floating_point():
+        if not bound.fixed and math.isfinite(bound.limit) and original.is_floating_point():
             own = 16 * distances.LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
             allowed = torch.where(distances.marks(original, exact), own, allowed)
         limit = distances.largest(allowed)

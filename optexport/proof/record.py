@@ -49,6 +49,7 @@ def parity_record(proof: Proof) -> ParityRecord:
                 made_from=place.made_from,
                 outputs=[_output(output) for output in place.outputs],
                 decisions=[_decision(decision) for decision in place.decisions],
+                precision=place.precision,
             )
             for place in proof.places
         ],

@@ -40,9 +40,16 @@ class Suspects:
         self.signature, self.vocabularies, self.config = signature, vocabularies, config
         self._failing: tuple[PlaceParity, Run, Signature] | None = None
 
-    def check(self, place: str, candidate: Run, *, traced_shape_only: bool = False) -> PlaceParity:
-        """Checks a place on the cases; with exhaustive effort, on others too, and one that fails joins them."""
-        parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only)
+    def check(
+        self, place: str, candidate: Run, *, traced_shape_only: bool = False, precision: str | None = None
+    ) -> PlaceParity:
+        """Checks a place on the cases; with exhaustive effort, on others too, and one that fails joins them.
+
+        Of lower precision there is none to look for: no single input fails a gate.
+        """
+        parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only, precision=precision)
+        if precision is not None:
+            return parity
         example = self.proof.reference.cases[0].batch
         signature = self.signature.at(example) if traced_shape_only else self.signature
         if parity.passed and self.config.effort == "exhaustive":

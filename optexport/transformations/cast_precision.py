@@ -57,7 +57,8 @@ class CastPrecision(Rule):
 
     Attributes:
         dtype: "float16" or "bfloat16". ONNX Runtime on the CPU refuses the latter.
-        keep: Names of layers, or of modules with all layers in them, that stay in float32.
+        keep: Names of layers, or of modules with all layers in them, that stay in float32. A matrix product, or
+            attention, goes by its module and node: ``encoder.layer.0.attention.self.scaled_dot_product_attention``.
 
     Raises:
         ConfigError: There is no such precision, or no such module.
@@ -79,7 +80,7 @@ class CastPrecision(Rule):
         if node.op == "call_module":
             return self._match_layer(graph_module, node)
         if node.target in _PRODUCTS:
-            return self._match_product(graph_module, node)
+            return None if self._keeps(layer_name(node)) else self._match_product(graph_module, node)
         return Match((node,)) if self._goes_on(graph_module, node) else None
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:
@@ -111,8 +112,9 @@ class CastPrecision(Rule):
 
     def _check_names(self, graph_module: GraphModule) -> None:
         known = [name for name, _ in graph_module.named_modules() if name]
+        products = [layer_name(node) for node in graph_module.graph.nodes if node.target in _PRODUCTS]
         for name in self.keep:
-            if name not in known:
+            if name not in known and not any(f"{product}.".startswith(f"{name}.") for product in products):
                 raise ConfigError(
                     f'there is no module "{name}"', place="cast-precision.keep", mend=did_you_mean(name, known)
                 )
@@ -210,6 +212,21 @@ class CastPrecision(Rule):
             cast = graph_module.graph.call_function(aten.to.dtype, (x, dtype))
         cast.meta = {"val": x.meta["val"].to(dtype), _CAST: True}
         return cast
+
+
+def layer_name(node: Node) -> str:
+    """What a layer or a product goes by: its module, or the module that it is computed in and its node."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    scope = stack[-1][0] if stack else ""
+    return f"{scope}.{node.name}" if scope else node.name
+
+
+def layers_in_half(graph_module: GraphModule) -> list[str]:
+    """The layers and products of a graph that are computed in half precision, in its order."""
+    found = [node for node in graph_module.graph.nodes if node.op == "call_module" or node.target in _PRODUCTS]
+    return list(dict.fromkeys(layer_name(node) for node in found if _dtype(node) in _DTYPES.values()))
 
 
 def _is_read_once(graph_module: GraphModule, x: Node) -> bool:

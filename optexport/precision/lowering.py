@@ -1,0 +1,110 @@
+"""Lowers a graph, or an ONNX file, to the precision that a config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from torch import fx
+
+from optexport import runtimes
+from optexport.errors import ParityError
+from optexport.job import Branch, Job
+from optexport.manifest import PrecisionRecord
+from optexport.original import graph_runner
+from optexport.precision import int8
+from optexport.precision.sensitivity import choose, failures, gated_cases, layers_in
+from optexport.proof.parity import PlaceParity, Proof
+from optexport.proof.record import parity_record
+from optexport.proof.reference import Call
+from optexport.runtimes import Run
+from optexport.transform import Applied, NamedRule, transform
+from optexport.transformations import CastPrecision
+from optexport.transformations.cast_precision import layers_in_half
+from optexport.undoing import sharing_copy
+
+
+def cast_graph(
+    graph_module: fx.GraphModule, branch: Branch, job: Job, call: Call, proof: Proof
+) -> tuple[fx.GraphModule, Applied, PrecisionRecord]:
+    """A copy of a graph with its layers and products in half precision, but for those that the gates keep.
+
+    Args:
+        graph_module: Is not changed; its tensors are shared where they stay.
+
+    Returns:
+        The copy, what was done, and what was found on the way.
+
+    Raises:
+        ConfigError: There is nothing to cast, or `precision.keep` names no layer.
+        ParityError: No choice of layers passes the gates.
+    """
+    precision = branch.precision
+    assert precision is not None
+
+    def cast(keep: Collection[str]) -> tuple[fx.GraphModule, Applied]:
+        (rule,) = NamedRule.of(CastPrecision(dtype=precision, keep=tuple(keep)))
+        done = transform(sharing_copy(graph_module), [rule])
+        return done.graph_module, done.applied[0]
+
+    def make(keep: Collection[str]) -> Run:
+        return graph_runner(cast(keep)[0], call)
+
+    own = layers_in_half(graph_module)
+    layers = [layer for layer in layers_in_half(cast(())[0]) if layer not in own]
+    choice = choose(", ".join(branch.formats), precision, layers, _kept(job), make, proof)
+    lowered, applied = cast(choice.kept)
+    return lowered, applied, choice.record()
+
+
+def quantize_file(source: Path, folder: Path, precision: str, job: Job, proof: Proof) -> PrecisionRecord:
+    """Writes an ONNX file with its layers in int8, but for those that the gates keep.
+
+    Args:
+        source: The file in float32, which stays as it is; others are written beside it.
+        folder: Where to write the file, under the same name.
+
+    Returns:
+        What was found on the way.
+
+    Raises:
+        ConfigError: There is nothing to quantise, or `precision.keep` names no layer.
+        ExportError: onnxruntime cannot quantise the file, or run what it made.
+        ParityError: No choice of layers passes the gates.
+    """
+    prepared, attempt = source.with_name("prepared.onnx"), source.with_name("attempt.onnx")
+    layers = int8.prepare(source, prepared, precision)
+    batches = [case.batch for case in gated_cases(proof)]
+
+    def write(keep: Collection[str], target: Path) -> None:
+        kept = {layer for unit in keep for layer in layers_in(unit, layers)}
+        nodes = [node for layer, found in layers.items() if layer not in kept for node in found]
+        int8.quantize(prepared, target, nodes, precision, batches)
+
+    def make(keep: Collection[str]) -> Run:
+        write(keep, attempt)
+        return runtimes.open_onnx(attempt, list(proof.bounds), optimised=True)
+
+    choice = choose("onnx", precision, layers, _kept(job), make, proof)
+    write(choice.kept, folder / source.name)
+    return choice.record()
+
+
+def check_passed(place: PlaceParity, proof: Proof) -> None:
+    """Refuses a place of lower precision that does not pass on all cases; others have their own way to fail.
+
+    Raises:
+        ParityError: It does not.
+    """
+    if place.precision is not None and not place.passed:
+        told = "".join(f"\n  {failure}" for failure in failures(place))
+        raise ParityError(
+            f"in {place.precision} it does not give what is demanded, though it did where the layers were chosen{told}",
+            place=place.place,
+            mend="Name more layers in precision.keep, or leave its format out of [precision].",
+            proof=parity_record(proof),
+        )
+
+
+def _kept(job: Job) -> Collection[str]:
+    return [] if job.config.precision is None else job.config.precision.keep

@@ -1,0 +1,104 @@
+"""What is said of files of lower precision: on the terminal, in reports, by verify, with the right exit code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from optexport import reports
+from optexport.cli import cli
+from optexport.manifest import Manifest
+from optexport.precision import int8
+from tests import exports
+from tests.precision import models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("telling")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> str:
+    """What a run prints; its bundle is in the folder."""
+    done = CliRunner().invoke(cli, ["run", str(models.write(folder, 'onnx = "int8"'))])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_summary_says_what_is_lowered_and_why_the_rest_is_not(told: str) -> None:
+    assert "Precision onnx is int8, and held to the gates: cosine of output 0.999" in told
+    assert "3 of 4 layers are lowered" in told
+    assert f"in float32: {models.HURT} (measured; lowered alone: cosine of output 0." in told
+    assert "onnx, optimised (int8)" in told
+
+
+@pytest.mark.usefixtures("told")
+def test_verify_says_what_it_held_to_what(folder: Path) -> None:
+    done = CliRunner().invoke(cli, ["verify", str(folder / "bundle")])
+    assert done.exit_code == 0, done.output
+    assert "onnx (int8), onnx, optimised (int8) decide as the gates demand." in done.output
+    done = CliRunner().invoke(cli, ["verify", str(folder / "bundle"), "--json"])
+    rows = json.loads(done.output)["places"]
+    assert {row["limit"] for row in rows} == {None}
+
+
+@pytest.mark.usefixtures("told")
+def test_verify_refuses_a_file_that_no_longer_decides_so(folder: Path, tmp_path: Path) -> None:
+    bundle, prepared = tmp_path / "lowered", tmp_path / "prepared.onnx"
+    shutil.copytree(folder / "bundle", bundle)
+    plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
+    assert plain.exit_code == 0, plain.output
+    layers = int8.prepare(tmp_path / "bundle" / "model.onnx", prepared, "int8")
+    int8.quantize(prepared, bundle / "model.onnx", [n for found in layers.values() for n in found], "int8", [])
+    exports.reseal(bundle, "model.onnx")
+    done = CliRunner().invoke(cli, ["verify", str(bundle)])
+    assert done.exit_code == 6, done.output
+    assert "onnx: output, cosine is" in done.output
+    blamed = CliRunner().invoke(cli, ["blame", str(bundle)])
+    assert blamed.exit_code == 6, blamed.output
+
+
+@pytest.mark.usefixtures("told")
+def test_blame_has_nothing_against_a_bundle_that_keeps_to_its_gates(folder: Path) -> None:
+    done = CliRunner().invoke(cli, ["blame", str(folder / "bundle")])
+    assert done.exit_code == 0, done.output
+    assert "onnx (int8)" in done.output
+
+
+@pytest.mark.usefixtures("told")
+def test_reports_name_the_precision_and_show_no_limit_that_there_is_not(folder: Path) -> None:
+    manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
+    rows = [line for line in reports.markdown(manifest.parity, "bundle").splitlines() if "(int8)" in line]
+    assert len(rows) == 4
+    assert "| gates |" in rows[0]
+    suites = ElementTree.fromstring(reports.junit(manifest.parity))
+    classes = {case.get("classname") for case in suites.iter("testcase")}
+    assert {"optexport.onnx (int8)", "optexport.onnx in float32"} <= classes
+
+
+@pytest.mark.parametrize(
+    ("precision", "gates", "code"),
+    [('onnx = "int8"', "", 2), ('onnx = "int8"', "cosine = 0.99999999", 4), ('onnx = "int8"', "cosine = 0.9", 0)],
+)
+def test_the_exit_code_says_what_went_wrong(tmp_path: Path, precision: str, gates: str, code: int) -> None:
+    done = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, precision, gates=gates)), "--json"])
+    assert done.exit_code == code, done.output
+    document = json.loads(done.stdout)
+    assert document["passed"] == (code == 0)
+    if code == 4:
+        assert [place["place"] for place in document["parity"]["places"]][-1] == "onnx in float32, optimised"
+
+
+def test_the_baseline_is_in_float32(tmp_path: Path) -> None:
+    config = models.write(tmp_path, 'onnx = "int8"', model="harmless")
+    done = CliRunner().invoke(cli, ["run", str(config), "--baseline"])
+    assert done.exit_code == 0, done.output
+    manifest = Manifest.model_validate_json((tmp_path / "bundle-baseline" / "manifest.json").read_bytes())
+    assert [artifact.precision for artifact in manifest.artifacts] == [None]
+    assert {place.precision for place in manifest.parity.places} == {None}
