@@ -67,7 +67,8 @@ class Peer:
                 assert self.command is not None
                 program, *arguments = self.command(source, task, folder)
                 command = [str(environments / self.environment / "bin" / program), *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+            where = None if self.write is not None else folder  # some leave caches where they are run
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, cwd=where)
             if not _files(folder, suffix):
                 words = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
                 raise Failed(words[-1] if words else f"exit code {done.returncode}")
