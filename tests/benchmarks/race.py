@@ -1,6 +1,6 @@
 """Races the files of tuned runs against those of other exporters.
 
-    python -m tests.benchmarks.race [MODEL...] [--folder FOLDER] [--budget 10m] [--rounds 10] [--threads 1] [--fresh]
+    python -m tests.benchmarks.race [MODEL...] [--folder FOLDER] [--budget 10m] [--rounds 10] [--threads 1]
 
 The peers are installed into environments of their own. All files of one format run in the same runtime, that of this
 environment, in turns, as `optexport bench` measures; inputs are whole, without padding. What is in the folder from
@@ -88,6 +88,9 @@ output = "ours"
 [bench]
 shapes = [{shapes}]
 threads = {arguments.threads}
+
+[parity]
+effort = "{arguments.effort}"
 
 [tune]
 budget = "{arguments.budget}"
@@ -196,6 +199,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(RACERS), metavar="MODEL", help=", ".join(RACERS))
     parser.add_argument("--folder", type=Path, default=Path("build/race"))
     parser.add_argument("--budget", default="10m", help="of tuning, for each model")
+    parser.add_argument("--effort", default="standard", help="parity.effort of the tuned runs")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--fresh", action="store_true", help="measure again; the files are kept")
