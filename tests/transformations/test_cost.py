@@ -1,4 +1,4 @@
-"""Applying rules costs in proportion to the graph: counted in calls of functions, which do not depend on the machine."""
+"""Applying rules costs in proportion to the graph: counted in calls of functions, whatever the machine."""
 
 from __future__ import annotations
 
