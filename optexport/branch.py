@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from optexport import records, runtimes
+import torch
+from torch import fx, nn
+
+from optexport import freeing, records, runtimes
 from optexport.blame import failure
 from optexport.blame.files import blame_files
 from optexport.blame.rules import blame_rules
@@ -59,6 +62,10 @@ def produce(
         transformed = transform(graph_module, branch.rules, job.dump, title and f"{title}-")
         graph_module = transformed.graph_module
         records.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", graph_module)
+    if freeing.is_large(job.loaded.model):
+        freeing.collect()
+        _ = job.loaded.weights_sha256  # which reads all of them
+        freeing.page_out(_replaced(job.loaded.model, graph_module))
     proof = suspects.proof
     with stages.stage(f"check graph{formats}"):
         if not suspects.check(f"{GRAPH}{formats}", graph_runner(graph_module, call)).passed:
@@ -77,6 +84,9 @@ def produce(
             fixed = artifact.fixed_shape is not None
             for place, run in runtimes.open_file(draft / artifact.path, artifact.format, signature.output_names):
                 suspects.check(place, run, traced_shape_only=fixed)
+                del run  # before the next is opened: each holds the weights
+                if freeing.is_large(job.loaded.model):
+                    freeing.collect()
     if not proof.passed:
         files: dict[str, Path] = {artifact.format: draft / artifact.path for artifact in artifacts}
         find = partial(blame_files, writer.flat, files, proof)
@@ -84,6 +94,12 @@ def produce(
     with stages.stage("undo"):
         check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
     return Made(branch, transformed, tuple(artifacts))
+
+
+def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tensor]:
+    """The parameters of the original that a graph of it holds no longer."""
+    held = {id(parameter) for parameter in graph_module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in held]
 
 
 def export_plain(job: Job, formats: Sequence[Format], folder: Path) -> list[ArtifactRecord]:

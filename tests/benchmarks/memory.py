@@ -36,6 +36,7 @@ print(open("/proc/self/status").read())
 # Hidden size, layers, heads, heads of keys and values, inner size and vocabulary; whether the head is the embedding.
 SIZES = {
     "100M": (768, 12, 12, 4, 2048, 8000, False),
+    "300M": (2048, 4, 32, 4, 5632, 32000, False),
     "1.1B": (2048, 22, 32, 4, 5632, 32000, False),
     "2B": (2560, 24, 20, 4, 8704, 32000, False),
     "3B": (3072, 28, 24, 8, 8192, 128256, True),

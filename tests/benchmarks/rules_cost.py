@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--share", action="store_true", help="run MiniLM's example too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 50, 100)  # as the program does
     rules = list(preset())
     if arguments.every:
         names = [name for name in registry.RULES if name not in OTHERS]
