@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from optexport import interrupts, records, runtimes
+import torch
+from torch import fx, nn
+
+from optexport import freeing, interrupts, records, runtimes
 from optexport.blame import failure
 from optexport.blame.files import blame_files
 from optexport.blame.rules import blame_rules
@@ -59,6 +62,10 @@ def produce(
     with stages.stage(f"transform{formats}"):
         transformed = transform(graph_module, branch.rules, job.dump, title and f"{title}-")
         graph_module = transformed.graph_module
+    if freeing.is_large(job.loaded.model):
+        freeing.collect()
+        _ = job.loaded.weights_sha256  # which reads all of them
+        freeing.page_out(_replaced(job.loaded.model, graph_module))
     proof = suspects.proof
     with stages.stage(f"check graph{formats}"):
         if not suspects.check(f"{GRAPH}{formats}", graph_runner(graph_module, call)).passed:
@@ -93,6 +100,9 @@ def produce(
                     place = place.replace(ONNX, ONNX_FLOAT32, 1) if later else place
                     parity = suspects.check(place, run, traced_shape_only=fixed, precision=branch.precision)
                     lowering.check_passed(parity, proof)
+                    del run  # before the next is opened: each holds the weights
+                    if freeing.is_large(job.loaded.model):
+                        freeing.collect()
         if not proof.passed:
             find = partial(blame_files, writer.flat, files, proof)
             raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
@@ -106,6 +116,12 @@ def produce(
     with stages.stage("undo"):
         check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
     return Made(branch, transformed, tuple(artifacts))
+
+
+def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tensor]:
+    """The parameters of the original that a graph of it holds no longer."""
+    held = {id(parameter) for parameter in graph_module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in held]
 
 
 def export_plain(job: Job, formats: Sequence[Format], folder: Path) -> list[ArtifactRecord]:

@@ -40,6 +40,7 @@ def verify(folder: Path) -> Proof:
             for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
                 precision = None if artifact.precision is None else artifact.precision.precision
                 proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
+                del run  # before the next is opened: each holds the weights
     except ExportError as error:  # whose mends are for those who export
         raise BundleError(error.cause, place=error.place) from error
     return proof

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from optexport import freeing
 from optexport.errors import TraceError, first_line
 from optexport.places import cache
-from optexport.proof import distances, reference_store
+from optexport.proof import distances, reference_store, upcasting
 from optexport.proof.cases import Batch, Case
 from optexport.proof.spilling import spilled
 
@@ -120,10 +119,13 @@ def run_original(
         TraceError: The original itself fails on a case that the user declared.
     """
     with torch.no_grad(), _buffers_kept(model):
+        before = upcasting.versions(model)
         own = _run_in_own_precision(run, model, cases, declared=declared)
+        writes = before is None or before != upcasting.versions(model)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
             return own
-        why_no_room = _why_no_room(model)
+        large = not writes and freeing.is_large(model)
+        why_no_room = _why_no_room(model, copied=not large)
         keep = why_no_room is None and cache() is not None
         inputs = [case.batch for case in own.cases]
         settings = (sorted(batched), in_other_ways, [(case.name, case.extreme) for case in own.cases])
@@ -132,7 +134,8 @@ def run_original(
             exact, notes = kept
             unguided, ways, noise = (tuple(notes[key]) for key in ("unguided", "ways", "other_noise"))
             return replace(own, exact=tuple(exact), unguided=unguided, ways=ways, other_noise=noise)
-        found = _run_in_float64(run, model, replace(own, fallback=why_no_room), batched if in_other_ways else None)
+        rows = batched if in_other_ways else None
+        found = _run_in_float64(run, model, replace(own, fallback=why_no_room), rows, upcast=large)
         if keep and found.fallback is None:
             notes = {"unguided": found.unguided, "ways": found.ways, "other_noise": found.other_noise}
             reference_store.write(name, found.exact, notes)
@@ -174,18 +177,26 @@ def _run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *,
     return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(left_out))
 
 
-def _run_in_float64(run: Call, model: nn.Module, own: Reference, batched: Collection[str] | None) -> Reference:
-    """Runs the original in float64, where there is room, and in other ways unless batched is None."""
+def _run_in_float64(
+    run: Call, model: nn.Module, own: Reference, batched: Collection[str] | None, *, upcast: bool = False
+) -> Reference:
+    """Runs the original in float64, where there is room, and in other ways unless batched is None.
+
+    Args:
+        upcast: Whether to make weights float64 one by one, as they are used, rather than a copy of the model.
+    """
     double: nn.Module | None = None
     reference = own
     try:
         if own.fallback is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
-                double = copy.deepcopy(model).double()
+            double = upcasting.upcasting(model) if upcast else upcasting.copied(model)
             exact = tuple(kept(case, run(double, in_double(case.batch))) for case in own.cases)
+            if upcast and any(_holds_nan(e) and not _holds_nan(o) for e, o in zip(exact, own.outputs, strict=True)):
+                raise FloatingPointError("there may be code that found no weights")
             reference = _guided(replace(own, exact=exact))
     except Exception as error:  # a model's own code may raise anything; it may also hold a dtype of its own
+        if upcast:
+            return _run_in_float64(run, model, replace(own, fallback=_why_no_room(model)), batched)
         reference, double = replace(own, fallback=f"{type(error).__name__}: {first_line(error)}"), None
     return reference if batched is None else _run_in_other_ways(run, model, double, reference, batched)
 
@@ -231,6 +242,10 @@ def _is_finite(outputs: Outputs) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in outputs.values())
 
 
+def _holds_nan(outputs: Outputs) -> bool:
+    return any(bool(torch.isnan(tensor).any()) for tensor in outputs.values())
+
+
 def _in_halves(run: Call, model: nn.Module, batch: Batch, batched: Collection[str]) -> Outputs:
     """Runs a model on either half of a batch's rows, and puts the results together."""
     parts: list[Outputs] = []
@@ -248,9 +263,16 @@ def _is_close(halves: torch.Tensor, whole: torch.Tensor) -> bool:
     return distances.largest(distances.distance(halves, whole)) <= 1e-9 * scale
 
 
-def _why_no_room(model: nn.Module) -> str | None:
-    """Why a copy of a model in float64 would not fit in memory; None where it does, or where nobody can tell."""
-    needed = sum(8 * tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
+def _why_no_room(model: nn.Module, *, copied: bool = True) -> str | None:
+    """Why a model in float64 would not fit in memory; None where it does, or where nobody can tell.
+
+    Args:
+        copied: Whether all of it is float64 at a time, or but one of the large weights.
+    """
+    sizes: dict[bool, list[int]] = {True: [0], False: [0]}
+    for tensor in (*model.parameters(), *model.buffers()):
+        sizes[not copied and upcasting.is_large(tensor)].append(8 * tensor.numel())
+    needed = sum(sizes[False]) + max(sizes[True])
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

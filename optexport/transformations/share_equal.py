@@ -159,7 +159,8 @@ def _why_not(graph_module: GraphModule, first: Node, node: Node) -> str | None:
     module = modules.called_module(graph_module, node)
     if module is not None and memory.changes_constant(graph_module, [*module.parameters(), *module.buffers()]):
         return "their weights are changed in place"
-    if all(memory.reaches_output(graph_module, result) for result in (first, node)):
+    # The later one first: of a mask that every layer makes again, the first has the users of all others by then.
+    if all(memory.reaches_output(graph_module, result) for result in (node, first)):
         return "they are outputs, or outputs lie in their memory"
     return modes.why_apart(graph_module, (first, node))
 

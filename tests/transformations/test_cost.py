@@ -1,0 +1,41 @@
+"""Applying rules costs in proportion to the graph: counted in calls of functions, whatever the machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from optexport import registry
+from optexport.transform import NamedRule, transform
+from tests.benchmarks.rules_cost import OTHERS, stack
+
+STEP = 300
+# Hashes that differ from process to process move the counts by less.
+MORE = 1.02
+
+
+def _calls(rules: Sequence[NamedRule], nodes: int) -> int:
+    """How many functions are called as rules are applied to a graph of so many nodes."""
+    graph_module, calls = stack(nodes), 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        transform(graph_module, rules)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("name", [name for name in registry.RULES if name not in OTHERS])
+def test_the_same_number_of_nodes_costs_as_much_at_the_end_of_a_long_graph_as_in_a_short_one(name: str) -> None:
+    rules = [NamedRule(name, {}, registry.load(name, {}, Path(), name), in_python=True)]
+    _calls(rules, STEP)  # what is called at the first use alone
+    short, middle, long = (_calls(rules, times * STEP) for times in (1, 2, 3))
+    assert long - middle <= MORE * (middle - short)
