@@ -80,23 +80,39 @@ def produce(
             lowering.check_passed(suspects.check(place, graph_runner(cast, call), precision=branch.precision), proof)
         transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
     records.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
-    signature, artifacts, config = traced.signature, list[ArtifactRecord](), job.config.export
     with stages.stage(f"re-export{formats}"):
-        writer = Writer(transformed.graph_module, signature, job.example, job.loaded, transformed.applied)
+        writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied)
         if set(branch.formats) - {"onnx"}:
             _ = writer.program
+    artifacts = _write(branch, writer, suspects, job, draft, stages)
+    if lowered is not None:
+        artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
+    with stages.stage("undo"):
+        check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
+    return Made(branch, transformed, tuple(artifacts))
+
+
+def _write(
+    branch: Branch, writer: Writer, suspects: Suspects, job: Job, draft: Path, stages: Stages
+) -> list[ArtifactRecord]:
+    """Writes the files of a graph and checks them; an ONNX file of lower precision is made of one that passed."""
+    proof, outputs = suspects.proof, writer.signature.output_names
+    precision = job.precision_of("onnx") if "onnx" in branch.formats else None
+    files: dict[str, Path] = {}
+    artifacts: list[ArtifactRecord] = []
     with interrupts.temporary_folder() as scratch:
-        files: dict[str, Path] = {}
         for name in branch.formats:
-            later = name == "onnx" and job.precision_of(name) is not None  # once it is proven in float32
+            later = name == "onnx" and precision is not None
             with stages.stage(f"export {name}"):
                 folder = scratch if later else draft
-                artifact = writer.write(name, folder, config.lowerings.get(name, []), config.opset)
+                artifact = writer.write(
+                    name, folder, job.config.export.lowerings.get(name, []), job.config.export.opset
+                )
             files[name] = folder / artifact.path
-            artifacts.append(artifact.model_copy(update={"precision": lowered}))
+            artifacts.append(artifact)
             with stages.stage(f"check {name}"):
                 fixed = artifact.fixed_shape is not None
-                for place, run in runtimes.open_file(files[name], name, signature.output_names):
+                for place, run in runtimes.open_file(files[name], name, outputs):
                     place = place.replace(ONNX, ONNX_FLOAT32, 1) if later else place
                     parity = suspects.check(place, run, traced_shape_only=fixed, precision=branch.precision)
                     lowering.check_passed(parity, proof)
@@ -106,16 +122,14 @@ def produce(
         if not proof.passed:
             find = partial(blame_files, writer.flat, files, proof)
             raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
-        if (precision := job.precision_of("onnx")) is not None and "onnx" in files:
+        if precision is not None:
             with stages.stage("lower onnx"):
                 record = lowering.quantize_file(files["onnx"], draft, precision, job, proof)
             with stages.stage("check onnx"):
-                for place, run in runtimes.open_file(draft / files["onnx"].name, "onnx", signature.output_names):
+                for place, run in runtimes.open_file(draft / files["onnx"].name, "onnx", outputs):
                     lowering.check_passed(suspects.check(place, run, precision=precision), proof)
             artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
-    with stages.stage("undo"):
-        check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
-    return Made(branch, transformed, tuple(artifacts))
+    return artifacts
 
 
 def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tensor]:
