@@ -31,6 +31,7 @@ from optexport.bench.artifact import Artifact, file_size
 from optexport.bench.measuring import measure
 from optexport.bench.race import Settings
 from optexport.bench.workload import Workload
+from optexport.config_measuring import LEAST_ROUNDS
 from optexport.machine import machine
 from optexport.pipeline import run
 from tests.benchmarks.peers import PEERS, Failed
@@ -88,6 +89,7 @@ output = "ours"
 [bench]
 shapes = [{shapes}]
 threads = {arguments.threads}
+rounds = {max(LEAST_ROUNDS, arguments.rounds)}
 
 [parity]
 effort = "{arguments.effort}"
