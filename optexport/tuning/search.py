@@ -101,10 +101,12 @@ class Search:
                 self.start |= {ingredient}
 
     def _single_changes(self) -> list[Recipe]:
-        """The start without each rule that finds work, and with each lowering that it lacks, or without one it has."""
-        found: list[Ingredient] = [i for i in self.workshop.working(self.start) if i not in self.plain]
-        found += lowerings.of_format(self.format)
-        return [self.start ^ {ingredient} for ingredient in found]
+        """The start with each lowering that it lacks, or without one it has, and without each rule that finds work."""
+        lowered: list[Ingredient] = [
+            *lowerings.of_format(self.format)
+        ]  # first, since they change more than a rule does
+        rules = [i for i in self.workshop.working(self.start) if i not in self.plain]
+        return [self.start ^ {ingredient} for ingredient in [*lowered, *rules]]
 
     def _try(self, recipe: Recipe, until: float = math.inf) -> None:
         """Makes and proves a file, once, if there is time for it."""

@@ -41,7 +41,7 @@ def tune(
         traced: Is not changed.
         proof: Has the reference, the bounds and the gates that candidates must keep to.
         workloads: What the files are measured on.
-        budget: Seconds for the search. The last heat of each format is run in any case.
+        budget: Seconds for the search of all formats. The last heat of each is run in any case, on top of that.
         folder: Where to write files.
 
     Returns:
@@ -55,7 +55,9 @@ def tune(
         with stages.stage(f"tune {name}"):
             now = time.monotonic()
             contest = Contest(workloads, job.config.bench.threads)
-            search = Search(job, name, workshop, contest, now + max(0.0, end - now) / (len(formats) - index))
+            # Each has its share, even where an earlier one's last heat took more than was left to it.
+            share = max(budget / len(formats), (end - now) / (len(formats) - index))
+            search = Search(job, name, workshop, contest, now + share)
             known = store.digest(
                 str(traced.graph_module.graph),
                 job.loaded.weights_sha256,
