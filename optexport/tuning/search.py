@@ -102,9 +102,8 @@ class Search:
 
     def _single_changes(self) -> list[Recipe]:
         """The start with each lowering that it lacks, or without one it has, and without each rule that finds work."""
-        lowered: list[Ingredient] = [
-            *lowerings.of_format(self.format)
-        ]  # first, since they change more than a rule does
+        # Those first that change more, should there be no time for all.
+        lowered: list[Ingredient] = [*lowerings.of_format(self.format)]
         rules = [i for i in self.workshop.working(self.start) if i not in self.plain]
         return [self.start ^ {ingredient} for ingredient in [*lowered, *rules]]
 
@@ -145,7 +144,7 @@ class Search:
         """Halves the field from heat to heat; after the first the best changes are tried together too."""
         rounds = _FIRST_ROUNDS
         field = self._candidates(self.made)
-        while len(field) > _FINALISTS and self._time_for(field, rounds):
+        while len(field) > _FINALISTS + 1 and self._time_for(field, rounds):  # of which one may be a single change
             field = self._heat(field, rounds)
             together = self._together(field) if rounds == _FIRST_ROUNDS else []
             field = self._kept(field, max(_FINALISTS, len(field) // 2)) + together
@@ -165,11 +164,17 @@ class Search:
         return [recipe for recipe in self._candidates(found) if recipe in self.artifacts and recipe not in field]
 
     def _choose(self) -> Recipe:
-        """The fastest of the last heat if it is faster for sure, else the start; never what is slower than plain."""
+        """The fastest of the last heat if it is faster for sure, else the start; never what is slower than plain.
+
+        Of those that the fastest is not faster than for sure, the one that changes least.
+        """
         ran = [recipe for recipe in self._candidates(self.made) if self.contest.ran_last(recipe)]
         faster = [recipe for recipe in [*ran, self.plain] if self._is_faster(recipe)]
         faster.sort(key=lambda recipe: self._last(self.start, recipe).speedup, reverse=True)
-        return next((one for one in (*faster, self.start) if not self._slower_than_plain(one)), self.plain)
+        alike = [one for one in faster if one == faster[0] or self._last(one, faster[0]).verdict != "faster"]
+        alike.sort(key=lambda recipe: len(recipe ^ self.start))
+        others = [one for one in faster if one not in alike]
+        return next((one for one in (*alike, *others, self.start) if not self._slower_than_plain(one)), self.plain)
 
     def _slower_than_plain(self, recipe: Recipe) -> bool:
         """Whether it is so at one shape."""
@@ -197,11 +202,14 @@ class Search:
         )
 
     def _kept(self, field: Sequence[Recipe], most: int) -> list[Recipe]:
-        """The fastest; the files of the others go."""
+        """The fastest, and the fastest single change to compare several with; the files of the others go."""
         ordered = self._fastest(field)
-        for recipe in ordered[most:]:
-            self.workshop.discard(self.artifacts.pop(recipe))
-        return ordered[:most]
+        single = [recipe for recipe in ordered if len(recipe ^ self.start) == 1][:1]
+        kept = [recipe for index, recipe in enumerate(ordered) if index < most or recipe in single]
+        for recipe in ordered:
+            if recipe not in kept:
+                self.workshop.discard(self.artifacts.pop(recipe))
+        return kept
 
     def _time_for(self, field: Sequence[Recipe], rounds: int) -> bool:
         """Whether a heat would end in time; the first is run in any case, since what it was made for is made."""

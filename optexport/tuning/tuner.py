@@ -55,9 +55,7 @@ def tune(
         with stages.stage(f"tune {name}"):
             now = time.monotonic()
             contest = Contest(workloads, job.config.bench.threads)
-            # Each has its share, even where an earlier one's last heat took more than was left to it.
-            share = max(budget / len(formats), (end - now) / (len(formats) - index))
-            search = Search(job, name, workshop, contest, now + share)
+            search = Search(job, name, workshop, contest, now + share(budget, end - now, index, len(formats)))
             known = store.digest(
                 str(traced.graph_module.graph),
                 job.loaded.weights_sha256,
@@ -78,6 +76,16 @@ def tune(
                 store.write(known, outcome.chosen, outcome.trials)
                 outcomes.append(outcome)
     return _with_chosen(job, outcomes), tuple(outcomes)
+
+
+def share(budget: float, left: float, index: int, formats: int) -> float:
+    """Seconds for the search of one format: as many as for any, whatever the last heats of earlier ones took of them.
+
+    Args:
+        left: Seconds of the budget that are left, or below 0 where it was overdrawn.
+        index: How many formats came before.
+    """
+    return max(budget / formats, left / (formats - index))
 
 
 def _code_of(rule: NamedRule) -> str:

@@ -25,6 +25,7 @@ from optexport.tuning.contest import Contest
 from optexport.tuning.outcome import Outcome, Trial
 from optexport.tuning.recipe import Ingredient, Recipe, rules_in
 from optexport.tuning.search import Search
+from optexport.tuning.tuner import share
 from optexport.tuning.workshop import Refused
 
 _LOWERINGS = lowerings.of_format("torchscript")
@@ -219,3 +220,15 @@ def test_what_is_chosen_is_never_much_slower_than_the_plain_export_nor_than_what
     passing = math.prod(s for i, s in enumerate(speeds) if i not in broken)
     assert not broken & set(chosen.rules)
     assert factor >= max(1.0, passing) * (1 - 2 * noise) - 1e-9
+
+
+def test_of_changes_that_are_alike_the_smallest_is_made(world: Callable[..., World]) -> None:
+    outcome = world({_LOWERINGS[0]: 1.5}).search()
+    assert outcome.chosen.change == f"with {_LOWERINGS[0]}"
+    assert any(_LOWERINGS[0] in trial.lowerings and len(trial.lowerings) > 1 for trial in outcome.trials)
+
+
+def test_a_format_has_its_share_though_an_earlier_one_took_more() -> None:
+    assert share(300, -50, 1, 3) == 100
+    assert share(300, 290, 1, 3) == 145
+    assert share(300, 300, 0, 3) == 100
