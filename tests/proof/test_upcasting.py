@@ -36,8 +36,13 @@ def _check_same(model: nn.Module, *inputs: torch.Tensor, **batch: torch.Tensor) 
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
+_FAST = ("bert", "llama", "resnet")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in _FAST else pytest.param(name, marks=pytest.mark.nightly) for name in models.NAMES]
+)
 def test_outputs_are_those_of_a_copy(name: str, dtype: torch.dtype) -> None:
     _check_same(copy.deepcopy(models.model(name)).to(dtype), **in_double(models.inputs(name)))
 
