@@ -271,7 +271,7 @@ def _why_no_room(model: nn.Module, *, copied: bool = True) -> str | None:
     """
     sizes: dict[bool, list[int]] = {True: [0], False: [0]}
     for tensor in (*model.parameters(), *model.buffers()):
-        sizes[not copied and upcasting.is_large(tensor)].append(8 * tensor.numel())
+        sizes[not copied and upcasting.is_shared(tensor)].append(8 * tensor.numel())
     needed = sum(sizes[False]) + max(sizes[True])
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -38,13 +38,13 @@ def upcasting(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
             # One by one, since a copy of a tensor copies all that lies in its memory: of a mapped file, all weights.
-            flag, large = tensor.requires_grad, is_large(tensor)
+            flag, large = tensor.requires_grad, is_shared(tensor)
             made = torch.empty_like(tensor, device="meta") if large else _in_double(tensor)
             kept[id(tensor)] = nn.Parameter(made, flag) if isinstance(tensor, nn.Parameter) else made
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         double = copy.deepcopy(model, dict(kept)).double()
-    weights = {id(tensor): _Weight(tensor) for tensor in model.parameters() if is_large(tensor)}
+    weights = {id(tensor): _Weight(tensor) for tensor in model.parameters() if is_shared(tensor)}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         if id(tensor) in weights:
             owner, _, own = name.rpartition(".")
@@ -52,7 +52,7 @@ def upcasting(model: nn.Module) -> nn.Module:
     return double
 
 
-def is_large(tensor: torch.Tensor) -> bool:
+def is_shared(tensor: torch.Tensor) -> bool:
     """Whether `upcasting` holds a tensor in its own precision."""
     plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided and tensor.is_floating_point()
     return plain and tensor.nbytes >= _LARGE_PARAMETER and not tensor.is_meta

@@ -18,8 +18,6 @@ from transformers import (
     PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
-    WhisperConfig,
-    WhisperModel,
 )
 
 from optexport.tasks import AUTO_CLASSES
@@ -105,9 +103,7 @@ def _llama() -> nn.Module:
 
 def whisper_encoder() -> nn.Module:
     """The encoder of a Whisper of the size that is called tiny, random."""
-    torch.manual_seed(0)
-    size = {"d_model": 384, "encoder_layers": 4, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536}
-    return randomise(WhisperModel(WhisperConfig(**size, decoder_layers=1, decoder_attention_heads=6)).get_encoder())
+    return workloads._whisper()
 
 
 def efficientnet() -> nn.Module:
