@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from optexport.api import export as export
+    from optexport.applications.bundle import Bundle as Bundle
     from optexport.errors import BundleError as BundleError
     from optexport.errors import ConfigError as ConfigError
     from optexport.errors import ExportError as ExportError
@@ -41,6 +42,7 @@ _ERRORS = (
     "TransformationError",
 )
 _HOMES = {
+    "Bundle": "applications.bundle",
     "Dim": "signature",
     "Result": "pipeline",
     "export": "api",

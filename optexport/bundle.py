@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from optexport import interrupts, sealed_json
+from optexport.bundle_files import MANIFEST as MANIFEST
+from optexport.bundle_files import MEASUREMENTS as MEASUREMENTS
+from optexport.bundle_files import file_records as file_records
+from optexport.bundle_files import read_manifest as read_manifest
 from optexport.errors import BundleError, ConfigError
-from optexport.manifest import FileRecord, Manifest
-from optexport.places import MANIFEST as MANIFEST
-from optexport.places import MEASUREMENTS as MEASUREMENTS
+from optexport.manifest import Manifest
 from optexport.places import check_place, check_replaceable
 from optexport.proof.cases import Case
 from optexport.proof.reference import Outputs, Reference
@@ -58,9 +59,8 @@ def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) ->
     try:
         yield draft
         mask = _umask()
-        draft.chmod(0o777 & ~mask)
-        for file in draft.iterdir():  # some writers keep their files to themselves
-            file.chmod(0o666 & ~mask)
+        for path in (draft, *draft.rglob("*")):  # some writers keep their files to themselves
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
         check(output)  # once more: the work took its time
         with interrupts.deferred():
             interrupts.check()
@@ -83,20 +83,6 @@ def _umask() -> int:
     return mask
 
 
-def file_records(folder: Path) -> list[FileRecord]:
-    """Path, size and digest of every file that a manifest vouches for."""
-    return [
-        FileRecord(path=path.relative_to(folder).as_posix(), size=path.stat().st_size, sha256=_sha256(path))
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).as_posix() not in (MANIFEST, MEASUREMENTS)
-    ]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest; the last file of a bundle but for the measurements."""
     sealed_json.write(folder / MANIFEST, manifest.model_dump(mode="json", exclude={"digest"}))
@@ -107,51 +93,6 @@ def write_measurements(folder: Path, measurements: Mapping[str, Any]) -> None:
     sealed_json.write(
         folder / MEASUREMENTS, {**measurements, "manifest": sealed_json.read(folder / MANIFEST)["digest"]}
     )
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks the manifest, and that the bundle holds its files and no others, unchanged.
-
-    Raises:
-        ConfigError: The folder is no bundle.
-        BundleError: A file is missing, added or changed.
-    """
-    if not folder.is_dir():
-        raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
-    if not (folder / MANIFEST).is_file():
-        raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder))
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() or not path.is_file():
-            name = path.relative_to(folder).as_posix()
-            raise BundleError("it is a link or a folder, which no bundle holds", place=name, mend="Remove it.")
-    document = sealed_json.read(folder / MANIFEST)
-    if (version := document.get("manifest_version")) != 1:
-        raise BundleError(
-            f"its version is {version}, and this program reads 1", place=MANIFEST, mend="Upgrade optexport."
-        )
-    try:
-        manifest = Manifest.model_validate(document)
-    except ValueError as error:
-        raise BundleError(f"it does not follow the schema: {error}", place=MANIFEST) from error
-    if sealed_json.read(folder / MEASUREMENTS).get("manifest") != manifest.digest:
-        raise BundleError("it belongs to another bundle", place=MEASUREMENTS)
-    if not manifest.artifacts or set(manifest.parity.bounds) != {output.name for output in manifest.outputs}:
-        raise BundleError("it names no file, or not a bound for every output", place=MANIFEST)
-    expected = {record.path: record for record in manifest.files}
-    for name in [*expected, *(artifact.path for artifact in manifest.artifacts)]:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in expected:
-            raise BundleError(f"it names {name!r}, which is no file of the bundle", place=MANIFEST)
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if name not in expected and name not in (MANIFEST, MEASUREMENTS):
-            raise BundleError("the manifest does not know this file", place=name, mend="Remove it.")
-    for name, record in expected.items():
-        path = folder / name
-        if not path.is_file():
-            raise BundleError("it is missing", place=name)
-        if path.stat().st_size != record.size or _sha256(path) != record.sha256:
-            raise BundleError("it was changed since the bundle was written", place=name)
-    return manifest
 
 
 def write_reference(path: Path, reference: Reference) -> list[str]:

@@ -250,6 +250,22 @@ class ArtifactRecord(_Record):
     precision: PrecisionRecord | None = None
 
 
+class ApplicationRecord(_Record):
+    """What a person uses the model for, and what lies in ``preprocessor/`` that turns texts or images into its inputs.
+
+    ``task`` is named as the hub names its pipelines; null where nothing tells. ``labels`` are those of the classes, in
+    the order of the logits; ``scores`` says what makes scores of these, null where they are the result themselves.
+    ``prompt`` stands before every text. ``missing`` says why a tokenizer or processor that the source has is not here.
+    """
+
+    task: str | None
+    labels: list[str] | None
+    scores: Literal["softmax", "sigmoid"] | None
+    preprocessors: list[Literal["tokenizer", "image_processor", "feature_extractor"]]
+    prompt: str
+    missing: list[str]
+
+
 class FileRecord(_Record):
     """One file of the bundle."""
 
@@ -261,7 +277,7 @@ class FileRecord(_Record):
 class Manifest(_Record):
     """The whole document; ``digest`` is the SHA-256 of the document without it.
 
-    ``nodes_after`` is that of the first artifact's graph.
+    ``nodes_after`` is that of the first artifact's graph. ``application`` is null in bundles that do not tell.
 
     ``undone`` names the last transformations, which were undone on a copy and gave back the graph before them, to the
     bit: the trace itself where they are all that changed it.
@@ -283,6 +299,7 @@ class Manifest(_Record):
     parity: ParityRecord
     reference_cases: list[str]
     artifacts: list[ArtifactRecord]
+    application: ApplicationRecord | None = None
     files: list[FileRecord]
     digest: str | None = None
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from optexport import branch, bundle, inputs, interrupts, places, records, sources, tracking
+from optexport.applications.describe import describe
 from optexport.bench import exports, report
 from optexport.bench.measuring import Report
 from optexport.blame import failure
@@ -182,8 +183,9 @@ def produce(job: Job, stages: Stages) -> Result:
             stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
+            application = describe(job.config.model.task, job.loaded, traced.signature, draft)
             manifest = records.manifest(job.config, job.loaded, traced, made, nodes_before, found, stored).model_copy(
-                update={"files": bundle.file_records(draft)}
+                update={"application": application, "files": bundle.file_records(draft)}
             )
             bundle.write_manifest(draft, manifest)
         measured: dict[str, Any] = {} if bench is None else {"bench": report.as_json(bench)}

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from optexport.errors import ConfigError
@@ -95,9 +95,10 @@ def check_replaceable(output: Path) -> None:
             document = json.loads((output / MANIFEST).read_bytes())
         except (OSError, ValueError, RecursionError):
             document = None
-        names = {path.name for path in output.iterdir()}
         if isinstance(document, dict) and {"manifest_version", "digest", "files"} <= document.keys():
-            ours = {MANIFEST, MEASUREMENTS, *(str(file.get("path")) for file in document["files"])}
+            names = {path.relative_to(output).as_posix() for path in output.rglob("*")}
+            files = [PurePosixPath(str(file.get("path"))) for file in document["files"]]
+            ours = {MANIFEST, MEASUREMENTS, *(str(path) for file in files for path in (file, *file.parents))}
             if names <= ours:
                 return
             added = sorted(names - ours)
@@ -106,7 +107,7 @@ def check_replaceable(output: Path) -> None:
                 place=f"export.output: {output}",
                 mend="Move that away, or choose another place.",
             )
-        if not names:
+        if not any(output.iterdir()):
             return
     raise ConfigError(
         "it exists and is no bundle, so it is not replaced",

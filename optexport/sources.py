@@ -17,6 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport import archives, registry, transformers_exporters
+from optexport.applications import sentence_embedding
 from optexport.config import ModelConfig, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.formats import torch_lowerings
@@ -26,10 +27,17 @@ from optexport.tasks import AUTO_CLASSES
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Where transformers finds a model's tokenizer or processor: a folder or hub id, and how to load from it."""
+    """Where transformers finds a model's tokenizer or processor: a folder or hub id, and how to load from it.
+
+    Attributes:
+        tokenizer: The model's tokenizer, where it was loaded with the model.
+        prompt: What stands before every text.
+    """
 
     name: str
     options: Mapping[str, Any]
+    tokenizer: Any = None
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
         program = archives.load_pt2(path)
         torch_lowerings.raise_again(program)
         return Loaded(unlift(program), program, revision)
-    if not (path / "config.json").is_file():
+    if not any((path / name).is_file() for name in ("config.json", "modules.json")):
         raise SourceError(
             "it holds no config.json, so it is no folder of a transformers model",
             place=str(path),
@@ -148,6 +156,8 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         "local_files_only": local,
         **({"revision": config.revision} if config.revision else {}),
     }
+    if sentence_embedding.wanted(config.task, name, options):
+        return _from_sentence_transformers(name, config, options)
     try:
         with transformers_exporters.quiet():
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
@@ -173,6 +183,16 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         )
     beside = Pretrained(name, {key: options[key] for key in _SHARED_OPTIONS if key in options})
     return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=beside)
+
+
+def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Loaded:
+    given = {"dtype": config.dtype and getattr(torch, config.dtype), "attn_implementation": config.attn_implementation}
+    with transformers_exporters.quiet():
+        found = sentence_embedding.load(
+            name, options, {key: value for key, value in given.items() if value}, f"model.source: {config.source}"
+        )
+    beside = Pretrained(name, options, found.tokenizer, found.prompt)
+    return Loaded(found.model, revision=getattr(found.model.config, "_commit_hash", None), pretrained=beside)
 
 
 def _model_class(task: str | None, model_config: Any) -> Any:

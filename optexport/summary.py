@@ -164,8 +164,9 @@ def _told(values: Sequence[GateValueRecord]) -> str:
 
 def _show_files(result: Result, console: Console) -> None:
     console.print(f"[bold]Files[/] in {escape(str(result.output))}", soft_wrap=True, highlight=False)
-    for file in sorted(result.output.iterdir()):
-        console.print(f"  {escape(file.name):28} {report.size_in_words(file.stat().st_size):>10}", highlight=False)
+    for file in sorted(path for path in result.output.rglob("*") if path.is_file()):
+        name = escape(file.relative_to(result.output).as_posix())
+        console.print(f"  {name:28} {report.size_in_words(file.stat().st_size):>10}", highlight=False)
     if result.baseline is not None:
         console.print(f"[bold]Baseline[/] in {escape(str(result.baseline))}", soft_wrap=True, highlight=False)
 

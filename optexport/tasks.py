@@ -18,6 +18,7 @@ AUTO_CLASSES: Mapping[str, str] = {
     "multiple-choice": "AutoModelForMultipleChoice",
     "object-detection": "AutoModelForObjectDetection",
     "question-answering": "AutoModelForQuestionAnswering",
+    "sentence-similarity": "AutoModel",  # with the modules of sentence-transformers behind it
     "semantic-segmentation": "AutoModelForSemanticSegmentation",
     "text-classification": "AutoModelForSequenceClassification",
     "text-generation": "AutoModelForCausalLM",

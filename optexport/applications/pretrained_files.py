@@ -1,0 +1,30 @@
+"""Files that lie beside a model of transformers, in its folder or on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def find(name: str, filename: str, options: Mapping[str, Any]) -> Path | None:
+    """Where a file of a model lies on this machine, fetched from the hub if it must be; None where there is none.
+
+    Args:
+        name: A folder, or a hub id.
+        options: ``local_files_only``, ``revision`` and ``subfolder``, as for ``from_pretrained``; others are passed over.
+    """
+    if Path(name).is_dir():
+        path = Path(name, options.get("subfolder", ""), filename)
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    known = ("local_files_only", "revision", "subfolder")
+    found = cached_file(
+        name,
+        filename,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **{key: options[key] for key in known if key in options},
+    )
+    return None if found is None else Path(found)
