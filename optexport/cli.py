@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optexport import __version__
+from optexport.applications.command import predict
 from optexport.cli_group import Group, debug_option, json_option, outcome, print_json
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
@@ -42,6 +43,7 @@ def cli() -> None:
     """Turns a PyTorch or transformers model into an optimised, portable one, with proof that it is the same."""
 
 
+cli.add_command(predict)
 _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 _JUNIT = click.option(
     "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."

@@ -221,7 +221,9 @@ def _from_texts(
     # RoBERTa counts more positions than it takes tokens; only its tokenizer says so.
     limit = max_length or min(positions or _UNLIMITED, tokenizer.model_max_length)
     cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
-    encoded = tokenizer([pretrained.prompt + text for text in texts], padding=len(texts) > 1, return_tensors="pt", **cut)
+    encoded = tokenizer(
+        [pretrained.prompt + text for text in texts], padding=len(texts) > 1, return_tensors="pt", **cut
+    )
     ids = encoded["input_ids"]
     words = ~torch.isin(ids, torch.tensor([i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id]))
     if not words.any() or (tokenizer.unk_token_id is not None and (ids[words] == tokenizer.unk_token_id).all()):

@@ -18,6 +18,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions")
 _SOUND_KEYS = {"num_mel_bins", "num_feat_extract_layers", "input_feat_per_channel", "audio_config"}
 _TOKENIZER_LENGTH = "tokenizer's model_max_length"
 _NO_TOKENIZER = "no tokenizer"
+_SENTENCES = "modules of sentence-transformers"
 # Stands above inputs that nothing is known of.
 GUESS = "# These inputs are a guess: edit them, since the source could not be asked."
 _TOKENIZERS = (
@@ -97,6 +98,8 @@ def _config_json(source: str, kind: SourceKind, folder: Path) -> dict[str, Any]:
     known = _json(path / "config.json")
     if (longest := _json(path / "tokenizer_config.json").get("model_max_length")) is not None:
         known.setdefault(_TOKENIZER_LENGTH, longest)
+    if known and (path / "modules.json").is_file():
+        known[_SENTENCES] = True
     if known and not any((path / name).is_file() for name in _TOKENIZERS):
         known[_NO_TOKENIZER] = True
     return known
@@ -121,6 +124,8 @@ def _number(value: Any, least: int, default: int) -> int:
 
 
 def _task(known: dict[str, Any]) -> list[str]:
+    if known.get(_SENTENCES):
+        return ['task = "sentence-similarity"  # its modules.json: pip install "optexport[sentence-transformers]"']
     architectures = known.get("architectures")
     names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     names = [name for name in names if name.isidentifier()]

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import optexport
 from tests import exports, models
+from tests.preparing import save_processors
 
 SCRIPT = """
 import sys
@@ -125,6 +126,7 @@ def project(place: Path) -> Path:
     (place / "named_rule.py").write_text(RULE)
     (place / "block.toml").write_text(BLOCK)
     (place / "bert.toml").write_text(BERT)
+    save_processors(place / "tiny")  # a tokenizer, which travels in the bundle
     models.model("bert").save_pretrained(place / "tiny")
     return place
 
@@ -156,16 +158,18 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def digests(bundle: Path) -> dict[str, str]:
     return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(bundle.iterdir())
-        if path.name != "measurements.json"
+        path.relative_to(bundle).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(bundle.rglob("*"))
+        if path.is_file() and path.name != "measurements.json"
     }
 
 
 @pytest.mark.parametrize("name", ["block", "bert", "unscriptable"])
 def test_another_process_hash_seed_folder_and_order_leave_the_same_bytes(two: tuple[Path, Path], name: str) -> None:
     one, other = (digests(place / "out" / name) for place in two)
-    assert set(one) - {"config.toml"} == set(exports.FILES) - {"measurements.json"}
+    tokenizer = {"preprocessor/tokenizer.json", "preprocessor/tokenizer_config.json"} if name == "bert" else set()
+    assert set(one) - {"config.toml"} - tokenizer == set(exports.FILES) - {"measurements.json"}
+    assert tokenizer <= set(one)
     assert [file for file in one if one[file] != other[file]] == []
 
 
@@ -202,8 +206,8 @@ def test_no_file_but_the_measurements_tells_where_it_was_made(two: tuple[Path, P
         str(Path.home()) + "/",
         "site-packages",
     }
-    for path in (two[0] / "out" / name).iterdir():
-        if path.name == "measurements.json":
+    for path in (two[0] / "out" / name).rglob("*"):
+        if path.name == "measurements.json" or path.is_dir():
             continue
         for part, content in parts(path).items():
             told = [place for place in here if place.encode() in content or place.encode("utf-16-le") in content]

@@ -13,6 +13,7 @@ from optexport.tasks import AUTO_CLASSES
 
 # What the names of classes end with; a model without a head gives features.
 _ENDINGS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
+_ENDINGS["LMHeadModel"] = "text-generation"
 
 
 def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Path) -> ApplicationRecord:
@@ -24,7 +25,13 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
     """
     task = task or _task_of(loaded.model)
     config: Any = getattr(loaded.model, "config", None)
-    saved = preprocessors.save(loaded.pretrained, [spec.name for spec in signature.inputs], folder)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
+    saved = preprocessors.save(
+        loaded.pretrained,
+        [spec.name for spec in signature.inputs],
+        folder,
+        getattr(text_config, "max_position_embeddings", None),
+    )
     return ApplicationRecord(
         task=task,
         labels=_labels(task, config),

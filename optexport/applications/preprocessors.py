@@ -44,7 +44,16 @@ _BACKENDS: dict[Kind, dict[str, str]] = {"image_processor": {"backend": "pil"}} 
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".bpe"}
 # Where the files came from and how they were loaded, which another machine has no use for.
 _OF_THIS_MACHINE = {
-    *("name_or_path", "_name_or_path", "is_local", "local_files_only", "_commit_hash", "cache_dir", "token", "revision"),
+    *(
+        "name_or_path",
+        "_name_or_path",
+        "is_local",
+        "local_files_only",
+        "_commit_hash",
+        "cache_dir",
+        "token",
+        "revision",
+    ),
     *("tokenizer_file", "vocab_file", "merges_file", "spm_file", "special_tokens_map_file", "auto_map"),
 }
 
@@ -61,13 +70,14 @@ class Saved:
     missing: tuple[str, ...] = ()
 
 
-def save(pretrained: Pretrained | None, inputs: Collection[str], folder: Path) -> Saved:
+def save(pretrained: Pretrained | None, inputs: Collection[str], folder: Path, longest: int | None = None) -> Saved:
     """Writes what makes a model's inputs, if its source has it, to ``preprocessor/`` of a bundle.
 
     Args:
         pretrained: Where the model's tokenizer or processor is.
         inputs: The names of the model's inputs.
         folder: The bundle's.
+        longest: How many tokens the model takes, where it tells; many a tokenizer does not.
     """
     kinds: list[Kind] = []
     missing: list[str] = []
@@ -79,7 +89,10 @@ def save(pretrained: Pretrained | None, inputs: Collection[str], folder: Path) -
         if makes.isdisjoint(inputs) or not _is_there(pretrained, kind, options):
             continue
         try:
-            _save(_loaded(pretrained, kind, options), folder / FOLDER)
+            processor = _loaded(pretrained, kind, options)
+            if kind == "tokenizer" and longest is not None:
+                processor.model_max_length = min(processor.model_max_length, longest)
+            _save(processor, folder / FOLDER)
             kinds.append(kind)
         except Exception as error:  # transformers raises many kinds; the model itself is good without it
             missing.append(f"{kind.replace('_', ' ')}: {first_line(error)}")
@@ -97,7 +110,9 @@ def _loaded(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> A
 
     if kind == "tokenizer" and pretrained.tokenizer is not None:
         return pretrained.tokenizer
-    return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(pretrained.name, **_BACKENDS.get(kind, {}), **options)
+    return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
+        pretrained.name, **_BACKENDS.get(kind, {}), **options
+    )
 
 
 def _save(processor: Any, folder: Path) -> None:

@@ -12,7 +12,7 @@ def find(name: str, filename: str, options: Mapping[str, Any]) -> Path | None:
 
     Args:
         name: A folder, or a hub id.
-        options: ``local_files_only``, ``revision`` and ``subfolder``, as for ``from_pretrained``; others are passed over.
+        options: ``local_files_only``, ``revision`` and ``subfolder``, of ``from_pretrained``; others are passed over.
     """
     if Path(name).is_dir():
         path = Path(name, options.get("subfolder", ""), filename)

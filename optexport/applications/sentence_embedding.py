@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from optexport.applications.pretrained_files import find
 from optexport.errors import SourceError, first_line
@@ -34,7 +35,9 @@ class SentenceEmbedder(nn.Module):
 
     main_input_name = "input_ids"
 
-    def __init__(self, modules: Sequence[nn.Module], width: int | None = None, prompt_length: int | None = None) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], width: int | None = None, prompt_length: int | None = None
+    ) -> None:
         super().__init__()
         for module in modules:
             name = type(module).__name__.lower()
@@ -134,28 +137,33 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     try:
         sentences = SentenceTransformer(name, device="cpu", model_kwargs=dict(model_options), **options).eval()
     except Exception as error:  # sentence-transformers, transformers and the hub's client raise many kinds
-        raise SourceError(f"sentence-transformers could not load it: {first_line(error)}", place=place) from error
+        raise SourceError(
+            f"sentence-transformers could not load it: {first_line(error)}",
+            place=place,
+            mend="The folder brings code of its own: read it, then model.trust_remote_code = true runs it."
+            if "trust_remote_code" in str(error)
+            else _TRY_TRANSFORMER,
+        ) from error
     modules = list(sentences.children())
     _check_transformer(modules[0], place)
     _check_weights(modules, name, options, place)
-    prompt = sentences.prompts[sentences.default_prompt_name] if sentences.default_prompt_name else ""
+    prompt = sentences.prompts.get(sentences.default_prompt_name or "") or ""
     length = modules[0]._get_prompt_length(prompt) if prompt else None  # type: ignore[operator]
     _check_modules(modules, sentences.preprocess(["a", "a b c"], prompt=prompt or None), place)
     return Embedder(SentenceEmbedder(modules, sentences.truncate_dim, length).eval(), sentences.tokenizer, prompt)
 
 
 def _check_transformer(module: nn.Module, place: str) -> None:
-    from sentence_transformers.models import Transformer
-
-    if not isinstance(module, Transformer):
+    if not isinstance(getattr(module, "model", None), PreTrainedModel):
         raise SourceError(
             f"it starts with a {type(module).__name__}, which no model of transformers is",
             place=place,
             mend="Models that start with a Transformer are exported; for others give a python: factory.",
         )
-    if "text" not in module.modality_config or "message" in module.modality_config:
+    takes: Any = module.modality_config
+    if "text" not in takes or "message" in takes:  # a message is what a chat is made of
         raise SourceError(
-            f"it takes {', '.join(map(str, module.modality_config))}, and not plain texts",
+            f"it takes {', '.join(map(str, takes))}, and not plain texts",
             place=place,
             mend=_TRY_TRANSFORMER,
         )
@@ -172,7 +180,7 @@ def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str
         _, info = type(model).from_pretrained(
             name, subfolder=entry["path"], config=model.config, output_loading_info=True, **options
         )
-        read = module.modality_config["text"]["method_output_name"]  # type: ignore[index, union-attr]
+        read = module.modality_config["text"]["method_output_name"]  # type: ignore[index]
         missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
         if read == "last_hidden_state":  # of which no pooler is a part
             missing = [key for key in missing if not key.startswith("pooler.")]

@@ -1,0 +1,153 @@
+"""What a model's outputs mean, by its task: labels with scores, fills for a mask, embeddings. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from optexport.applications.bundle import Arrays, Bundle
+from optexport.manifest import ApplicationRecord
+
+Answer = dict[str, Any]
+Array = npt.NDArray[Any]
+
+_SHOWN = 5
+_FIRST_NUMBERS = 4
+
+
+def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
+    """One answer for each row of a batch, as JSON holds it.
+
+    A task that is not known here, or whose output is not there, is answered with the outputs as they are.
+    """
+    rows = next(iter(inputs.values())).shape[0]
+    answer = _ANSWERS.get(bundle.application.task or "")
+    if answer is None or "logits" not in outputs or outputs["logits"].shape[0] != rows:
+        return [_outputs(outputs, row, rows) for row in range(rows)]
+    return [answer(bundle, {name: array[row] for name, array in inputs.items()}, outputs["logits"][row])
+            for row in range(rows)]  # fmt: skip
+
+
+def similarities(found: Sequence[Answer]) -> list[list[float]] | None:
+    """The cosine of each two sentence embeddings; None where there are not two."""
+    rows = [answer.get("outputs", {}).get("sentence_embedding") for answer in found]
+    if len(rows) < 2 or None in rows:
+        return None
+    vectors = np.asarray(rows, dtype=np.float64)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    return [[float(value) for value in row] for row in vectors @ vectors.T]
+
+
+def _outputs(outputs: Arrays, row: int, rows: int) -> Answer:
+    """The outputs of a row; one that has no row for each is given whole."""
+    own = {name: array[row] if array.ndim and array.shape[0] == rows else array for name, array in outputs.items()}
+    return {"outputs": {name: _numbers(array) for name, array in own.items()}}
+
+
+def _numbers(array: Array) -> Any:
+    """Nested lists; NaN and infinity, which JSON does not have, are texts."""
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        texts = np.where(np.isfinite(array), array.astype(object), array.astype(str))
+        return texts.tolist()
+    return array.tolist()
+
+
+def _probabilities(logits: Array, kind: str | None) -> Array:
+    """Scores of the last axis: softmax, sigmoid, or the logits themselves."""
+    logits = logits.astype(np.float64)
+    if kind == "softmax":
+        shifted = np.exp(logits - logits.max(-1, keepdims=True))
+        return shifted / shifted.sum(-1, keepdims=True)  # type: ignore[no-any-return]
+    return 1 / (1 + np.exp(-logits)) if kind == "sigmoid" else logits
+
+
+def _label(application: ApplicationRecord, index: int) -> str:
+    labels = application.labels or []
+    return labels[index] if index < len(labels) else str(index)
+
+
+def _best(scores: Array, count: int = _SHOWN) -> list[int]:
+    return [int(index) for index in np.argsort(-scores, kind="stable")[:count]]
+
+
+def _classes(bundle: Bundle, _: Arrays, logits: Array) -> Answer:
+    application = bundle.application
+    scores = _probabilities(logits.reshape(-1), application.scores)
+    ranked = [{"label": _label(application, i), "score": float(scores[i])} for i in _best(scores, len(scores))]
+    return {"labels": ranked}
+
+
+def _tokens(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
+    """A label for every token that stands for a piece of the text."""
+    ids, tokenizer = inputs["input_ids"], bundle.tokenizer
+    scores = _probabilities(logits, bundle.application.scores)
+    said = [
+        {"token": token, "label": _label(bundle.application, int(row.argmax())), "score": float(row.max())}
+        for token, identity, row in zip(tokenizer.convert_ids_to_tokens(ids.tolist()), ids, scores, strict=True)
+        if identity not in tokenizer.all_special_ids
+    ]
+    return {"tokens": said}
+
+
+def _fills(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
+    """The best tokens for each mask, and the text with each of them in its place."""
+    ids, tokenizer = inputs["input_ids"], bundle.tokenizer
+    masks = []
+    for place in np.flatnonzero(ids == tokenizer.mask_token_id):
+        scores = _probabilities(logits[place], "softmax")
+        fills = []
+        for index in _best(scores):
+            filled = ids.copy()
+            filled[place] = index
+            text = tokenizer.decode(filled, skip_special_tokens=True)
+            fills.append({"token": tokenizer.decode([index]).strip(), "score": float(scores[index]), "text": text})
+        masks.append(fills)
+    return {"mask_token": tokenizer.mask_token, "masks": masks}
+
+
+def _next_tokens(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
+    """The most likely tokens after the text."""
+    mask = inputs.get("attention_mask", np.ones(len(logits), np.int64))
+    scores = _probabilities(logits[np.flatnonzero(mask)[-1]], "softmax")
+    return {"next": [{"token": bundle.tokenizer.decode([i]), "score": float(scores[i])} for i in _best(scores)]}
+
+
+_ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
+    **dict.fromkeys(
+        ("text-classification", "image-classification", "audio-classification", "video-classification"), _classes
+    ),
+    "token-classification": _tokens,
+    "fill-mask": _fills,
+    "text-generation": _next_tokens,
+}
+
+
+def as_text(answer: Answer) -> list[str]:
+    """An answer as lines for people."""
+    if "labels" in answer:
+        return [f"{ranked['label']:24} {ranked['score']:.4f}" for ranked in answer["labels"][:_SHOWN]]
+    if "tokens" in answer:
+        return [f"{told['token']:24} {told['label']:16} {told['score']:.4f}" for told in answer["tokens"]]
+    if "masks" in answer:
+        lines = [
+            f"{fill['token']:24} {fill['score']:.4f}  {fill['text']}" for fills in answer["masks"] for fill in fills
+        ]
+        return lines or [f"there is no {answer['mask_token']} to fill in it"]
+    if "next" in answer:
+        return [f"{told['token']!r:24} {told['score']:.4f}" for told in answer["next"]]
+    return [line for name, value in answer["outputs"].items() for line in _array_as_text(name, np.asarray(value))]
+
+
+def _array_as_text(name: str, array: Array) -> list[str]:
+    first = " ".join(f"{value:.4g}" if isinstance(value, float) else str(value)
+                     for value in array.reshape(-1)[:_FIRST_NUMBERS].tolist())  # fmt: skip
+    more = " ..." if array.size > _FIRST_NUMBERS else ""
+    return [f"{name} [{', '.join(map(str, array.shape))}] {first}{more}"]
+
+
+def similarities_as_text(table: Sequence[Sequence[float]]) -> list[str]:
+    """A table of cosines as lines for people."""
+    return ["cosine similarity", *("  " + " ".join(f"{value:6.3f}" for value in row) for row in table)]

@@ -1,0 +1,56 @@
+"""``optexport predict``: a bundle's answers on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optexport.cli_group import Command, json_option, print_json
+
+
+@click.command(cls=Command)
+@click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("inputs", nargs=-1, metavar="[TEXT|IMAGE]...")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help='A .jsonl file with {"text": ...}, or with inputs by name, on each line.',
+)
+@click.option(
+    *("--format", "file_format"),
+    type=click.Choice(["onnx", "torchscript", "pt2"]),
+    help="Which file to run; by default ONNX, or the first that there is.",
+)
+@json_option
+def predict(bundle: Path, inputs: tuple[str, ...], data: Path | None, file_format: str | None, as_json: bool) -> None:
+    """Run BUNDLE on texts or image files.
+
+    Says what its task calls for: labels with scores, fills for a mask, embeddings and how similar they are. Needs
+    neither the original model nor its code.
+    """
+    if bool(inputs) == (data is not None):
+        raise click.UsageError("give texts or image files, or --data." if data is None else "give one, or --data.")
+    from optexport.applications import answers, predicting
+    from optexport.applications.bundle import Bundle
+
+    opened = Bundle.load(bundle, file_format)
+    given = predicting.given_as_arguments(opened, inputs) if data is None else predicting.given_in_file(opened, data)
+    found = predicting.predict(opened, given)
+    table = answers.similarities(found)
+    if as_json:
+        print_json(
+            {
+                "task": opened.application.task,
+                "format": opened.format,
+                "results": [{"input": one.shown, **answer} for one, answer in zip(given, found, strict=True)],
+                **({} if table is None else {"similarity": table}),
+            }
+        )
+        return
+    for one, answer in zip(given, found, strict=True):
+        click.echo(one.shown)
+        for line in answers.as_text(answer):
+            click.echo(f"  {line}")
+    for line in [] if table is None else answers.similarities_as_text(table):
+        click.echo(line)

@@ -1,0 +1,141 @@
+"""``optexport predict`` says what the task calls for, on a bundle alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers.pipelines import FillMaskPipeline, TextClassificationPipeline, TokenClassificationPipeline
+
+from optexport.cli import cli
+from tests import exports
+from tests.applications import bundles
+from tests.applications.folders import TEXTS, encode, export, save_sentences
+
+
+def called(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli, ["predict", *map(str, arguments)])
+
+
+def predicted(*arguments: Any) -> dict[str, Any]:
+    done = called(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def reference(task: str, **options: Any) -> Any:
+    source = bundles.source(task)
+    return pipeline(task, model=str(source), tokenizer=AutoTokenizer.from_pretrained(source), device="cpu", **options)
+
+
+def test_a_text_is_classified_as_the_pipeline_of_transformers_does(tmp_path: Path) -> None:
+    shutil.copytree(bundles.bundle("text-classification"), tmp_path / "bundle")
+    classifier: TextClassificationPipeline = reference("text-classification")
+    found = predicted(tmp_path / "bundle", *TEXTS)
+    assert found["task"] == "text-classification"
+    assert [result["input"] for result in found["results"]] == list(TEXTS)
+    for result, expected in zip(
+        found["results"], classifier(list(TEXTS), top_k=None, truncation=True, max_length=16), strict=True
+    ):
+        assert [told["label"] for told in result["labels"]] == [told["label"] for told in expected]
+        scores = [told["score"] for told in result["labels"]]
+        assert scores == pytest.approx([told["score"] for told in expected], abs=1e-5)
+    best = found["results"][0]["labels"][0]
+    told = called(tmp_path / "bundle", TEXTS[0]).stdout.splitlines()
+    assert told[0] == TEXTS[0]
+    assert told[1].split() == [best["label"], f"{best['score']:.4f}"]
+    assert len(told) == 4
+
+
+def test_a_mask_is_filled_as_the_pipeline_of_transformers_does() -> None:
+    filler: FillMaskPipeline = reference("fill-mask")
+    text = "the [MASK] sat on the mat"
+    (masks,) = predicted(bundles.bundle("fill-mask"), text)["results"][0]["masks"]
+    expected = filler(text)
+    assert [fill["token"] for fill in masks] == [fill["token_str"] for fill in expected]
+    assert [fill["text"] for fill in masks] == [fill["sequence"] for fill in expected]
+    assert [fill["score"] for fill in masks] == pytest.approx([fill["score"] for fill in expected], abs=1e-5)
+    assert "there is no [MASK] to fill in it" in called(bundles.bundle("fill-mask"), "the cat").stdout
+
+
+def test_tokens_are_labelled_as_the_pipeline_of_transformers_does() -> None:
+    labeller: TokenClassificationPipeline = reference("token-classification", ignore_labels=[])
+    found = predicted(bundles.bundle("token-classification"), *TEXTS[:2])
+    for result, expected in zip(found["results"], labeller(list(TEXTS[:2])), strict=True):
+        assert [told["token"] for told in result["tokens"]] == [told["word"] for told in expected]
+        assert [told["label"] for told in result["tokens"]] == [told["entity"] for told in expected]
+
+
+def test_the_next_token_is_that_of_greedy_search() -> None:
+    source = bundles.source("text-generation")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    found = predicted(bundles.bundle("text-generation"), *TEXTS)["results"]
+    for text, result in zip(TEXTS, found, strict=True):
+        encoded = tokenizer(text, return_tensors="pt", truncation=True, max_length=16)
+        best = int(model(**encoded).logits[0, -1].argmax())
+        assert result["next"][0]["token"] == tokenizer.decode([best])
+
+
+def test_an_image_is_given_its_labels(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    found = predicted(bundles.bundle("image-classification"), tmp_path / "image.png", tmp_path / "image.png")
+    one, other = found["results"]
+    assert {told["label"] for told in one["labels"]} == {"cat", "dog"}
+    assert sum(told["score"] for told in one["labels"]) == pytest.approx(1)
+    assert one == other
+    absent = called(bundles.bundle("image-classification"), "a text")
+    assert absent.exit_code == 2
+    assert "a text: there is no such file, and the model takes images" in absent.stderr
+
+
+def test_sentences_are_embedded_and_compared(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    expected = encode(folder).numpy()
+    output = export(folder, formats='["pt2"]').output
+    shutil.rmtree(folder)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    found = predicted(output, "--data", tmp_path / "texts.jsonl")
+    vectors = np.array([result["outputs"]["sentence_embedding"] for result in found["results"]])
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
+    np.testing.assert_allclose(found["similarity"], expected @ expected.T, atol=1e-5)
+    told = called(output, *TEXTS[:2]).stdout.splitlines()
+    assert told[1].startswith(f"  sentence_embedding [6] {vectors[0, 0]:.4g} ")
+    assert told[4:] == ["cosine similarity", *told[5:7]]
+    assert float(told[5].split()[1]) == pytest.approx(found["similarity"][0][1], abs=1e-3)
+
+
+def test_inputs_by_name_are_read_from_a_file(tmp_path: Path) -> None:
+    batch = exports.batch()
+    rows = [{"x": batch["x"][row].tolist(), "mask": batch["mask"][row].tolist()} for row in range(2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = predicted(exports.exported().output, "--data", tmp_path / "rows.jsonl")
+    expected = exports.run(exports.exported(), **batch)["hidden"].numpy()
+    hidden = np.array([result["outputs"]["hidden"] for result in found["results"]])
+    np.testing.assert_allclose(hidden, expected, atol=1e-5)
+    (tmp_path / "rows.jsonl").write_text('{"x": "a", "mask": [1]}')
+    refused = called(exports.exported().output, "--data", tmp_path / "rows.jsonl")
+    assert refused.exit_code == 2
+    assert 'line 1, "x": it is no row of float32' in refused.stderr
+
+
+def test_what_cannot_be_meant_ends_with_one_message_and_its_code(tmp_path: Path) -> None:
+    bundle = bundles.bundle("fill-mask")
+    assert called(bundle).exit_code == 2
+    assert called(bundle, "a text", "--format", "onnx").exit_code == 2
+    assert called(tmp_path, "a text").exit_code == 2
+    refused = called(exports.exported().output, "a text", "--json")
+    assert refused.exit_code == 2
+    assert "it holds no tokenizer" in json.loads(refused.stdout)["error"]
+    shutil.copytree(bundle, tmp_path / "bundle")
+    (tmp_path / "bundle" / "preprocessor" / "tokenizer.json").write_text("{}")
+    changed = called(tmp_path / "bundle", "a text")
+    assert changed.exit_code == 4
+    assert "preprocessor/tokenizer.json: it was changed since the bundle was written" in changed.stderr

