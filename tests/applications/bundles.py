@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -52,3 +56,13 @@ def bundle(task: str) -> Path:
         inputs = '[inputs.tensors.pixel_values]\nshape = ["batch", 3, 16, 16]\n[inputs.dynamic]\nbatch = [1, 4]'
         return folders.export(source(task), formats=formats, inputs=inputs).output
     return folders.export(source(task), formats=formats).output
+
+
+@functools.cache
+def sentences() -> tuple[Path, npt.NDArray[Any]]:
+    """A bundle of sentence-transformers with every kind of pooling, and what that makes of the texts; no source."""
+    folder = folders.save_sentences(Path(_PLACE.name) / "sentences", Pooling.POOLING_MODES)
+    expected = folders.encode(folder).numpy()
+    output = folders.export(folder, formats='["torchscript", "onnx", "pt2"]').output
+    shutil.rmtree(folder)
+    return output, expected

@@ -18,7 +18,7 @@ from optexport import Bundle
 from optexport.errors import BundleError, ConfigError
 from tests import exports
 from tests.applications import bundles
-from tests.applications.folders import TEXTS, export
+from tests.applications.folders import TEXTS
 
 FORMATS = ("onnx", "torchscript", "pt2")
 
@@ -173,10 +173,13 @@ def test_images_give_what_the_model_and_its_processor_give(tmp_path: Path) -> No
 
 
 def test_texts_of_several_lengths_are_refused_where_no_mask_hides_padding(tmp_path: Path) -> None:
-    inputs = '[inputs.tensors.input_ids]\nshape = ["batch", "sequence"]\ndtype = "int64"\nhigh = 14'
-    inputs += "\n[inputs.dynamic]\nbatch = [1, 4]\nsequence = [2, 16]"
-    (tmp_path / "source").symlink_to(bundles.source("fill-mask"))
-    bundle = Bundle.load(export(tmp_path / "source", formats='["pt2"]', inputs=inputs).output)
+    shutil.copytree(bundles.bundle("fill-mask"), tmp_path / "bundle")
+
+    def drop_mask(manifest: dict[str, Any]) -> None:
+        manifest["inputs"] = [one for one in manifest["inputs"] if one["name"] != "attention_mask"]
+
+    exports.edit_json(tmp_path / "bundle" / "manifest.json", drop_mask)
+    bundle = Bundle.load(tmp_path / "bundle")
     assert bundle.preprocess(["the cat", "a dog"])["input_ids"].shape == (2, 4)
     with pytest.raises(ConfigError, match="4, 5 tokens long, and would be padded to 5, but the model takes no mask"):
         bundle.preprocess(["the cat", "the cat sat"])

@@ -17,7 +17,7 @@ from transformers.pipelines import FillMaskPipeline, TextClassificationPipeline,
 from optexport.cli import cli
 from tests import exports
 from tests.applications import bundles
-from tests.applications.folders import TEXTS, encode, export, save_sentences
+from tests.applications.folders import TEXTS
 
 
 def called(*arguments: Any) -> Result:
@@ -97,10 +97,7 @@ def test_an_image_is_given_its_labels(tmp_path: Path) -> None:
 
 
 def test_sentences_are_embedded_and_compared(tmp_path: Path) -> None:
-    folder = save_sentences(tmp_path / "sentences")
-    expected = encode(folder).numpy()
-    output = export(folder, formats='["pt2"]').output
-    shutil.rmtree(folder)
+    output, expected = bundles.sentences()
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     found = predicted(output, "--data", tmp_path / "texts.jsonl")
     vectors = np.array([result["outputs"]["sentence_embedding"] for result in found["results"]])

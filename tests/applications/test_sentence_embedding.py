@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers.base.modules import Normalize
-from sentence_transformers.sentence_transformer.modules import LSTM, LayerNorm
+from sentence_transformers.sentence_transformer.modules import LSTM, LayerNorm, Pooling
 from transformers import BertModel
 
 from optexport import Bundle, sources
 from optexport.config import ModelConfig
 from optexport.errors import SourceError
+from tests.applications import bundles
 from tests.applications.folders import TEXTS, encode, export, save_sentences
 
 
@@ -42,36 +43,26 @@ def refusal(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_every_file_of_a_folder_gives_what_encode_gives(tmp_path: Path) -> None:
-    folder = save_sentences(tmp_path / "sentences")
-    result = export(folder, formats='["torchscript", "onnx", "pt2"]')
-    assert [output.name for output in result.manifest.outputs] == ["sentence_embedding"]
-    assert result.manifest.application is not None
-    assert result.manifest.application.task == "sentence-similarity"
-    expected = encode(folder).numpy()
-    moved = tmp_path / "elsewhere" / "bundle"
-    moved.parent.mkdir()
-    result.output.rename(moved)
-    shutil.rmtree(folder)
+def test_every_file_gives_what_encode_gives_with_its_source_gone(tmp_path: Path) -> None:
+    output, expected = bundles.sentences()
+    shutil.copytree(output, tmp_path / "bundle")
     for name in ("onnx", "torchscript", "pt2"):
-        bundle = Bundle.load(moved, name)
+        bundle = Bundle.load(tmp_path / "bundle", name)
+        assert bundle.application.task == "sentence-similarity"
+        assert [one.name for one in bundle.manifest.outputs] == ["sentence_embedding"]
         found = bundle(**bundle.preprocess(TEXTS))["sentence_embedding"]
         np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "pooling",
-    [
-        ("cls", "max", "weightedmean", "lasttoken", "mean_sqrt_len_tokens"),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("cls", "max", "weightedmean", "lasttoken")),
-    ],
-)
-def test_every_kind_of_pooling_is_exported(tmp_path: Path, pooling: Any) -> None:
-    folder = save_sentences(tmp_path / "sentences", pooling, behind=[Normalize()])
-    bundle = Bundle.load(export(folder).output)
-    np.testing.assert_allclose(
-        bundle(**bundle.preprocess(TEXTS))["sentence_embedding"], encode(folder).numpy(), atol=1e-6
-    )
+@pytest.mark.nightly
+@pytest.mark.parametrize("pooling", Pooling.POOLING_MODES)
+def test_every_kind_of_pooling_is_exported(tmp_path: Path, pooling: str) -> None:
+    folder = save_sentences(tmp_path / "sentences", pooling)
+    output = export(folder, formats='["torchscript", "onnx", "pt2"]').output
+    for name in ("onnx", "torchscript", "pt2"):
+        bundle = Bundle.load(output, name)
+        found = bundle(**bundle.preprocess(TEXTS))["sentence_embedding"]
+        np.testing.assert_allclose(found, encode(folder).numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "max", "lasttoken", ("cls", "max", "mean")])
