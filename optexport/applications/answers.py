@@ -23,12 +23,11 @@ def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
 
     A task that is not known here, or whose output is not there, is answered with the outputs as they are.
     """
-    rows = next(iter(inputs.values())).shape[0]
-    answer = _ANSWERS.get(bundle.application.task or "")
-    if answer is None or "logits" not in outputs or outputs["logits"].shape[0] != rows:
+    rows = next((array.shape[0] for array in inputs.values() if array.ndim), 1)
+    answer, logits = _ANSWERS.get(bundle.application.task or ""), outputs.get("logits")
+    if answer is None or logits is None or logits.shape[0] != rows or np.isnan(logits).any():
         return [_outputs(outputs, row, rows) for row in range(rows)]
-    return [answer(bundle, {name: array[row] for name, array in inputs.items()}, outputs["logits"][row])
-            for row in range(rows)]  # fmt: skip
+    return [answer(bundle, {name: array[row] for name, array in inputs.items()}, logits[row]) for row in range(rows)]
 
 
 def similarities(found: Sequence[Answer]) -> list[list[float]] | None:
@@ -37,6 +36,8 @@ def similarities(found: Sequence[Answer]) -> list[list[float]] | None:
     if len(rows) < 2 or None in rows:
         return None
     vectors = np.asarray(rows, dtype=np.float64)
+    if not np.isfinite(vectors).all():
+        return None
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
     return [[float(value) for value in row] for row in vectors @ vectors.T]
 

@@ -73,7 +73,7 @@ class Bundle:
             task=None, labels=None, scores=None, preprocessors=[], prompt="", missing=[]
         )
 
-    def __call__(self, **inputs: Any) -> Arrays:
+    def __call__(self, /, **inputs: Any) -> Arrays:
         """Runs the file.
 
         Args:
@@ -182,7 +182,8 @@ class Bundle:
         least, most = self._lengths()
         limit = min(most, tokenizer.model_max_length)
         cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
-        encoded = tokenizer([self.application.prompt + text for text in texts], **cut)
+        texts = [self.application.prompt + text for text in texts]
+        encoded = tokenizer(texts, **cut)
         lengths = [len(ids) for ids in encoded["input_ids"]]
         width = max(least, *lengths)
         if min(lengths) < width and "attention_mask" not in names:
@@ -195,7 +196,7 @@ class Bundle:
         if min(lengths) < width and preprocessors.pad_token(tokenizer) is None:
             raise ConfigError("the tokenizer has no token to pad with", place="texts", mend="Give one at a time.")
         if min(lengths) < width:
-            encoded = tokenizer.pad(encoded, padding="max_length", max_length=width)
+            encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=width)
         arrays = {name: np.asarray(rows) for name, rows in encoded.items()}
         return {"token_type_ids": np.zeros_like(arrays["input_ids"]), **arrays}
 

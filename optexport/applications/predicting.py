@@ -71,7 +71,8 @@ def _row(bundle: Bundle, record: Any, place: str) -> Arrays:
     row: Arrays = {}
     for name, value in record.items():
         try:
-            row[name] = np.asarray(value, dtype=specs[name].dtype if name in specs else None)[np.newaxis]
+            array = np.asarray(value, dtype=specs[name].dtype if name in specs else None)
+            row[name] = array if name in specs and not specs[name].shape else array[np.newaxis]
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"it is no row of {specs[name].dtype}", place=f'{place}, "{name}"') from error
     if "attention_mask" in specs and "attention_mask" not in row and "input_ids" in row:

@@ -86,9 +86,11 @@ def save(pretrained: Pretrained | None, inputs: Collection[str], folder: Path, l
     # Of a model that a factory made nothing but its name is known: nothing is fetched for that.
     options = {"local_files_only": True, **pretrained.options}
     for kind, makes in _MAKES.items():
-        if makes.isdisjoint(inputs) or not _is_there(pretrained, kind, options):
+        if makes.isdisjoint(inputs):
             continue
         try:
+            if not _is_there(pretrained, kind, options):
+                continue
             processor = _loaded(pretrained, kind, options)
             if kind == "tokenizer" and longest is not None:
                 processor.model_max_length = min(processor.model_max_length, longest)

@@ -30,20 +30,16 @@ class SentenceEmbedder(nn.Module):
     Args:
         modules: The transformer first, then whatever makes a sentence's embedding of its token embeddings.
         width: How many numbers of an embedding are kept; all where it is None.
-        prompt_length: How many tokens the prompt has that stands before every text.
     """
 
     main_input_name = "input_ids"
 
-    def __init__(
-        self, modules: Sequence[nn.Module], width: int | None = None, prompt_length: int | None = None
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], width: int | None = None) -> None:
         super().__init__()
         for module in modules:
             name = type(module).__name__.lower()
             self.add_module(unused(name, self._modules), module)
         self.width = width
-        self.prompt_length = prompt_length
 
     @property
     def config(self) -> Any:
@@ -66,8 +62,6 @@ class SentenceEmbedder(nn.Module):
         features: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             features["token_type_ids"] = token_type_ids
-        if self.prompt_length is not None:
-            features["prompt_length"] = self.prompt_length
         for module in self.children():
             features = module(features)
         return {_OUTPUT: features[_OUTPUT][..., : self.width]}
@@ -102,8 +96,11 @@ def _kind(name: str, options: Mapping[str, Any]) -> str | None:
     if find(name, _MODULES, options) is None:
         return None
     path = find(name, "config_sentence_transformers.json", options)
-    settings = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
-    return str(settings.get("model_type", "SentenceTransformer"))  # which older versions, that had no other, left out
+    try:
+        settings = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        return str(settings.get("model_type", "SentenceTransformer"))  # older versions had no other, and left it out
+    except (ValueError, AttributeError) as error:
+        raise SourceError(f"it is no JSON object: {first_line(error)}", place=str(path)) from error
 
 
 def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any], place: str) -> Embedder:
@@ -148,9 +145,14 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     _check_transformer(modules[0], place)
     _check_weights(modules, name, options, place)
     prompt = sentences.prompts.get(sentences.default_prompt_name or "") or ""
-    length = modules[0]._get_prompt_length(prompt) if prompt else None  # type: ignore[operator]
-    _check_modules(modules, sentences.preprocess(["a", "a b c"], prompt=prompt or None), place)
-    return Embedder(SentenceEmbedder(modules, sentences.truncate_dim, length).eval(), sentences.tokenizer, prompt)
+    if prompt and any(getattr(module, "include_prompt", True) is False for module in modules):
+        raise SourceError(
+            "its pooling leaves out the tokens of the prompt, wherever a row's padding ends, which no graph holds",
+            place=place,
+            mend=_TRY_TRANSFORMER,
+        )
+    _check_modules(modules, sentences.preprocess(["a", "a b c"]), place)
+    return Embedder(SentenceEmbedder(modules, sentences.truncate_dim).eval(), sentences.tokenizer, prompt)
 
 
 def _check_transformer(module: nn.Module, place: str) -> None:

@@ -31,13 +31,18 @@ def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
 
 
 def save_sentences(
-    folder: Path, pooling: str | Sequence[str] = "mean", *, behind: Sequence[nn.Module] = (), **options: Any
+    folder: Path,
+    pooling: str | Sequence[str] = "mean",
+    *,
+    behind: Sequence[nn.Module] = (),
+    include_prompt: bool = True,
+    **options: Any,
 ) -> Path:
     """Saves a model of sentence-transformers: a tiny BERT, pooling, a dense layer and normalisation."""
     transformer = save(BertModel(BertConfig(**TINY)), folder.with_name(f"{folder.name}-transformer"))
     with quiet():
         modules: list[nn.Module] = [Transformer(str(transformer), max_seq_length=LONGEST - 3)]
-    modules.append(Pooling(8, pooling))  # type: ignore[arg-type]
+    modules.append(Pooling(8, pooling, include_prompt))  # type: ignore[arg-type]
     modules += behind or [randomise(Dense(modules[-1].get_embedding_dimension(), 6), 1), Normalize()]
     SentenceTransformer(modules=modules, device="cpu", **options).save_pretrained(str(folder), create_model_card=False)
     return folder

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, BertForSequenceClassification, ViTForImageClassification
 
-from optexport import Bundle
+from optexport import Bundle, places, verify
 from optexport.errors import BundleError, ConfigError
 from tests import exports
 from tests.applications import bundles
@@ -135,6 +135,25 @@ def test_a_file_or_folder_beside_the_tokenizer_is_refused(moved: Path, tmp_path:
     (copied / "preprocessor" / "tokenizer.py").write_text("")
     with pytest.raises(BundleError, match=r"preprocessor/tokenizer\.py: the manifest does not know this file"):
         Bundle.load(copied)
+
+
+def test_a_moved_bundle_verifies(moved: Path) -> None:
+    assert verify(moved).passed
+
+
+def test_a_bundle_is_replaced_with_its_tokenizer_but_not_with_files_of_the_user(moved: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "bundle"
+    shutil.copytree(moved, copied)
+    places.check_replaceable(copied)
+    (copied / "preprocessor" / "notes.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"it holds preprocessor/notes\.md, not of the bundle that is there"):
+        places.check_replaceable(copied)
+
+
+def test_the_tokenizers_folder_is_as_open_as_the_bundle() -> None:
+    bundle = bundles.bundle("text-classification")
+    assert (bundle / "preprocessor").stat().st_mode == bundle.stat().st_mode
+    assert (bundle / "preprocessor" / "tokenizer.json").stat().st_mode == (bundle / "manifest.json").stat().st_mode
 
 
 def test_a_format_that_the_bundle_lacks_is_refused(tmp_path: Path) -> None:

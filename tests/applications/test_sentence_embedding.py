@@ -87,6 +87,24 @@ def test_the_width_that_embeddings_are_cut_to_and_the_usual_prompt_are_kept(tmp_
     assert loaded.pretrained.prompt == "the mat "
 
 
+def test_a_pooling_that_leaves_the_prompt_out_is_refused_where_there_is_one(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences", include_prompt=False)
+    torch.testing.assert_close(embed(load(folder)), encode(folder))
+    settings = folder / "config_sentence_transformers.json"
+    prompt = {"prompts": {"query": "the mat "}, "default_prompt_name": "query"}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **prompt}))
+    assert "its pooling leaves out the tokens of the prompt" in refusal(folder)
+
+
+def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    (folder / "config_sentence_transformers.json").write_text("[]")
+    assert "config_sentence_transformers.json: it is no JSON object" in refusal(folder)
+    (folder / "config_sentence_transformers.json").unlink()
+    (folder / "modules.json").write_text("{")
+    assert "sentence-transformers could not load it" in refusal(folder)
+
+
 def test_the_bare_transformer_is_had_by_its_task(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
     assert type(load(folder, task="feature-extraction").model) is BertModel
