@@ -173,7 +173,8 @@ def test_the_switch_tunes_without_a_table_and_tells_what_was_tried(
 
 
 @pytest.mark.parametrize(
-    ("budget", "told"), [('"soon"', '"soon" is no time'), ('"٣m"', "is no time"), ('"0s"', '"0s" is no time'), ("5", "tune")]
+    ("budget", "told"),
+    [('"soon"', '"soon" is no time'), ('"٣m"', "is no time"), ('"0s"', '"0s" is no time'), ("5", "tune")],
 )
 def test_a_budget_that_is_no_time_is_refused(tmp_path: Path, budget: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
