@@ -49,7 +49,7 @@ def upcasting(model: nn.Module) -> nn.Module:
             (module, name, weight)
             for module in double.modules()
             for name, weight in module._parameters.items()
-            if type(weight) is _Weight
+            if isinstance(weight, _Weight)
         ]
         for module, name, _ in weights:  # which are float64 already, and would be made so for good
             module._parameters[name] = None
