@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from optexport import overloads
 from optexport.transformations import bounds, folding, memory, modes, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
@@ -105,9 +106,10 @@ def _found(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
         return None
     if modules.operator_name(node) in _CONJUNCTIONS:
         return _conjunction(graph_module, node)
+    given = overloads.arguments(node)
     if node.target in _DROPOUT_OPERATORS:
-        return Skip("it is in train mode") if _argument(node, "train") is not False else Pass((node,), source)
-    layout = _argument(node, "memory_format")
+        return Skip("it is in train mode") if given["train"] is not False else Pass((node,), source)
+    layout = given.get("memory_format")
     if node.target is aten.contiguous.default and layout in _CONTIGUOUS:
         return Pass((node,), source) if _is_contiguous(graph_module, source) else None
     value, before = node.meta.get("val"), source.meta.get("val")
@@ -116,10 +118,9 @@ def _found(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
     if node.target in _PERMUTATIONS or node.target in _SAME_SHAPE:
         return _view(graph_module, node, source)
     kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (value, before)]
-    if kinds[0] != kinds[1] or _argument(node, "pin_memory"):
+    if kinds[0] != kinds[1] or given.get("pin_memory"):
         return None
-    layout = _argument(node, "memory_format")
-    copies = node.target in _COPIES or (node.target in _CASTS and _argument(node, "copy"))
+    copies = node.target in _COPIES or (node.target in _CASTS and given.get("copy"))
     if node.target in _CASTS and layout in (None, torch.preserve_format) and not copies:
         return Pass((node,), source)
     if copies and layout in (None, torch.preserve_format, *_CONTIGUOUS):
@@ -230,7 +231,7 @@ def _is_contiguous(graph_module: GraphModule, node: object) -> bool:
         plain = not modules.has_hooks(module) and "forward" not in vars(module)
         return type(module) in (nn.Linear, nn.LayerNorm, nn.Embedding) and plain
     if node.target is aten.contiguous.default:
-        return _argument(node, "memory_format") in _CONTIGUOUS
+        return overloads.arguments(node).get("memory_format") in _CONTIGUOUS
     return node.target in (*_SAME_ORDER, aten.dropout.default) and _is_contiguous(graph_module, node.args[0])
 
 
@@ -253,12 +254,3 @@ def _same_shape(node: Node, other: Node) -> bool:
     if shapes[0] is None or shapes[1] is None or len(shapes[0]) != len(shapes[1]):
         return False
     return all(statically_known_true(one == two) for one, two in zip(*shapes, strict=True))
-
-
-def _argument(node: Node, name: str) -> Any:
-    """An argument of an ATen call, by the name in the operator's schema; its default where it is not given."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for index, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
