@@ -124,7 +124,7 @@ def _write(
             raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
         if precision is not None:
             with stages.stage("lower onnx"):
-                record = lowering.quantize_file(files["onnx"], draft, precision, job, proof)
+                record = lowering.quantize_file(files["onnx"], draft, precision, job, proof, writer.flat)
             with stages.stage("check onnx"):
                 for place, run in runtimes.open_file(draft / files["onnx"].name, "onnx", outputs):
                     lowering.check_passed(suspects.check(place, run, precision=precision), proof)

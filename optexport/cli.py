@@ -207,9 +207,11 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
     reports.start(junit, [bundle])
     try:
         from optexport.proof.record import parity_record
+        from optexport.verification import unchecked_gates
         from optexport.verification import verify as verify_bundle
 
         proof = verify_bundle(bundle)
+        unchecked = unchecked_gates(bundle)
         record = parity_record(proof)
     except OptexportError as error:
         reports.publish(bundle.name, None, error, junit)
@@ -230,14 +232,18 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs,
                  "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}
                 for p in places for o in p.outputs]  # fmt: skip
-        print_json({**outcome(failed), "places": rows, "gates": gates, "parity": record.model_dump(mode="json")})
+        held_to = {"gates": gates, "gates_not_checked": unchecked}
+        print_json({**outcome(failed), "places": rows, **held_to, "parity": record.model_dump(mode="json")})
     if failed is not None:
         raise failed
     if not as_json:
         near = [p.place for p in places if p.precision is None]
         lowered = [p.title for p in places if p.precision is not None]
         held = [f"{', '.join(near)} give the stored outputs"] if near else []
-        held += [f"{', '.join(lowered)} decide as the gates demand"] if lowered else []
+        if lowered:
+            gated = "decide as the gates demand" if proof.gates else "give numbers, which no gate could be held against"
+            held.append(f"{', '.join(lowered)} {gated}")
+        held += [f"not checked again: {'; '.join(unchecked)}"] if unchecked else []
         click.echo(f"{bundle}: unchanged, and {'; '.join(held)}.")
 
 

@@ -82,6 +82,7 @@ class ModelConfig(_Table):
     revision: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None
     attn_implementation: str | None = None
+    adapter: str | None = Field(default=None, min_length=1)
     trust_remote_code: bool = False
     arguments: dict[str, Annotated[Any, AfterValidator(_finite)]] = {}
 
@@ -347,6 +348,10 @@ def _check_files(config: Config, path: Path) -> None:
         )
     if config.model.arguments and kind is not SourceKind.PYTHON:
         raise ConfigError("only a python: source takes arguments", place=f"{path.name}: model.arguments")
+    if config.model.adapter is not None and kind in (SourceKind.PYTHON, SourceKind.PT2):
+        raise ConfigError("only a model of transformers takes one", place=f"{path.name}: model.adapter")
+    if config.model.adapter is not None and not _is_dir(folder, config.model.adapter):
+        raise ConfigError(f"there is no folder {config.model.adapter}", place=f"{path.name}: model.adapter")
     try:
         Path(config.export.output).expanduser()
     except RuntimeError as error:

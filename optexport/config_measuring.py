@@ -41,7 +41,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def _duration(text: str) -> str:
-    if not re.fullmatch(r"\d{1,6}[smh]", text) or int(text[:-1]) == 0:
+    if not re.fullmatch(r"[0-9]{1,6}[smh]", text) or int(text[:-1]) == 0:
         raise ValueError(f'"{text}" is no time: write "90s", "5m" or "1h"')
     return text
 

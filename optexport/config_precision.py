@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from optexport.config_decisions import MEASURES
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ def check_precision(config: Config, place: str) -> None:
             "a file of lower precision is not near enough to be proven to rounding, and nothing says what it must keep",
             place=f"{place}: precision.{lowered[0]}",
             mend="Set a gate in [parity.decisions], as cosine = 0.99.",
+        )
+    gates = config.parity.decisions.items()
+    if all(name in MEASURES and gate.min <= MEASURES[name][0] for name, gate in gates):
+        raise ConfigError(
+            "a file of lower precision is held to gates alone, and these let anything pass",
+            place=f"{place}: parity.decisions",
+            mend="Demand more than the least that there is: " + ", ".join(f"{n} = {g.min:g}" for n, g in gates) + ".",
         )
     if config.model.dtype not in (None, "float32"):
         raise ConfigError(

@@ -20,6 +20,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from optexport import overloads
+
 aten = torch.ops.aten
 
 _OPERATORS: dict[Any, Callable[..., Any]] = {
@@ -39,10 +41,7 @@ class _Call:
 
     @classmethod
     def of(cls, node: fx.Node) -> _Call:
-        schema = node.target._schema  # type: ignore[union-attr]
-        values = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-        values |= dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-        return cls(node, values)
+        return cls(node, overloads.arguments(node))
 
 
 # What a builder makes lies nowhere and has yet to be given its tensors, whatever their dtype.

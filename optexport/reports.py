@@ -86,9 +86,11 @@ def markdown(proof: ParityRecord, title: str) -> str:
     ]
     for place, output in _outputs(proof):
         bound = proof.bounds[output.output]
-        by_gates = place.precision is not None and bound.atol is None and bound.rtol is None
+        limit = _number(bound.limit)
+        if place.precision is not None and all(case.limit is None for case in output.cases):
+            limit = "gates" if any(d.output in (None, output.output) for d in place.decisions) else "none"
         cells = [place.title, _literal(output.output), _number(output.max_abs), _number(bound.floor)]
-        cells += ["gates" if by_gates else _number(bound.limit), _number(output.step), _tolerance(output)]
+        cells += [limit, _number(output.step), _tolerance(output)]
         cells.append("passed" if _failure(output) is None else "**failed**")
         lines.append(f"| {' | '.join(cells)} |")
     if any(place.decisions for place in proof.places):

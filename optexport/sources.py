@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport import archives, registry, transformers_exporters
+from optexport import adapters, archives, registry, transformers_exporters
 from optexport.applications import sentence_embedding
 from optexport.config import ModelConfig, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
@@ -86,6 +86,8 @@ def load(config: ModelConfig, folder: Path, downloaded: Path | None = None) -> L
     Raises:
         SourceError: It cannot be loaded, or not without running untrusted code, or some of its weights are missing.
     """
+    if config.adapter is not None:
+        config = config.model_copy(update={"adapter": str(_resolved(config.adapter, folder))})
     kind = source_kind(config.source, folder)
     rest = config.source.partition(":")[2]
     if kind is SourceKind.PYTHON:
@@ -98,7 +100,11 @@ def load(config: ModelConfig, folder: Path, downloaded: Path | None = None) -> L
         return _from_path(downloaded, config, rest)
     if kind is SourceKind.HUB:
         return _from_pretrained(config.source, config, local=False)
-    return _from_path((folder / os.path.expanduser(config.source)).resolve(), config, None)
+    return _from_path(_resolved(config.source, folder), config, None)
+
+
+def _resolved(path: str, folder: Path) -> Path:
+    return (folder / os.path.expanduser(path)).resolve()
 
 
 def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
@@ -175,17 +181,28 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
             place=f"model.source: {config.source}",
             mend="Check the name and the network." if not local else "Check the folder, and model.task.",
         ) from error
-    if missing := sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"]):
+    adapter = None if config.adapter is None else Path(config.adapter)
+    brought = () if adapter is None else adapters.saved_weights(adapter)  # a head that was trained with it, for one
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing := [key for key in absent if key not in brought]:
         raise SourceError(
             f"{len(missing)} weights are not in the checkpoint, {missing[0]} for one: they would be random numbers",
             place=f"model.source: {config.source} as {type(model).__name__}",
             mend=f"Choose the task that it was trained for; its config names {model_config.architectures}.",
         )
+    if adapter is not None:
+        model = adapters.merge(model, adapter)
     beside = Pretrained(name, {key: options[key] for key in _SHARED_OPTIONS if key in options})
     return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=beside)
 
 
 def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Loaded:
+    if config.adapter is not None:
+        raise SourceError(
+            "an adapter is not merged into the modules of sentence-transformers",
+            place=f"model.adapter: {Path(config.adapter).name}",
+            mend='Merge it before saving the model, or export the transformer alone: task = "feature-extraction".',
+        )
     given = {"dtype": config.dtype and getattr(torch, config.dtype), "attn_implementation": config.attn_implementation}
     with transformers_exporters.quiet():
         found = sentence_embedding.load(

@@ -31,6 +31,7 @@ def _attention(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     *args: Any,
+    attend: Callable[..., torch.Tensor] = aten.scaled_dot_product_attention.default,
     **kw: Any,
 ) -> torch.Tensor:
     """Attention whose rows without a single key are zeros, as torch's are; ONNX Runtime would make NaN of them.
@@ -38,17 +39,51 @@ def _attention(
     Not the patch of transformers, which also zeroes rows whose mask is the smallest number throughout: to torch these
     attend to all keys alike.
     """
-    attend = aten.scaled_dot_product_attention.default
     if attn_mask is None:
-        return attend(query, key, value, None, *args, **kw)  # type: ignore[no-any-return]
+        return attend(query, key, value, None, *args, **kw)
+    # Half of the smallest number: a score added to it stays finite, and the operator that opset 23 has leaves out rows
+    # that hold nothing but the smallest.
+    low = torch.finfo(query.dtype).min / 2
     if attn_mask.dtype == torch.bool:
-        attended = attn_mask.to(query.dtype)
-        attn_mask = (~attn_mask).to(query.dtype) * torch.finfo(query.dtype).min
-    else:
-        attended = (attn_mask > float("-inf")).to(query.dtype)
-    unattended = attended.sum(dim=-1, keepdim=True) < 1
-    result = attend(query, key, value, attn_mask, *args, **kw)
+        attended = attn_mask.to(query.dtype).amax(dim=-1, keepdim=True)
+        # No row of these is NaN, so that a product will do, which ONNX Runtime computes faster than Where.
+        return attend(query, key, value, (~attn_mask).to(query.dtype) * low, *args, **kw) * attended
+    finite = attn_mask > float("-inf")
+    result = attend(query, key, value, torch.where(finite, attn_mask.clamp(min=low), attn_mask), *args, **kw)
+    unattended = finite.to(query.dtype).sum(dim=-1, keepdim=True) < 1
     return torch.where(unattended, torch.zeros((), dtype=result.dtype, device=result.device), result)
+
+
+def _attention_by_products(*args: Any, **kw: Any) -> torch.Tensor:
+    """`_attention`, of two matrix products and a softmax."""
+    return _attention(*args, attend=_products, **kw)
+
+
+def _products(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What the operator computes, said so that ONNX Runtime fuses the transpose of the keys into the product.
+
+    The formula is that of ``torch.nn.functional.scaled_dot_product_attention``'s documentation. ``torch.onnx`` gives
+    the keys three dimensions before it transposes them, which costs a copy of the keys and a dozen nodes of shapes.
+    """
+    if is_causal or enable_gqa or dropout_p or isinstance(scale, torch.SymFloat):
+        return aten.scaled_dot_product_attention.default(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(query, key.transpose(-1, -2)) * factor
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.matmul(torch.softmax(scores, dim=-1), value)
 
 
 # The ONNX patches replace Python functions while a model is traced. A graph that already holds the ATen operator
@@ -106,11 +141,18 @@ def onnx_patches() -> Iterator[None]:
         yield
 
 
-def call_patched_functions(graph_module: fx.GraphModule) -> None:
-    """Retargets, in place, the ATen operators that the ONNX patches know only as Python functions."""
+def call_patched_functions(graph_module: fx.GraphModule, *, has_attention: bool) -> None:
+    """Retargets, in place, the ATen operators that the ONNX patches know only as Python functions.
+
+    Args:
+        has_attention: Whether the opset to export with has an operator for attention.
+    """
+    functions = {**_PATCHED_FUNCTIONS}
+    if not has_attention:
+        functions[aten.scaled_dot_product_attention.default] = _attention_by_products
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and node.target in _PATCHED_FUNCTIONS:
-            node.target = _PATCHED_FUNCTIONS[node.target]
+        if node.op == "call_function" and node.target in functions:
+            node.target = functions[node.target]
 
 
 def fix_for_onnx(program: ExportedProgram) -> None:

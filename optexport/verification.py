@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from optexport import bundle, runtimes
+from optexport import bundle, runtimes, sealed_json
 from optexport.config_decisions import MEASURES, METRIC
 from optexport.errors import BundleError, ExportError
 from optexport.manifest import BoundRecord, GateRecord, Manifest
@@ -31,6 +31,7 @@ def verify(folder: Path) -> Proof:
         BundleError: A file is missing, added, changed, or cannot be loaded.
     """
     manifest = bundle.read_manifest(folder)
+    _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
     bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
@@ -44,6 +45,30 @@ def verify(folder: Path) -> Proof:
     except ExportError as error:  # whose mends are for those who export
         raise BundleError(error.cause, place=error.place) from error
     return proof
+
+
+def unchecked_gates(folder: Path) -> list[str]:
+    """The gates of a bundle that `verify` does not hold its files against, and which say nothing of them now."""
+    manifest = Manifest.model_validate(sealed_json.read(folder / bundle.MANIFEST))
+    checked = [(gate.measure, gate.output) for gate in gates_of(manifest)]
+    left = [record for record in manifest.parity.gates if (record.measure, record.output) not in checked]
+    return [record.measure if record.output is None else f"{record.output}, {record.measure}" for record in left]
+
+
+def _check_precisions(manifest: Manifest) -> None:
+    """Refuses a file that is called of lower precision where the bundle's own proof is of another one.
+
+    No distance limits such a file, so that the word of one line of the manifest would be enough for any file to pass.
+
+    Raises:
+        BundleError: One is, or no gate is demanded of it.
+    """
+    proven = {place.place: place.precision for place in manifest.parity.places}
+    for artifact in manifest.artifacts:
+        precision = None if artifact.precision is None else artifact.precision.precision
+        if proven.get(artifact.format) != precision or (precision is not None and not manifest.parity.gates):
+            told = "of the model's own precision" if precision is None else precision
+            raise BundleError(f"it calls {artifact.format} {told}, and holds no proof of that", place=bundle.MANIFEST)
 
 
 def gates_of(manifest: Manifest) -> list[Gate]:

@@ -202,6 +202,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "module that is nowhere": (source("python:not_there:load"), "model.source", "put not_there.py beside the config"),
     "mlflow address of nothing": (source("mlflow:name"), "model.source", '"mlflow:models:/NAME@ALIAS"'),
     "arguments for a folder": (model("arguments = { a = 1 }"), "model.arguments", "only a python: source"),
+    "no such adapter": (model('adapter = "nowhere"'), "model.adapter", "there is no folder nowhere"),
     "missing data": (table("inputs", 'data = "nowhere.npz"'), "inputs.data", "there is no file nowhere.npz"),
     "missing image": (table("inputs", 'images = ["nowhere.png"]'), "inputs.images", "there is no file nowhere.png"),
 }

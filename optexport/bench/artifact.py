@@ -26,6 +26,7 @@ class Artifact:
         proven: Whether it is of a bundle, whose files were compared with the original model.
         inputs: The names of its inputs; None where only its runtime knows.
         fixed: Whether it takes no sizes but the traced ones.
+        precision: What it was lowered to, where it was.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Artifact:
     proven: bool = False
     inputs: tuple[str, ...] | None = None
     fixed: bool = False
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def exported(
             proven=proven,
             inputs=tuple(inputs),
             fixed=record.fixed_shape is not None,
+            precision=None if record.precision is None else record.precision.precision,
         )
         for record in records
     ]

@@ -43,7 +43,11 @@ def check_never_slower(report: Report, measure_again: Callable[[Duel], Duel], pr
     slower = [again for again in map(measure_again, seen) if again.comparison.verdict == "slower"]
     if slower:
         told = "".join(f"\n  {_told(duel)}" for duel in slower)
-        raise GateError(f"what tuning chose is slower than the plain export{told}", proof=proof)
+        lowered = ", ".join(duel.artifact.format for duel in slower if duel.artifact.precision is not None)
+        mend = f"Tuning chose among files in float32: leave {lowered} out of [precision], or [tune] out."
+        raise GateError(
+            f"what tuning chose is slower than the plain export{told}", mend=mend if lowered else None, proof=proof
+        )
 
 
 def _told(duel: Duel) -> str:

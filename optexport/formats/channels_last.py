@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
+
+from optexport import overloads
 
 aten = torch.ops.aten
 CONVOLUTION = torch.ops.mkldnn._convolution_pointwise.default
@@ -45,7 +46,7 @@ def lay_out(graph: fx.Graph, weights: Mapping[fx.Node, torch.Tensor], scalars: S
         node for node in graph.find_nodes(op="call_function", target=aten.conv2d.default) if _fits(node, weights)
     ]
     for node in lowered:
-        x, weight, bias, stride, padding, dilation, groups = _arguments(node)
+        x, weight, bias, stride, padding, dilation, groups = overloads.arguments(node).values()
         node.target, node.kwargs = CONVOLUTION, {}
         node.args = (x, weight, bias, padding, stride, dilation, groups, "none", scalars, "")
     _copy_where_needed(graph, set(lowered))
@@ -92,19 +93,12 @@ def _is_alone(node: fx.Node) -> bool:
     )
 
 
-def _arguments(node: fx.Node) -> list[Any]:
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    usual = {"bias": None, "stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
-    given = {**usual, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return [given[name] for name in names]
-
-
 def _fits(node: fx.Node, weights: Mapping[fx.Node, torch.Tensor]) -> bool:
     """Whether oneDNN computes a convolution as torch does.
 
     It takes batches only, reads a bias that is no plain vector wrongly, and lacks float64.
     """
-    x, weight, bias, *sizes, _ = _arguments(node)
+    x, weight, bias, *sizes, _ = overloads.arguments(node).values()
     value = weights.get(weight)
     return (
         value is not None
@@ -113,6 +107,9 @@ def _fits(node: fx.Node, weights: Mapping[fx.Node, torch.Tensor]) -> bool:
         and value.numel() > 0
         and x.meta["val"].dim() == 4
         and all(len(size) == 2 and all(isinstance(one, int) for one in size) for size in sizes)
-        and all(user.target is aten.conv2d.default and _arguments(user)[1] is weight for user in weight.users)
+        and all(
+            user.target is aten.conv2d.default and overloads.arguments(user)["weight"] is weight
+            for user in weight.users
+        )
         and (bias is None or (bias in weights and weights[bias].is_contiguous()))
     )

@@ -21,6 +21,7 @@ from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.formats import onnx_lowerings
 from optexport.formats.exported_program import to_program
 from optexport.formats.onnx_probe import check_opens
+from optexport.lowerings import ATTENTION_OPSET
 from optexport.signature import Signature
 
 # Weights beyond this many bytes go to a file of their own; a protobuf holds no more than 2 GB.
@@ -99,7 +100,7 @@ def _convert(
 ) -> onnx_ir.Model:
     patched = copy.copy(graph_module)
     patched.graph = copy.deepcopy(graph_module.graph)
-    transformers_exporters.call_patched_functions(patched)
+    transformers_exporters.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
     patched.recompile()
     program = to_program(patched, signature, example)
     transformers_exporters.fix_for_onnx(program)

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from optexport import overloads
 from optexport.formats import channels_last
 
 aten = torch.ops.aten
@@ -82,7 +83,7 @@ def _call_onednn(program: ExportedProgram, scalars: Sequence[float]) -> None:
     graph = program.graph
     weights = _weights(program)
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-        x, weight, bias = _arguments(node)
+        x, weight, bias = overloads.arguments(node).values()
         if not _fits(x, weights.get(weight), bias, weights.get(bias)):
             continue
         last, post = node, ("none", scalars, "")
@@ -93,11 +94,6 @@ def _call_onednn(program: ExportedProgram, scalars: Sequence[float]) -> None:
         last.args, last.kwargs = (x, weight, bias, *post), {}
         if last is not node:
             graph.erase_node(node)
-
-
-def _arguments(linear: fx.Node) -> tuple[Any, Any, Any]:
-    given = {**dict(zip(("input", "weight", "bias"), linear.args, strict=False)), **linear.kwargs}
-    return given["input"], given["weight"], given.get("bias")
 
 
 def _weights(program: ExportedProgram) -> dict[Any, torch.Tensor]:

@@ -42,11 +42,14 @@ def prepare(source: Path, target: Path, precision: str) -> dict[str, list[str]]:
     entry = model.metadata_props.add()
     entry.key, entry.value = "optexport.precision", json.dumps(precision)
     _split_gemms(model.graph)
-    weights = {w.name for w in model.graph.initializer if w.data_type == onnx.TensorProto.FLOAT and len(w.dims) > 1}
+    weights = {w.name: len(w.dims) for w in model.graph.initializer if w.data_type == onnx.TensorProto.FLOAT}
     layers: dict[str, list[str]] = {}
     for index, node in enumerate(model.graph.node):
         node.name = f"{index}_{node.name}"  # a name alone need not be there, nor be one node's own
-        if node.op_type in OPERATORS[precision] and node.domain == "" and node.input[1] in weights:
+        if node.op_type not in OPERATORS[precision] or node.domain != "" or node.input[1] not in weights:
+            continue
+        # A stack of matrices onnxruntime refuses to quantise in blocks, and otherwise scales along the wrong axis.
+        if weights[node.input[1]] == 2 or node.op_type == "Conv":
             layers.setdefault(layer_of(node.input[1]), []).append(node.name)
     external = model.ByteSize() > EXTERNAL_DATA_ABOVE
     onnx.save(model, target, save_as_external_data=external, location=f"{target.name}.data")

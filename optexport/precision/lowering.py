@@ -13,14 +13,14 @@ from optexport.job import Branch, Job
 from optexport.manifest import PrecisionRecord
 from optexport.original import graph_runner
 from optexport.precision import int8
-from optexport.precision.sensitivity import choose, failures, gated_cases, layers_in
+from optexport.precision.sensitivity import choose, failures, gated_cases, layers_in, within
 from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.record import parity_record
 from optexport.proof.reference import Call
 from optexport.runtimes import Run
 from optexport.transform import Applied, NamedRule, transform
 from optexport.transformations import CastPrecision
-from optexport.transformations.cast_precision import layers_in_half
+from optexport.transformations.cast_precision import layer_name, layers_in_half
 from optexport.undoing import sharing_copy
 
 
@@ -52,17 +52,20 @@ def cast_graph(
 
     own = layers_in_half(graph_module)
     layers = [layer for layer in layers_in_half(cast(())[0]) if layer not in own]
-    choice = choose(", ".join(branch.formats), precision, layers, _kept(job), make, proof)
+    choice = choose(", ".join(branch.formats), precision, layers, _kept(job, graph_module, layers), make, proof)
     lowered, applied = cast(choice.kept)
     return lowered, applied, choice.record()
 
 
-def quantize_file(source: Path, folder: Path, precision: str, job: Job, proof: Proof) -> PrecisionRecord:
+def quantize_file(
+    source: Path, folder: Path, precision: str, job: Job, proof: Proof, graph_module: fx.GraphModule
+) -> PrecisionRecord:
     """Writes an ONNX file with its layers in int8, but for those that the gates keep.
 
     Args:
         source: The file in float32, which stays as it is; others are written beside it.
         folder: Where to write the file, under the same name.
+        graph_module: What the file was made of.
 
     Returns:
         What was found on the way.
@@ -85,7 +88,7 @@ def quantize_file(source: Path, folder: Path, precision: str, job: Job, proof: P
         write(keep, attempt)
         return runtimes.open_onnx(attempt, list(proof.bounds), optimised=True)
 
-    choice = choose("onnx", precision, layers, _kept(job), make, proof)
+    choice = choose("onnx", precision, layers, _kept(job, graph_module, layers), make, proof)
     write(choice.kept, folder / source.name)
     return choice.record()
 
@@ -106,5 +109,21 @@ def check_passed(place: PlaceParity, proof: Proof) -> None:
         )
 
 
-def _kept(job: Job) -> Collection[str]:
-    return [] if job.config.precision is None else job.config.precision.keep
+def _kept(job: Job, graph_module: fx.GraphModule, layers: Collection[str]) -> Collection[str]:
+    """What the config keeps of a file's layers.
+
+    Where several files are lowered, a name may be of what only another has as a layer: an embedding, say, which is in
+    float32 in an ONNX file whatever happens.
+    """
+    precision = job.config.precision
+    assert precision is not None
+    if sum(precision.of(name) is not None for name in job.config.export.formats) < 2:
+        return precision.keep
+    known = {name for name, _ in (*job.loaded.model.named_modules(), *graph_module.named_modules())}
+    known |= {layer_name(node) for node in graph_module.graph.nodes if node.op == "call_function"}
+    elsewhere = [
+        name
+        for name in precision.keep
+        if any(within(one, [name]) for one in known) and not any(within(layer, [name]) for layer in layers)
+    ]
+    return [name for name in precision.keep if name not in elsewhere]

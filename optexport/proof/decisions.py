@@ -10,7 +10,8 @@ over all cases but extreme ones. The measures:
 - ``greedy_tokens``: of an output [batch, sequence, vocabulary], the share of sequences whose largest element is the
   same at every position. It is the choice of the next token after a given text; nothing is generated.
 - ``cosine``: the cosine similarity of each row along the last axis with the original's; the gate is on the smallest, as
-  a mean over many rows hides a broken one. Rows that are no longer than rounding are left out.
+  a mean over many rows hides a broken one. Rows that are no longer than rounding are left out, as long as the
+  candidate's are no more than a tenth of the longest.
 - ``iou``: the intersection of two masks over their union (the Jaccard index, 1901), as a mean over masks. In an output
   [batch, channels, ...] of several channels each position is of the class of its largest channel, and each class of
   each image is a mask; with ``classes = false`` each channel is a mask of its own. Any other output is

@@ -18,6 +18,8 @@ import torch
 
 from optexport.proof import distances
 
+# Up to this share of the longest row, what a file of lower precision gives where there is nothing is its own rounding.
+_SMALL_PART = 0.1
 _Z = NormalDist().inv_cdf(0.975)
 
 
@@ -92,7 +94,8 @@ def cosines(
     """The cosine similarity of each real row along the last axis; 1 of equal rows, 0 where one of two is zero.
 
     What is NaN or infinite in the original is left out, and so are rows that are no longer than rounding: whose norm is
-    at most the slack times the root of their length.
+    at most the slack times the root of their length. Their direction says nothing; but a candidate whose row is longer
+    than that could be by rounding, and no small part of the longest row, has made something of nothing, which counts 0.
     """
     rows = [distances.finite(values) * torch.isfinite(original) for values in (candidate, original)]
     a, b = [v / v.abs().amax(-1, keepdim=True).clamp(min=1e-300) for v in rows]
@@ -100,7 +103,11 @@ def cosines(
     cosine = torch.where(norms > 0, (a * b).sum(-1) / norms.clamp(min=1e-300), 0.0).clamp(-1, 1)
     cosine = torch.where((rows[0] == rows[1]).all(-1), 1.0, cosine)
     rounding = slack * math.sqrt(original.shape[-1])
-    kept = (torch.linalg.vector_norm(rows[1], dim=-1) > rounding) | (rounding == 0)
+    ours, theirs = (torch.linalg.vector_norm(row, dim=-1) for row in rows)
+    kept = (theirs > rounding) | (rounding == 0)
+    longest = distances.largest(theirs if real is None else theirs[real])
+    made = ~kept & (ours > max(2 * rounding, _SMALL_PART * longest))
+    cosine, kept = torch.where(made, 0.0, cosine), kept | made
     return Tally(cosine[kept if real is None else kept & real])
 
 

@@ -36,19 +36,26 @@ def upcasting(model: nn.Module) -> nn.Module:
         raise RuntimeError("a part of the model is TorchScript")
     kept: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+        if is_shared(tensor):  # wherever the model refers to it, in a list too
+            kept[id(tensor)] = _Weight(tensor)
+        elif type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
             # One by one, since a copy of a tensor copies all that lies in its memory: of a mapped file, all weights.
-            flag, large = tensor.requires_grad, is_shared(tensor)
-            made = torch.empty_like(tensor, device="meta") if large else _in_double(tensor)
-            kept[id(tensor)] = nn.Parameter(made, flag) if isinstance(tensor, nn.Parameter) else made
+            made = _in_double(tensor)
+            kept[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        double = copy.deepcopy(model, dict(kept)).double()
-    weights = {id(tensor): _Weight(tensor) for tensor in model.parameters() if is_shared(tensor)}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        if id(tensor) in weights:
-            owner, _, own = name.rpartition(".")
-            setattr(double.get_submodule(owner), own, weights[id(tensor)])
+        double = copy.deepcopy(model, dict(kept))
+        weights = [
+            (module, name, weight)
+            for module in double.modules()
+            for name, weight in module._parameters.items()
+            if isinstance(weight, _Weight)
+        ]
+        for module, name, _ in weights:  # which are float64 already, and would be made so for good
+            module._parameters[name] = None
+        double.double()
+    for module, name, weight in weights:
+        setattr(module, name, weight)
     return double
 
 

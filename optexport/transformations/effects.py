@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _NormBase
 
+from optexport import overloads
 from optexport.transformations import modules
 
 # Operators of Python, as functions; as methods they have underscores around them.
@@ -40,9 +41,9 @@ def mutated(graph_module: GraphModule, node: Node) -> list[Node]:
         if module is not None and any(_works_in_place(part) for part in module.modules()):
             return node.all_input_nodes
     elif isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
-        given = {**node.kwargs, **dict(zip((argument.name for argument in arguments), node.args, strict=False))}
-        changed = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+        given = overloads.arguments(node)
+        schema = node.target._schema.arguments
+        changed = [each.name for each in schema if each.alias_info is not None and each.alias_info.is_write]
         written += [*map(given.get, changed), *_learned(given)]
     elif node.op in ("call_method", "call_function"):
         name = modules.operator_name(node)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import folding, memory, modes, modules, usage
+from optexport import overloads
+from optexport.transformations import bounds, folding, memory, modes, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -29,6 +30,7 @@ _SAME_ORDER = (aten.view.default, aten.unsqueeze.default, aten.squeeze.dim)
 _SAME_SHAPE = (*_SAME_ORDER, aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.alias.default)
 _PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
 _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+_CONJUNCTIONS = ("__and__", "bitwise_and", "logical_and")
 _CONTIGUOUS = (torch.contiguous_format, 0)  # as it is given, and as a schema writes it
 
 
@@ -49,8 +51,9 @@ class RemoveNoOps(Rule):
 
     Dropout outside of training; ``nn.Identity``; casts to the dtype and device that the value has; ``contiguous`` and
     ``clone`` of what is contiguous; views, reshapes, expansions, slices and permutations that give what they got, also
-    at sizes that are not known; and two of them that cancel. A graph that lost a cast is one for the dtype that it was
-    traced in.
+    at sizes that are not known; two of them that cancel; and conjunctions of a mask with one that is true throughout,
+    where attention, which broadcasts masks, is all that reads them. A graph that lost a cast is one for the dtype that
+    it was traced in.
 
     Views stay where the trace cannot know their shape: where an axis of unknown size is squeezed, which may be 1.
 
@@ -101,9 +104,12 @@ def _found(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
+    if modules.operator_name(node) in _CONJUNCTIONS:
+        return _conjunction(graph_module, node)
+    given = overloads.arguments(node)
     if node.target in _DROPOUT_OPERATORS:
-        return Skip("it is in train mode") if _argument(node, "train") is not False else Pass((node,), source)
-    layout = _argument(node, "memory_format")
+        return Skip("it is in train mode") if given["train"] is not False else Pass((node,), source)
+    layout = given.get("memory_format")
     if node.target is aten.contiguous.default and layout in _CONTIGUOUS:
         return Pass((node,), source) if _is_contiguous(graph_module, source) else None
     value, before = node.meta.get("val"), source.meta.get("val")
@@ -112,10 +118,9 @@ def _found(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
     if node.target in _PERMUTATIONS or node.target in _SAME_SHAPE:
         return _view(graph_module, node, source)
     kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (value, before)]
-    if kinds[0] != kinds[1] or _argument(node, "pin_memory"):
+    if kinds[0] != kinds[1] or given.get("pin_memory"):
         return None
-    layout = _argument(node, "memory_format")
-    copies = node.target in _COPIES or (node.target in _CASTS and _argument(node, "copy"))
+    copies = node.target in _COPIES or (node.target in _CASTS and given.get("copy"))
     if node.target in _CASTS and layout in (None, torch.preserve_format) and not copies:
         return Pass((node,), source)
     if copies and layout in (None, torch.preserve_format, *_CONTIGUOUS):
@@ -143,6 +148,28 @@ def _module(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
     if module.training and cls is not nn.Identity:
         return Skip(f"{node.target}: it is in train mode")
     return Pass((node,), source)
+
+
+def _conjunction(graph_module: GraphModule, node: Node) -> Pass | None:
+    """A mask that is joined with one that hides nothing."""
+    masks = node.all_input_nodes
+    values = [operand.meta.get("val") for operand in (node, *masks)]
+    if len(masks) != 2 or any(not isinstance(v, torch.Tensor) or v.dtype != torch.bool for v in values):
+        return None
+    for mask, other in (masks, masks[::-1]):
+        hides_nothing = bounds.bounds(graph_module, other) == (1, 1)
+        if hides_nothing and (_same_shape(node, mask) or _only_masks_attention(node, mask)):
+            return None if memory.changed_in_place(graph_module, node) else Pass((node,), mask)
+    return None
+
+
+def _only_masks_attention(node: Node, mask: Node) -> bool:
+    """Whether attention is all that reads a mask, and another does as well that has one row in place of many."""
+    one, other = node.meta["val"].shape, mask.meta["val"].shape
+    if len(one) != len(other) or not statically_known_true(one[-1] == other[-1]):
+        return False
+    attention = aten.scaled_dot_product_attention.default
+    return all(user.target is attention and node not in (*user.args[:3], *user.args[4:]) for user in node.users)
 
 
 def _view(graph_module: GraphModule, node: Node, source: Node) -> Pass | Skip | None:
@@ -204,7 +231,7 @@ def _is_contiguous(graph_module: GraphModule, node: object) -> bool:
         plain = not modules.has_hooks(module) and "forward" not in vars(module)
         return type(module) in (nn.Linear, nn.LayerNorm, nn.Embedding) and plain
     if node.target is aten.contiguous.default:
-        return _argument(node, "memory_format") in _CONTIGUOUS
+        return overloads.arguments(node).get("memory_format") in _CONTIGUOUS
     return node.target in (*_SAME_ORDER, aten.dropout.default) and _is_contiguous(graph_module, node.args[0])
 
 
@@ -227,12 +254,3 @@ def _same_shape(node: Node, other: Node) -> bool:
     if shapes[0] is None or shapes[1] is None or len(shapes[0]) != len(shapes[1]):
         return False
     return all(statically_known_true(one == two) for one, two in zip(*shapes, strict=True))
-
-
-def _argument(node: Node, name: str) -> Any:
-    """An argument of an ATen call, by the name in the operator's schema; its default where it is not given."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for index, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None

@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from optexport import overloads
 from optexport.transformations import effects, modules
 
 aten = torch.ops.aten
@@ -95,10 +96,9 @@ def _of_operator(node: Node, axis: int, value: torch.Tensor, whole: bool) -> dic
 
 def _of_attention(node: Node, axis: int, value: torch.Tensor, whole: bool) -> dict[Node, int] | None:
     """Queries are computed one by one, unless the mask is causal, which knows them by their position."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    query, mask = given["query"], given.get("attn_mask")
-    if axis != value.dim() - 2 or given.get("dropout_p") or given.get("is_causal"):
+    given = overloads.arguments(node)
+    query, mask = given["query"], given["attn_mask"]
+    if axis != value.dim() - 2 or given["dropout_p"] or given["is_causal"]:
         return None
     if query in (given["key"], given["value"], mask):
         return None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from optexport import overloads
 from optexport.transformations import folding, memory, modes, modules
 from optexport.transformations.rule import Match, Rule, Skip
 
@@ -111,7 +112,7 @@ def _is_pure(graph_module: GraphModule, node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.op == "call_function" and node.target in _OPERATORS
     schema = node.target._schema
-    given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+    given = overloads.arguments(node)
     return (
         schema.name.startswith("aten::")
         and "empty" not in schema.name

@@ -144,7 +144,7 @@ class Search:
         """Halves the field from heat to heat; after the first the best changes are tried together too."""
         rounds = _FIRST_ROUNDS
         field = self._candidates(self.made)
-        while len(field) > _FINALISTS + 1 and self._time_for(field, rounds):  # of which one may be a single change
+        while self._is_heat_due(field, rounds):
             field = self._heat(field, rounds)
             together = self._together(field) if rounds == _FIRST_ROUNDS else []
             field = self._kept(field, max(_FINALISTS, len(field) // 2)) + together
@@ -211,10 +211,16 @@ class Search:
                 self.workshop.discard(self.artifacts.pop(recipe))
         return kept
 
-    def _time_for(self, field: Sequence[Recipe], rounds: int) -> bool:
-        """Whether a heat would end in time; the first is run in any case, since what it was made for is made."""
-        cost = self.contest.cost(len(field) + 2, rounds)
-        return self.contest.heats == 0 or time.monotonic() + cost < self.end
+    def _is_heat_due(self, field: Sequence[Recipe], rounds: int) -> bool:
+        """Whether to run one before the last heat.
+
+        The first is run in any case where it decides what drops out, since what it was made for is made. Of as many as
+        the last heat takes it tells no more than what to try together.
+        """
+        in_time = time.monotonic() + self.contest.cost(len(field) + 2, rounds) < self.end
+        if self.contest.heats == 0:
+            return len(field) > _FINALISTS or (len(field) > 1 and in_time)
+        return len(field) > _FINALISTS + 1 and in_time  # of which one may be a single change
 
     def _heat(self, field: Sequence[Recipe], rounds: int) -> list[Recipe]:
         """Lets candidates race with the start and the plain export; those that cannot be run there are refused."""

@@ -96,6 +96,11 @@ def test_a_pooling_that_leaves_the_prompt_out_is_refused_where_there_is_one(tmp_
     assert "its pooling leaves out the tokens of the prompt" in refusal(folder)
 
 
+def test_an_adapter_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    assert "an adapter is not merged into the modules of sentence-transformers" in refusal(folder, adapter="lora")
+
+
 def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
     folder = save_sentences(tmp_path / "sentences")
     (folder / "config_sentence_transformers.json").write_text("[]")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 from optexport import runtimes
 from optexport.errors import ExportError
 from optexport.formats.onnx_probe import check_opens
+from optexport.lowerings import ATTENTION_OPSET
 from optexport.signature import Dim
 from tests.formats import files
 from tests.models import randomise
@@ -127,17 +129,73 @@ class Rows(nn.Module):
         return nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=attend.expand(-1, 1, x.shape[1], -1))
 
 
+@pytest.mark.parametrize("opset", [None, ATTENTION_OPSET])
 @pytest.mark.parametrize("kind", ["boolean", "infinite", "smallest", "large"])
-def test_rows_without_a_single_key_give_what_torch_gives(kind: str, tmp_path: Path) -> None:
+def test_rows_without_a_single_key_give_what_torch_gives(kind: str, opset: int | None, tmp_path: Path) -> None:
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
     example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
     made = files.prepare(Rows(kind), example, {"x": axes, "mask": axes})
-    files.save_onnx(made, tmp_path / "model.onnx", example=example)
+    files.save_onnx(made, tmp_path / "model.onnx", example=example, opset=opset)
     mask = torch.ones(4, 7)
     mask[1] = 0
     mask[2, 3:] = 0
     mask[3, :5] = 0
     runs(made, tmp_path / "model.onnx", {"x": torch.randn(4, 7, 4), "mask": mask})
+
+
+@pytest.mark.parametrize("opset", [None, ATTENTION_OPSET])
+def test_rows_without_a_single_key_are_zeros_in_half_precision_too(opset: int | None, tmp_path: Path) -> None:
+    example = {"x": 40 * torch.randn(3, 5, 4).half(), "mask": torch.ones(3, 5).half()}
+    axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
+    made = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
+    files.save_onnx(made, tmp_path / "model.onnx", example=example, opset=opset)
+    x, mask = 40 * torch.randn(2, 7, 4), torch.ones(2, 7)
+    mask[1] = 0
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (result,) = session.run(None, {"x": x.half().numpy(), "mask": mask.half().numpy()})
+    assert (result[1] == 0).all()
+    assert (result[0] != 0).any()
+
+
+class Attention(nn.Module):
+    """Attention of one's own keys, said as torch allows it."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, 2 * k, **self.arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}],
+    ids=["plain", "causal", "scale", "grouped queries"],
+)
+def test_attention_of_every_kind_gives_what_torch_gives(arguments: dict[str, Any], tmp_path: Path) -> None:
+    heads = 4 if "enable_gqa" in arguments else 2
+    example = {"q": torch.randn(3, heads, 5, 4), "k": torch.randn(3, 2, 6, 4)}
+    axes = {
+        "q": {0: Dim("batch", 1, 16), 2: Dim("rows", 2, 32)},
+        "k": {0: Dim("batch", 1, 16), 2: Dim("columns", 2, 32)},
+    }
+    made = files.prepare(Attention(**arguments), example, axes)
+    files.save_onnx(made, tmp_path / "model.onnx", example=example)
+    runs(made, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)})
+
+
+def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -> None:
+    example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
+    axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
+    made = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
+    files.save_onnx(made, tmp_path / "model.onnx", example=example)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+    types = {node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node}
+    assert "FusedMatMul" in types
+    assert not types & {"Transpose", "Where", "Attention"}
 
 
 @pytest.mark.parametrize("opset", [18, 20, 23])

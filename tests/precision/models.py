@@ -118,6 +118,50 @@ def convs() -> nn.Module:
     return model.eval()
 
 
+class Stacked(nn.Module):
+    """A layer, and a product with a stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.stack = nn.Parameter(torch.empty(3, 32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).tanh() @ self.stack).sum(0)
+
+
+def stacked() -> nn.Module:
+    """Not all of its products are with a matrix."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return randomise(Stacked()).eval()
+
+
+class Convolved(nn.Module):
+    """A convolution, which int8 does not lower and bfloat16 does, and a layer, in two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 3, padding=1)
+        self.layer = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.conv(x[:, None])
+        return self.layer(y.tanh()), y.sum((1, 2), keepdim=True)
+
+
+def convolved() -> nn.Module:
+    """Each file has layers of its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return randomise(Convolved()).eval()
+
+
+def metric(own: object, original: object) -> float:
+    """Finds nothing wrong with any file."""
+    return 1.0
+
+
 def write(
     folder: Path, precision: str, *, model: str = "planted", formats: str = '"onnx"', gates: str = "cosine = 0.999"
 ) -> Path:

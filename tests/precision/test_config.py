@@ -22,6 +22,8 @@ from tests.precision import models
         ('onnx = "bfloat16"', '"onnx"', "cosine = 0.9", "precision.onnx"),
         ('pt2 = "int8"', '"pt2"', "cosine = 0.9", "precision.pt2"),
         ('keep = ["layers.0"]', '"onnx"', "cosine = 0.9", "precision: it lowers nothing"),
+        ('onnx = "int8"', '"onnx"', "cosine = -1", "parity.decisions: .*let anything pass\n.*more than .*cosine = -1"),
+        ('onnx = "int8"', '"onnx"', "iou = 0\nargmax_agreement = 0", "parity.decisions: .*let anything pass"),
         ('onnx = "int8"\nkep = ["layers.0"]', '"onnx"', "cosine = 0.9", 'Did you mean "keep"'),
     ],
 )

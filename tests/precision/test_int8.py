@@ -158,3 +158,29 @@ def test_a_fixed_tolerance_holds_besides_the_gates(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "[parity]\natol = 1e-4\n")
     with pytest.raises(ParityError, match="no choice of layers"):
         run(path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_product_with_a_stack_of_matrices_is_no_layer(tmp_path: Path, method: str) -> None:
+    result = run(models.write(tmp_path, f'onnx = "{method}"', model="stacked"))
+    assert [layer.layer for layer in _record(result).layers] == ["layer"]
+    assert _kept(result) == {}
+
+
+def test_what_only_another_file_has_as_a_layer_can_be_kept(tmp_path: Path) -> None:
+    precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep = ["conv"]'
+    formats = '"onnx", "torchscript"'
+    result = run(models.write(tmp_path, precision, model="convolved", formats=formats, gates="cosine = 0.99"))
+    (half,) = [a.precision for a in result.manifest.artifacts if a.format == "torchscript"]
+    assert half is not None
+    assert {layer.layer: layer.kept for layer in half.layers} == {"conv": "asked for", "layer": None}
+    assert [layer.layer for layer in _record(result).layers] == ["layer"]
+
+
+def test_what_no_file_has_cannot_be_kept_of_any(tmp_path: Path) -> None:
+    precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep = ["cnv"]'
+    config = models.write(
+        tmp_path, precision, model="convolved", formats='"onnx", "torchscript"', gates="cosine = 0.99"
+    )
+    with pytest.raises(ConfigError, match='no layer "cnv"'):
+        run(config)

@@ -102,3 +102,42 @@ def test_the_baseline_is_in_float32(tmp_path: Path) -> None:
     manifest = Manifest.model_validate_json((tmp_path / "bundle-baseline" / "manifest.json").read_bytes())
     assert [artifact.precision for artifact in manifest.artifacts] == [None]
     assert {place.precision for place in manifest.parity.places} == {None}
+
+
+def test_an_output_that_nothing_is_demanded_of_is_named(tmp_path: Path) -> None:
+    config = models.write(tmp_path, 'onnx = "int8"', model="convolved", gates="cosine = 0.9")
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["run", str(config)])
+    assert done.exit_code == 0, done.output
+    assert "held to nothing: output_1\n" in done.output
+    manifest = Manifest.model_validate_json((tmp_path / "bundle" / "manifest.json").read_bytes())
+    rows = [line for line in reports.markdown(manifest.parity, "bundle").splitlines() if "| onnx (int8) |" in line]
+    assert ["| gates |" in row for row in rows[:2]] == [True, False]
+    assert "| none |" in rows[1]
+
+
+def test_verify_says_that_a_gate_of_the_users_own_is_not_checked_again(tmp_path: Path) -> None:
+    gates = '"python:tests.precision.models:metric" = 0.5'
+    done = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, 'onnx = "int8"', gates=gates))])
+    assert done.exit_code == 0, done.output
+    assert "held to nothing" not in done.output
+    done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle")])
+    assert done.exit_code == 0, done.output
+    assert "decide as the gates demand" not in done.output
+    assert "onnx (int8), onnx, optimised (int8) give numbers, which no gate could be held against" in done.output
+    assert "not checked again: python:tests.precision.models:metric." in done.output
+    done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle"), "--json"])
+    assert json.loads(done.output)["gates_not_checked"] == ["python:tests.precision.models:metric"]
+
+
+@pytest.mark.usefixtures("told")
+def test_verify_refuses_a_file_that_is_called_lowered_and_was_not_proven_as_such(folder: Path, tmp_path: Path) -> None:
+    plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
+    assert plain.exit_code == 0, plain.output
+    lowered = json.loads((folder / "bundle" / "manifest.json").read_bytes())["artifacts"][0]["precision"]
+    bundle = tmp_path / "bundle"
+    shutil.copy(folder / "bundle" / "model.onnx", bundle / "model.onnx")
+    exports.edit_json(bundle / "manifest.json", lambda document: document["artifacts"][0].update(precision=lowered))
+    exports.reseal(bundle, "model.onnx")
+    done = CliRunner().invoke(cli, ["verify", str(bundle)])
+    assert done.exit_code == 4, done.output
+    assert "it calls onnx int8, and holds no proof of that" in done.output

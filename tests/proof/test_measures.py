@@ -247,3 +247,12 @@ def test_the_interval_of_a_mean_is_the_normal_one_and_one_value_has_none() -> No
     assert normal(values) == pytest.approx((2.5 - half, 2.5 + half))
     assert normal(values[:1]) is None
     assert wilson(0, 0) is None
+
+
+@pytest.mark.parametrize("nothing", [0.0, 1e-9])
+def test_a_row_that_is_made_of_nothing_counts_as_none_that_agrees(nothing: float) -> None:
+    original = torch.tensor([[3.0, 4.0], [nothing, 0.0], [0.0, nothing]])
+    candidate = torch.tensor([[3.0, 4.0], [0.4, 0.0], [2.0, 0.0]])  # of which one could be rounding in fewer bits
+    assert cosines(candidate, original, 1e-6).values.tolist() == [1.0, 0.0]
+    real = torch.tensor([True, True, False])
+    assert cosines(candidate, original, 1e-6, real).values.tolist() == [1.0]

@@ -81,6 +81,33 @@ def test_tied_weights_stay_tied() -> None:
     assert double[0].weight is double[1].weight
 
 
+class Refers(nn.Module):
+    """A layer whose weight is referred to from where no module holds parameters."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        match way:
+            case "list":
+                self.others = [self.layer.weight]
+            case "dict":
+                self.others = {0: self.layer.weight}
+            case "unregistered":
+                self.__dict__["others"] = (self.layer.weight,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + x @ self.others[0].to(x.dtype)
+
+
+@pytest.mark.parametrize("way", ["list", "dict", "unregistered"])
+def test_a_weight_is_there_for_whatever_refers_to_it(way: str) -> None:
+    model, x = models.randomise(Refers(way)), torch.randn(3, 8, dtype=torch.float64)
+    double = upcasting.upcasting(model)
+    assert double.others[0] is double.layer.weight
+    assert double.layer.weight.held.data_ptr() == model.layer.weight.data_ptr()
+    assert torch.equal(double(x), upcasting.copied(model)(x))
+
+
 class Writes(nn.Module):
     """A weight that is written to as the model runs, so that its result depends on that, or that is read unseen."""
 

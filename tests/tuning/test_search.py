@@ -128,6 +128,20 @@ def test_lowerings_that_pay_are_put_in_together(world: Callable[..., World]) -> 
     assert outcome.chosen.lowerings == _LOWERINGS
 
 
+@pytest.mark.parametrize("paying", _LOWERINGS)
+def test_of_few_candidates_each_is_measured_and_the_one_that_pays_is_found(
+    world: Callable[..., World], paying: str
+) -> None:
+    outcome = world({paying: 1.3}, rules=0).search()
+    assert outcome.chosen.lowerings == (paying,)
+    assert len([trial for trial in outcome.trials if trial.comparison is not None]) >= len(_LOWERINGS)
+
+
+def test_of_few_candidates_those_that_pay_are_put_in_together(world: Callable[..., World]) -> None:
+    outcome = world(dict.fromkeys(_LOWERINGS[:2], 1.3), rules=0, broken=frozenset(_LOWERINGS[2:])).search()
+    assert outcome.chosen.lowerings == _LOWERINGS[:2]
+
+
 def test_on_a_noisy_machine_what_is_configured_stays_and_it_says_so(world: Callable[..., World]) -> None:
     outcome = world({0: 1.02, 1: 0.98}, noise=0.5).search()
     assert outcome.chosen.change == "as configured"

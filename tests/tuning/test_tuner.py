@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,8 @@ def test_the_switch_tunes_without_a_table_and_tells_what_was_tried(
 
 
 @pytest.mark.parametrize(
-    ("budget", "told"), [('"soon"', '"soon" is no time'), ('"0s"', '"0s" is no time'), ("5", "tune")]
+    ("budget", "told"),
+    [('"soon"', '"soon" is no time'), ('"٣m"', "is no time"), ('"0s"', '"0s" is no time'), ("5", "tune")],
 )
 def test_a_budget_that_is_no_time_is_refused(tmp_path: Path, budget: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -205,3 +207,10 @@ def test_what_is_slower_than_the_plain_export_twice_fails_with_exit_code_6(first
     with expected if fails else contextlib.nullcontext() as raised:
         check_never_slower(report, lambda _: _duel(again), _PROOF)
     assert not fails or raised.value.exit_code == 6
+
+
+def test_a_file_that_was_lowered_after_tuning_and_is_slower_is_not_laid_to_tuning_alone() -> None:
+    duel = _duel("slower")
+    duel = replace(duel, artifact=replace(duel.artifact, name="onnx (int8)", precision="int8"))
+    with pytest.raises(GateError, match=r"onnx \(int8\) is 0.9.*\n.*leave onnx out of \[precision\], or \[tune\] out"):
+        check_never_slower(Report(Settings(), (), (duel,)), lambda _: duel, _PROOF)

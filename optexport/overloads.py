@@ -1,0 +1,16 @@
+"""Calls of ATen operators, which are overloads with a schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by the names in the operator's schema, with the defaults of those that are not given."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema}
+    return {**given, **dict(zip(given, node.args, strict=False)), **node.kwargs}
