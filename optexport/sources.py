@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport import archives, registry, transformers_exporters
+from optexport import archives, program_signature, registry, transformers_exporters
+from optexport.arguments import Arguments, Constant, taking_tensors
 from optexport.config import ModelConfig, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.formats import torch_lowerings
@@ -41,16 +42,29 @@ class Loaded:
         program: The program that a ``.pt2`` file held; ``model`` is then its module.
         revision: What identifies the source's version: a commit, or a package with its version; None if unknown.
         pretrained: Where its tokenizer or processor is; None where there is none.
+        constants: The arguments that are fixed, by name.
     """
 
     model: nn.Module
     program: ExportedProgram | None = None
     revision: str | None = None
     pretrained: Pretrained | None = None
+    constants: Mapping[str, Constant] = field(default_factory=dict)
 
     @property
     def to_trace(self) -> nn.Module | ExportedProgram:
         return self.model if self.program is None else self.program
+
+    def called_with(self, arguments: Arguments | None) -> Loaded:
+        """The same, whose model takes the tensors of these arguments by their flat names; as it is where None."""
+        if arguments is None:
+            return self
+        return replace(self, model=taking_tensors(self.model, arguments), constants=arguments.constants)
+
+    @classmethod
+    def of_program(cls, program: ExportedProgram, revision: str | None = None) -> Loaded:
+        """A program, and the module that it is of."""
+        return cls(unlift(program), program, revision, constants=program_signature.constants(program))
 
     @cached_property
     def weights_sha256(self) -> str:
@@ -129,7 +143,7 @@ def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
     if path.suffix == ".pt2":
         program = archives.load_pt2(path)
         torch_lowerings.raise_again(program)
-        return Loaded(unlift(program), program, revision)
+        return Loaded.of_program(program, revision)
     if not (path / "config.json").is_file():
         raise SourceError(
             "it holds no config.json, so it is no folder of a transformers model",
