@@ -18,8 +18,8 @@ from optexport.errors import ConfigError, TraceError
 from optexport.job import Job, preset
 from optexport.pipeline import Result
 from optexport.proof import cases
-from optexport.proof.decisions import load_metrics
 from optexport.proof.cases import Batch
+from optexport.proof.decisions import load_metrics
 from optexport.signature import Dim, Dynamic
 from optexport.sources import Loaded
 from optexport.stages import Stages
@@ -148,7 +148,7 @@ def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batc
                 place=f"inputs[{index}]",
                 mend="Export once for each way of calling the model.",
             )
-    return loaded.called_with(first), tuple(tensors for tensors, _ in flat)
+    return loaded.called_with(flat[0][0], first), tuple(tensors for tensors, _ in flat)
 
 
 def _check_arguments(model: Any, transformations: Any, dynamic: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from optexport.errors import ConfigError
-from optexport.signature import as_argument, path_name, unused
+from optexport.signature import as_argument, call_signature, path_name, unused
 
 Constant = bool | int | float | str
 
@@ -72,7 +73,8 @@ def flat_inputs(model: nn.Module, inputs: Any) -> tuple[dict[str, torch.Tensor],
     Raises:
         ConfigError: There is no tensor, an argument too many, or something that is neither a tensor nor a constant.
     """
-    parameters = inspect.signature(model.forward).parameters
+    signature = call_signature(model)
+    parameters = signature.parameters
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
@@ -86,10 +88,10 @@ def flat_inputs(model: nn.Module, inputs: Any) -> tuple[dict[str, torch.Tensor],
         if args and len(args) <= len(named) == len(parameters):
             return dict(zip(named, args, strict=False)), None
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"{type(model).__name__} cannot be called so: {error}",
+            f"{_title(model)} cannot be called so: {error}",
             place="inputs",
             mend=f"It takes {', '.join(str(p) for p in parameters.values())}.",
         ) from error
@@ -184,20 +186,24 @@ def arguments_of(model: nn.Module, names: Sequence[str], constants: Mapping[str,
     Raises:
         ConfigError: They do not fit together, or the model does not take them.
     """
-    parameters = inspect.signature(model.forward).parameters
     if not constants and all("." not in name for name in names):
         return None
-    tree = nested(names, constants, parameters)
-    try:
-        bound = inspect.signature(model.forward).bind(**tree)
-    except TypeError as error:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be called so: {error}",
-            place="inputs",
-            mend=f"It takes {', '.join(str(p) for p in parameters.values())}.",
-        ) from error
+    signature = call_signature(model)
+    tree = nested(names, constants, signature.parameters)
+    bound = inspect.BoundArguments(signature, OrderedDict())
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            bound.arguments[name] = {key: value for key, value in tree.items() if key not in signature.parameters}
+        elif name in tree:
+            bound.arguments[name] = tree[name]
+        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
+            raise ConfigError("it is missing", place=f"inputs: {name}", mend=f"{_title(model)} takes it.")
     leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
     return Arguments(tuple(leaves), spec, constants)
+
+
+def _title(model: nn.Module) -> str:
+    return str(getattr(model, "original_name", type(model).__name__))
 
 
 class _TakesTensors(nn.Module):
@@ -223,6 +229,14 @@ class _Calls(nn.Module):
         return self.model(*args, **kwargs)
 
 
+def plain(graph_module: fx.GraphModule, name: str = "GraphModule") -> nn.Module:
+    """A graph's code as an ordinary module, which is traced like any other; it shares all that the graph reads."""
+    cls = type(name, (nn.Module,), {"forward": type(graph_module).forward})
+    made: nn.Module = nn.Module.__new__(cls)
+    made.__dict__.update({key: value for key, value in vars(graph_module).items() if key not in ("_graph", "_code")})
+    return made
+
+
 def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
     """The model as one that takes tensors by flat names, as Python can write them, and nothing else.
 
@@ -230,7 +244,9 @@ def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
     """
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
     parameters += [inspect.Parameter(as_argument(n), inspect.Parameter.KEYWORD_ONLY) for n in arguments.names]
-    of_its_own = isinstance(model, fx.GraphModule | torch.jit.ScriptModule) or "forward" in vars(model)
+    if isinstance(model, fx.GraphModule):  # whose class is its own, made anew with each copy
+        model = plain(model)
+    of_its_own = isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model)
     base: type[nn.Module] = _Calls if of_its_own else _TakesTensors
 
     def forward(self: Any, /, **tensors: torch.Tensor) -> Any:

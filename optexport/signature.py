@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, SourceError
 
 T = TypeVar("T")
 
@@ -100,6 +100,29 @@ class Signature:
         return {dim.name: inputs[name].shape[axis] for name, axis, dim in self.axes()}
 
 
+def call_signature(model: nn.Module) -> inspect.Signature:
+    """What ``forward`` takes; of a TorchScript program, what its schema says.
+
+    Raises:
+        SourceError: It is a TorchScript program without ``forward``.
+    """
+    if not isinstance(model, torch.jit.ScriptModule):
+        return inspect.signature(model.forward)
+    try:
+        forward: Any = model.forward
+        schema = forward.schema
+    except (AttributeError, RuntimeError) as error:
+        raise SourceError("the TorchScript program has no forward", place=str(model.original_name)) from error
+    kinds = {True: inspect.Parameter.KEYWORD_ONLY, False: inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    empty = inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            inspect.Parameter(a.name, kinds[a.kwarg_only], default=a.default_value if a.has_default_value() else empty)
+            for a in schema.arguments[1:]
+        ]
+    )
+
+
 _CONVENTIONS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("input_ids", "attention_mask", "token_type_ids", "position_ids"), ("batch", "sequence")),
     **dict.fromkeys(("decoder_input_ids", "decoder_attention_mask"), ("batch", "decoder_sequence")),
@@ -116,7 +139,12 @@ def conventional_axes(name: str, rank: int) -> tuple[str, ...]:
     known = _CONVENTIONS.get(name, ())
     if len(known) == rank:
         return known
-    return tuple("batch" if axis == 0 else f"{name}_{axis}" for axis in range(rank))
+    return tuple("batch" if axis == 0 else numbered_axis(name, axis) for axis in range(rank))
+
+
+def numbered_axis(name: str, axis: int) -> str:
+    """The name of an axis that has none of its own."""
+    return f"{as_argument(name)}_{axis}"
 
 
 def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ from optexport.signature import (
     conventional_axes,
     named_inputs,
     named_outputs,
+    numbered_axis,
 )
 from optexport.size_guards import above_assertions, doubtful_sizes
 
@@ -261,7 +262,7 @@ def _signature(
             wanted = declared.get(axis, conventional[axis])
             dim_name = names.setdefault(symbol, wanted.name if isinstance(wanted, Dim) else wanted)
             if hints.setdefault(dim_name, hint) != hint:  # the usual name, but not the usual size
-                dim_name = names[symbol] = f"{name}_{axis}"
+                dim_name = names[symbol] = numbered_axis(name, axis)
             dims[dim_name] = _narrowest(dims.get(dim_name), _range(program, symbol, wanted, dim_name))
             shape.append(dim_name)
         inputs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(shape)))

@@ -238,8 +238,9 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], Make, list[str], list[str], dict
     "a batch norm after a relu": (ReluFirst, lambda n: floats(n, 2, 8), ["x"], ["output"], {}),
     "a graph of torch.fx": (traced_by_fx, pair, ["x", "y"], ["output"], {}),
     "a graph of torch.fx with a constant": (
-        lambda: fx.symbolic_trace(randomise(Switched()), concrete_args={"times": 2, "both": False, "mode": "sum"}), X,
-        ["x"], ["output"], {},
+        lambda: fx.symbolic_trace(randomise(Switched()), concrete_args={"times": 2, "both": False, "mode": "sum"}),
+        lambda n: {"x": floats(n, 4), "times_1": 2, "both_1": False, "mode_1": "sum"},
+        ["x"], ["output"], {"times_1": 2, "both_1": False, "mode_1": "sum"},
     ),
     "a graph of torch.fx with states": (
         lambda: fx.symbolic_trace(Returning(lambda y, x: y) and Sums()),
@@ -288,7 +289,7 @@ def test_every_kind_of_module_goes_through_and_is_right_at_sizes_that_were_not_t
             for place, run in runtimes.open_file(path, name, outputs):
                 got = run(batch)
                 for output, expected in zip(outputs, want.values(), strict=True):
-                    torch.testing.assert_close(got[output], expected, msg=lambda m: f"{place}, {output}: {m}")
+                    torch.testing.assert_close(got[output], expected, msg=f"{place}, {output} at {rows}")
 
 
 def sorted_like(names: list[str], inputs: Any) -> Any:
