@@ -83,7 +83,7 @@ def export(
     bundle.check_output(output)
     if isinstance(model, ExportedProgram):
         loaded = Loaded.of_program(model)
-    elif model.training:
+    elif getattr(model, "training", False):  # which a frozen TorchScript program does not say
         raise TraceError(
             "it is in train mode, where it may draw random numbers",
             place=type(model).__name__,

@@ -222,7 +222,7 @@ class _Calls(nn.Module):
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
         super().__init__()
         self.model, self._arguments = model, arguments
-        self.training = model.training
+        self.training = False
 
     def forward(self, /, **tensors: torch.Tensor) -> Any:
         args, kwargs = self._arguments.filled(tensors)
@@ -242,10 +242,13 @@ def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
 
     It shares all of the model, which is not changed, under the same paths.
     """
+    cls = type(model)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
     parameters += [inspect.Parameter(as_argument(n), inspect.Parameter.KEYWORD_ONLY) for n in arguments.names]
     if isinstance(model, fx.GraphModule):  # whose class is its own, made anew with each copy
         model = plain(model)
+        cls = type(model)
     of_its_own = isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model)
     base: type[nn.Module] = _Calls if of_its_own else _TakesTensors
 
@@ -254,10 +257,8 @@ def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
 
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     if of_its_own:
-        calls: nn.Module = type("Calls", (_Calls,), {"forward": forward})(model, arguments)
+        calls: nn.Module = type(cls.__name__, (_Calls,), {**names, "forward": forward})(model, arguments)
         return calls
-    cls = type(model)
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     made = copy.copy(model)
     made.__class__ = type(cls.__name__, (_TakesTensors, cls), {**names, "forward": forward})
     made.__dict__["_arguments"] = arguments

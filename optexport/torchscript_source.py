@@ -77,7 +77,7 @@ def load(path: Path) -> torch.jit.ScriptModule:
     """
     script = archives.load_torchscript(path)
     call_signature(script)
-    return script.eval()
+    return script.eval() if hasattr(script, "training") else script  # a frozen one is in eval mode for good
 
 
 def _name(script: torch.jit.ScriptModule) -> str:

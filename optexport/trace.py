@@ -17,6 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from optexport import transformers_exporters
+from optexport.dataclass_outputs import register_dataclasses
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import TraceError, first_line
 from optexport.program_signature import tensor_inputs
@@ -177,6 +178,8 @@ def _export(model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dyna
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     except Exception as error:  # torch.export raises many kinds, and the model's own code any other
+        if register_dataclasses(model, as_arguments(example)):
+            return _export(model, example, dynamic)
         raise _explained(model, example, error, dynamic) from error
 
 
