@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import fx, nn
 
-from optexport import export, runtimes
-from optexport.signature import flatten_outputs
+from optexport import bundle, export, runtimes
+from optexport.arguments import arguments_of, flat_inputs, taking_tensors
+from optexport.cli import cli
+from optexport.errors import ConfigError
+from optexport.signature import as_arguments, flatten_outputs
 from tests.models import randomise
 
 
@@ -269,7 +275,15 @@ def leaves(inputs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.parametrize("kind", TABLE)
+# Which all tests run; the others need minutes.
+ALWAYS = (
+    *("any tensors by keyword", "a tuple of states", "dicts in dicts, and a list", "constants", "a dataclass out"),
+    "a graph of torch.fx with states",
+)
+KINDS = [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.nightly) for kind in TABLE]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_module_goes_through_and_is_right_at_sizes_that_were_not_traced(
     kind: str, tmp_path: Path
 ) -> None:
@@ -300,5 +314,98 @@ def sorted_like(names: list[str], inputs: Any) -> Any:
     return {name: inputs[name] for name in order}
 
 
-def test_a_dataclass_is_what_the_table_takes_for_one() -> None:
-    assert dataclasses.is_dataclass(Result)
+@pytest.mark.parametrize("kind", [kind for kind in TABLE if kind != "a dataclass out"])
+def test_arguments_get_flat_names_and_the_model_computes_the_same_with_them(kind: str) -> None:
+    make, given, inputs, _, constants = TABLE[kind]
+    model = make().eval() if kind.startswith("a graph") else randomise(make())
+    tensors, arguments = flat_inputs(model, given(3))
+    assert sorted(tensors) == sorted(inputs)
+    assert dict(arguments.constants if arguments else {}) == constants
+    taking = taking_tensors(model, arguments) if arguments else model
+    assert [name for name, _ in taking.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert list(inspect.signature(taking.forward).parameters) == [
+        name.replace(".", "_")
+        for name in (arguments.names if arguments else inspect.signature(model.forward).parameters)
+    ]
+    got, want = called(taking, as_arguments(tensors)), called(model, given(3))
+    assert list(got) == list(want)
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+    double = copy.deepcopy(taking).double()
+    exact = called(double, {n: t.double() if t.is_floating_point() else t for n, t in as_arguments(tensors).items()})
+    assert any(tensor.dtype == torch.float64 for tensor in exact.values())
+
+
+def test_names_that_python_would_take_for_one_are_told_apart() -> None:
+    model = ByKeyword()
+    tensors, _ = flat_inputs(model, {"x": floats(2, 4), "a": {"b": floats(2, 1)}, "a_b": floats(3)})
+    assert list(tensors) == ["x", "a.b", "a_b_2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"x": floats(2, 4), "mask": {"a": object()}}, "inputs: mask.a: it is a object"),
+        ({"x": 3}, "they hold no tensor"),
+        ((floats(2, 4), None, None, 4), "too many positional arguments"),
+        ({"y": floats(2, 4)}, "cannot be called so: missing a required argument: 'x'"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_one_clear_error(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        flat_inputs(Optional(), given)
+
+
+def test_flat_names_in_a_config_are_put_where_they_belong() -> None:
+    model = randomise(Features())
+    arguments = arguments_of(model, ["features.image.x", "features.bias", "weights.0", "weights.1"], {})
+    assert arguments is not None
+    tensors, _ = flat_inputs(Features(), features(2))
+    args, kwargs = arguments.filled(as_arguments(tensors))
+    want, got = (
+        called(model, features(2)),
+        called(model, {**dict(zip(("features", "weights"), args, strict=False)), **kwargs}),
+    )
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+    for names, told in [
+        (["weights.0", "weights.2"], r"weights\.1 is missing"),
+        (["weights", "weights.0"], "another input has this place"),
+        (["weights"], "inputs: features: it is missing"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            arguments_of(Features(), ["x.0", *names] if names == ["weights"] else ["features.bias", *names], {})
+
+
+FACTORY = """
+from torch import nn
+
+class States(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 3)
+
+    def forward(self, x, states, features=None, double=False):
+        h, c = self.cell(x, states)
+        return {"h": h * 2 if double else h, "c": c + features["bias"]}
+"""
+
+
+def test_a_config_gives_nested_inputs_and_constants_by_flat_names(tmp_path: Path) -> None:
+    (tmp_path / "nested_factory.py").write_text(FACTORY)
+    config = tmp_path / "mine.toml"
+    config.write_text(
+        '[model]\nsource = "python:nested_factory:States"\n[export]\nformats = ["onnx", "pt2"]\noutput = "out"\n'
+        '[inputs.tensors.x]\nshape = ["batch", 4]\n[inputs.tensors."features.bias"]\nshape = [3]\n'
+        '[inputs.tensors."states.0"]\nshape = ["batch", 3]\n[inputs.tensors."states.1"]\nshape = ["batch", 3]\n'
+        "[inputs.constants]\ndouble = true\n[inputs.dynamic]\nbatch = [1, 9]\n[tracking]\nenabled = false\n"
+    )
+    try:
+        result = CliRunner().invoke(cli, ["run", str(config)])
+    finally:
+        sys.modules.pop("nested_factory", None)
+    assert result.exit_code == 0, result.output
+    manifest = bundle.read_manifest(tmp_path / "out")
+    assert {spec.name: spec.shape for spec in manifest.inputs} == {
+        "x": ["batch", 4], "features.bias": [3], "states.0": ["batch", 3], "states.1": ["batch", 3],
+    }  # fmt: skip
+    assert manifest.constants == {"double": True}
+    assert manifest.dims["batch"].max == 9
