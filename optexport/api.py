@@ -10,22 +10,23 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport import bundle, pipeline
+from optexport import bundle, pipeline, program_signature
+from optexport.arguments import flat_inputs
 from optexport.config import FORMATS, Effort, checked_settings
 from optexport.config_precision import check_precision
 from optexport.errors import ConfigError, TraceError
 from optexport.job import Job, preset
 from optexport.pipeline import Result
 from optexport.proof import cases
+from optexport.proof.cases import Batch
 from optexport.proof.decisions import load_metrics
-from optexport.raising import unlift
-from optexport.signature import Dim, Dynamic, named_inputs
+from optexport.signature import Dim, Dynamic
 from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.transform import NamedRule
 from optexport.transformations import Transformation
 
-Inputs = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...] | torch.Tensor
+Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
 
 
 def export(
@@ -49,8 +50,9 @@ def export(
 
     Args:
         model: In eval mode; it is not changed.
-        inputs: Tensors by input name, or a tuple of them in order. Of a list of such batches the first is traced, and
-            all are checked on.
+        inputs: Arguments by name, or a tuple of them in order: tensors, dicts, lists and tuples of tensors, and
+            constants, which become part of what is exported. A tensor of ``states=(h, c)`` is then called ``states.0``.
+            Of a list of such batches the first is traced, and all are checked on.
         output: The bundle's folder; a bundle that is there already is replaced.
         transformations: One or several, in the order in which they are applied; the preset by default.
         formats: Any of "torchscript", "onnx" and "pt2".
@@ -80,8 +82,8 @@ def export(
     output = Path(output).resolve()
     bundle.check_output(output)
     if isinstance(model, ExportedProgram):
-        loaded = Loaded(unlift(model), model)
-    elif model.training:
+        loaded = Loaded.of_program(model)
+    elif getattr(model, "training", False):  # which a frozen TorchScript program does not say
         raise TraceError(
             "it is in train mode, where it may draw random numbers",
             place=type(model).__name__,
@@ -90,9 +92,9 @@ def export(
     else:
         loaded = Loaded(model)
     given = inputs if isinstance(inputs, list) else [inputs]
-    batches = tuple(named_inputs(loaded.model, batch) for batch in given)
-    if not batches:
+    if not given:
         raise ConfigError("no batch is given", place="inputs")
+    loaded, batches = _called(loaded, given)
     for name, axes in (dynamic or {}).items():
         rank = batches[0][name].dim() if name in batches[0] else 0
         for wrong in [dim for dim in axes.values() if not isinstance(dim, str | Dim)]:
@@ -131,6 +133,22 @@ def export(
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
     job = Job(config, loaded, example, batches, dynamic, rules, output, metrics=metrics)
     return pipeline.produce(job, stages or Stages())
+
+
+def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
+    """The model as it is called with the first batch, and the tensors of all by name."""
+    if loaded.program is not None:
+        return loaded, tuple(program_signature.named_tensors(loaded.program, batch) for batch in given)
+    flat = [flat_inputs(loaded.model, batch) for batch in given]
+    (_, first), *others = flat
+    for index, (_, arguments) in enumerate(others, start=1):
+        if arguments != first:
+            raise ConfigError(
+                "its arguments are other ones, or other constants, than those of the first batch",
+                place=f"inputs[{index}]",
+                mend="Export once for each way of calling the model.",
+            )
+    return loaded.called_with(flat[0][0], first), tuple(tensors for tensors, _ in flat)
 
 
 def _check_arguments(model: Any, transformations: Any, dynamic: Any) -> None:

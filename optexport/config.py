@@ -119,6 +119,7 @@ class InputsConfig(_Table):
     images: list[str] | None = Field(default=None, min_length=1)
     data: str | None = None
     tensors: dict[str, TensorConfig] | None = Field(default=None, min_length=1)
+    constants: dict[str, bool | int | float | str] = {}
     max_length: int | None = Field(default=None, ge=1)
     axes: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
     dynamic: dict[str, _Range] | None = None
@@ -235,6 +236,10 @@ class Config(_Table):
         return list(self.transformations)
 
 
+# What files of TorchScript are called.
+TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")
+
+
 class SourceKind(StrEnum):
     """Where a model comes from."""
 
@@ -242,6 +247,7 @@ class SourceKind(StrEnum):
     PYTHON = "python"
     MLFLOW = "mlflow"
     PT2 = "pt2"
+    TORCHSCRIPT = "torchscript"
     FOLDER = "folder"
     HUB = "hub"
 
@@ -253,6 +259,8 @@ def source_kind(source: str, folder: Path) -> SourceKind:
         return SourceKind(prefix)
     if source.endswith(".pt2"):
         return SourceKind.PT2
+    if source.endswith(TORCHSCRIPT_SUFFIXES):
+        return SourceKind.TORCHSCRIPT
     if source.startswith((".", "/", "~")) or _is_dir(folder, source):
         return SourceKind.FOLDER
     return SourceKind.HUB
@@ -298,7 +306,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     check_formats(config, path.name)
     check_measuring(config.bench, config.gate, config.export.formats, config.inputs.dynamic, path.name)
     _check_files(config, path)
-    of_program = config.model.source.endswith(".pt2") and not config.model.source.startswith("python:")
+    of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
     check_inputs(config.inputs, of_program=of_program, place=path.name)
     check_tolerance(config, without, path.name)
     check_precision(config, path.name)
@@ -336,7 +344,7 @@ def _check_files(config: Config, path: Path) -> None:
         _check_module(rest, folder, place)
     if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
         raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
-    if kind is SourceKind.PT2 and not _is_file(folder, source):
+    if kind in (SourceKind.PT2, SourceKind.TORCHSCRIPT) and not _is_file(folder, source):
         raise ConfigError(f"there is no file {source}", place=place)
     if kind is SourceKind.FOLDER and not _is_dir(folder, source):
         raise ConfigError(f"there is no folder {source}", place=place)

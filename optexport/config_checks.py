@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +42,7 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:
                     mend=did_you_mean(name, list(inputs.tensors)),
                 )
         axes = {
-            size if isinstance(size, str) else f"{name}_{axis}"
+            size if isinstance(size, str) else re.sub(r"\W", "_", f"{name}_{axis}")
             for name, spec in inputs.tensors.items()
             for axis, size in enumerate(spec.shape)
         }

@@ -22,8 +22,9 @@ from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.program_inputs import program_inputs
 from optexport.proof.cases import Batch, at_least_two, traceable
 from optexport.proof.shards import shards
-from optexport.signature import Dim, Dynamic, conventional_axes
+from optexport.signature import Dim, Dynamic, call_signature, conventional_axes, numbered_axis
 from optexport.sources import Pretrained
+from optexport.trace import input_names
 
 # Tokenizers that know no longest sequence say 1e30.
 _UNLIMITED = 10**9
@@ -86,7 +87,12 @@ def prepare(
             place="inputs",
             mend='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
         )
-    _check_names(example, model)
+    if program is None:
+        _check_names(example, config.constants, model)
+    elif config.constants:
+        raise ConfigError("a .pt2 file takes none: they were fixed when it was made", place="inputs.constants")
+    elif set(example) != set(names := input_names(program)):
+        raise ConfigError(f"the program takes {', '.join(names)}, and is given {', '.join(example)}", place="inputs")
     for name in config.axes:
         if name not in example:
             raise ConfigError(
@@ -172,7 +178,7 @@ def _undeclared(example: Batch, real: tuple[Batch, ...], config: InputsConfig) -
 def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[str, ...]:
     if config.tensors is not None and name in config.tensors:
         shape = config.tensors[name].shape
-        return tuple(size if isinstance(size, str) else f"{name}_{axis}" for axis, size in enumerate(shape))
+        return tuple(size if isinstance(size, str) else numbered_axis(name, axis) for axis, size in enumerate(shape))
     names = config.axes.get(name)
     if names is None:
         return conventional_axes(name, tensor.dim())
@@ -181,12 +187,12 @@ def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[
     return tuple(names)
 
 
-def _check_names(example: Batch, model: nn.Module) -> None:
-    parameters = inspect.signature(model.forward).parameters
+def _check_names(example: Batch, constants: Mapping[str, object], model: nn.Module) -> None:
+    parameters = call_signature(model).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and not hasattr(model, "main_input_name"):
         return
-    for name in example:
-        if name not in parameters:
+    for name in (*example, *constants):
+        if name not in parameters and name.partition(".")[0] not in parameters:
             known = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
             raise ConfigError(
                 f"{type(model).__name__} takes no such input",

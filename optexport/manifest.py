@@ -277,6 +277,8 @@ class FileRecord(_Record):
 class Manifest(_Record):
     """The whole document; ``digest`` is the SHA-256 of the document without it.
 
+    ``constants`` are the arguments that the files do not take, with what they were when the model was traced.
+
     ``nodes_after`` is that of the first artifact's graph. ``application`` is null in bundles that do not tell.
 
     ``undone`` names the last transformations, which were undone on a copy and gave back the graph before them, to the
@@ -289,6 +291,7 @@ class Manifest(_Record):
     versions: dict[str, str]
     model: ModelRecord
     inputs: list[TensorRecord]
+    constants: dict[str, bool | int | float | str] = {}
     outputs: list[TensorRecord]
     dims: dict[str, DimRecord]
     fixed_axes: list[str]

@@ -14,7 +14,7 @@ from optexport.proof.cases import Batch, cases
 from optexport.proof.reference import Call, Reference, run_original
 from optexport.proof.special_values import special_cases
 from optexport.runtimes import Run
-from optexport.signature import flatten_outputs
+from optexport.signature import as_arguments, flatten_outputs
 from optexport.trace import Traced, trace
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import no_cache
@@ -29,7 +29,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
         with no_cache(model):
-            outputs = flatten_outputs(model(**copied)).values()
+            outputs = flatten_outputs(model(**as_arguments(copied))).values()
         names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
         named = dict(zip(names, outputs, strict=True))
         return {name: named[name] for name in kept.output_names}

@@ -11,6 +11,7 @@ import torch
 
 from optexport import branch, bundle, inputs, interrupts, places, records, sources, tracking
 from optexport.applications.describe import describe
+from optexport.arguments import arguments_of
 from optexport.bench import exports, report
 from optexport.bench.measuring import Report
 from optexport.blame import failure
@@ -130,6 +131,9 @@ def run(
             given = inputs.prepare(
                 config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
             )
+            if loaded.program is None:
+                arguments = arguments_of(loaded.model, list(given.example), config.inputs.constants)
+                loaded = loaded.called_with(given.example, arguments)
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
         job = Job(
             config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, given.rows, metrics

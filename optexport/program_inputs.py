@@ -9,8 +9,9 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from optexport.errors import TraceError
+from optexport.program_signature import tensor_inputs
 from optexport.proof.vocabulary import vocabularies
-from optexport.trace import input_names, trace
+from optexport.trace import trace
 
 
 def program_inputs(program: ExportedProgram, seed: int) -> dict[str, torch.Tensor]:
@@ -28,15 +29,15 @@ def program_inputs(program: ExportedProgram, seed: int) -> dict[str, torch.Tenso
     Raises:
         TraceError: The program takes an input that is no tensor.
     """
-    names = input_names(program)
+    names = list(tensor_inputs(program).values())
     if program.example_inputs is not None:
-        leaves = pytree.tree_leaves(program.example_inputs)
-        if len(leaves) == len(names) and all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        leaves = [leaf for leaf in pytree.tree_leaves(program.example_inputs) if isinstance(leaf, torch.Tensor)]
+        if len(leaves) == len(names):
             return {name: leaf.detach().clone() for name, leaf in zip(names, leaves, strict=True)}
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     blank: dict[str, torch.Tensor] = {}
-    for name, placeholder in zip(names, program.graph_signature.user_inputs, strict=True):
-        value = values.get(str(placeholder))
+    for placeholder, name in tensor_inputs(program).items():
+        value = values.get(placeholder)
         if not isinstance(value, torch.Tensor):
             raise TraceError("it is no tensor", place=f"input {name}", mend="Export the program with tensors only.")
         blank[name] = torch.zeros([_traced(size) for size in value.shape], dtype=value.dtype)

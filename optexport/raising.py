@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from optexport import overloads
+from optexport.program_signature import take_tensors
 
 aten = torch.ops.aten
 
@@ -174,11 +175,13 @@ _KINDS: dict[Any, _Kind] = {
 
 
 def unlift(program: ExportedProgram) -> fx.GraphModule:
-    """A program as a module that takes every input by name, whichever way it was exported with."""
+    """A program as a module that takes every tensor by name, whichever way it was exported with."""
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     # A new GraphModule leaves behind the hook that insists on the way that inputs were given.
-    return fx.GraphModule(module, module.graph).eval()
+    graph_module = fx.GraphModule(module, module.graph).eval()
+    take_tensors(graph_module, program)
+    return graph_module
 
 
 def raise_graph(program: ExportedProgram) -> fx.GraphModule:

@@ -98,6 +98,7 @@ def manifest(
             weights_sha256=loaded.weights_sha256,
         ),
         inputs=[_tensor(spec) for spec in traced.signature.inputs],
+        constants=dict(loaded.constants),
         outputs=[_tensor(spec) for spec in traced.signature.outputs],
         dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in traced.signature.dims.items()},
         fixed_axes=list(traced.fixed),

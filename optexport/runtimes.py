@@ -13,6 +13,7 @@ import torch
 
 from optexport import archives
 from optexport.errors import ExportError, SourceError, first_line
+from optexport.signature import as_arguments
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
 import onnxruntime
@@ -99,7 +100,7 @@ def open_pt2(path: Path, outputs: Sequence[str]) -> Run:
 def _runner(module: Callable[..., Sequence[torch.Tensor]], outputs: Sequence[str]) -> Run:
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         with torch.no_grad():
-            results = module(**copy.deepcopy(dict(inputs)))  # a model may change its inputs in place
+            results = module(**copy.deepcopy(as_arguments(inputs)))  # a model may change its inputs in place
         return dict(zip(outputs, results, strict=True))
 
     return run

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Collection, Container, Iterator, Mapping
+import re
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, SourceError
 
 T = TypeVar("T")
 
@@ -87,16 +88,39 @@ class Signature:
                     yield spec.name, axis, self.dims[size]
 
     def dynamic_shapes(self) -> dict[str, dict[int, Any]]:
-        """The same for ``torch.export``: axes that share a dimension share one ``torch.export.Dim``."""
+        """The same for ``torch.export``, by argument: axes that share a dimension share one ``torch.export.Dim``."""
         dims = {name: torch.export.Dim(name, min=dim.min, max=dim.max) for name, dim in self.dims.items()}
         shapes: dict[str, dict[int, Any]] = {spec.name: {} for spec in self.inputs}
         for name, axis, dim in self.axes():
             shapes[name][axis] = dims[dim.name]
-        return shapes
+        return as_arguments(shapes)
 
     def sizes(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """The size that each dynamic dimension has in a batch of inputs."""
         return {dim.name: inputs[name].shape[axis] for name, axis, dim in self.axes()}
+
+
+def call_signature(model: nn.Module) -> inspect.Signature:
+    """What ``forward`` takes; of a TorchScript program, what its schema says.
+
+    Raises:
+        SourceError: It is a TorchScript program without ``forward``.
+    """
+    if not isinstance(model, torch.jit.ScriptModule):
+        return inspect.signature(model.forward)
+    try:
+        forward: Any = model.forward
+        schema = forward.schema
+    except (AttributeError, RuntimeError) as error:
+        raise SourceError("the TorchScript program has no forward", place=str(model.original_name)) from error
+    kinds = {True: inspect.Parameter.KEYWORD_ONLY, False: inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    empty = inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            inspect.Parameter(a.name, kinds[a.kwarg_only], default=a.default_value if a.has_default_value() else empty)
+            for a in schema.arguments[1:]
+        ]
+    )
 
 
 _CONVENTIONS: Mapping[str, tuple[str, ...]] = {
@@ -115,7 +139,12 @@ def conventional_axes(name: str, rank: int) -> tuple[str, ...]:
     known = _CONVENTIONS.get(name, ())
     if len(known) == rank:
         return known
-    return tuple("batch" if axis == 0 else f"{name}_{axis}" for axis in range(rank))
+    return tuple("batch" if axis == 0 else numbered_axis(name, axis) for axis in range(rank))
+
+
+def numbered_axis(name: str, axis: int) -> str:
+    """The name of an axis that has none of its own."""
+    return f"{as_argument(name)}_{axis}"
 
 
 def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
@@ -146,17 +175,18 @@ def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
     return named_outputs(outputs, (), torch.Tensor)
 
 
-def named_outputs(outputs: Any, inputs: Container[str], kind: type[T]) -> dict[str, T]:
+def named_outputs(outputs: Any, inputs: Iterable[str], kind: type[T]) -> dict[str, T]:
     """Names all of a kind in a model's output as `flatten_outputs` does, but none as an input is."""
     leaves, _ = pytree.tree_flatten_with_path(outputs)
     named: dict[str, T] = {}
     for path, leaf in leaves:
         if isinstance(leaf, kind):
-            name = ".".join(_key(key) for key in path)
+            name = path_name(path)
             name = name if name and not name[0].isdigit() else f"output_{name}" if name else "output"
             named[unused(name, named)] = leaf
     taken = [*named]
-    for name in [name for name in named if name in inputs]:
+    arguments = {as_argument(name) for name in inputs}
+    for name in [name for name in named if as_argument(name) in arguments]:
         taken.append(unused(f"{name}_out", taken))
         named = {taken[-1] if known == name else known: leaf for known, leaf in named.items()}
     return named
@@ -167,6 +197,21 @@ def unused(name: str, taken: Container[str]) -> str:
     if name not in taken:
         return name
     return next(other for other in (f"{name}_{i}" for i in itertools.count(2)) if other not in taken)
+
+
+def path_name(path: Iterable[Any]) -> str:
+    """The name of a leaf in a nesting of dicts, dataclasses, lists and tuples, such as ``states.0``."""
+    return ".".join(_key(key) for key in path)
+
+
+def as_argument(name: str) -> str:
+    """The name of an input as Python and TorchScript take it, by keyword: ``states_0`` for ``states.0``."""
+    return re.sub(r"\W", "_", name)
+
+
+def as_arguments(batch: Mapping[str, T]) -> dict[str, T]:
+    """Inputs by the names that Python and TorchScript take them with."""
+    return {as_argument(name): value for name, value in batch.items()}
 
 
 def _key(key: Any) -> str:

@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport import adapters, archives, registry, transformers_exporters
+from optexport import adapters, archives, program_signature, registry, torchscript_source, transformers_exporters
 from optexport.applications import sentence_embedding
-from optexport.config import ModelConfig, SourceKind, source_kind
+from optexport.arguments import Arguments, Constant, taking_tensors
+from optexport.config import TORCHSCRIPT_SUFFIXES, ModelConfig, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.formats import torch_lowerings
 from optexport.raising import unlift
+from optexport.signature import as_arguments
 from optexport.tasks import AUTO_CLASSES
 
 
@@ -49,16 +51,47 @@ class Loaded:
         program: The program that a ``.pt2`` file held; ``model`` is then its module.
         revision: What identifies the source's version: a commit, or a package with its version; None if unknown.
         pretrained: Where its tokenizer or processor is; None where there is none.
+        constants: The arguments that are fixed, by name.
+        converted: What is traced instead of ``model``, where that is a TorchScript program.
     """
 
     model: nn.Module
     program: ExportedProgram | None = None
     revision: str | None = None
     pretrained: Pretrained | None = None
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    converted: nn.Module | None = None
 
     @property
     def to_trace(self) -> nn.Module | ExportedProgram:
-        return self.model if self.program is None else self.program
+        return self.program or self.converted or self.model
+
+    def called_with(self, tensors: Mapping[str, torch.Tensor], arguments: Arguments | None) -> Loaded:
+        """The same, ready to be traced with an example.
+
+        Args:
+            arguments: Where the tensors belong in the model's arguments; None where it takes them by these names.
+
+        Raises:
+            SourceError: It is a TorchScript program that no graph can be made of.
+        """
+        model, converted = self.model, self.converted
+        if isinstance(model, torch.jit.ScriptModule):
+            args, kwargs = ((), dict(tensors)) if arguments is None else arguments.filled(as_arguments(tensors))
+            converted = torchscript_source.convert(model, args, kwargs)
+        if arguments is None:
+            return replace(self, converted=converted)
+        return replace(
+            self,
+            model=taking_tensors(model, arguments),
+            converted=None if converted is None else taking_tensors(converted, arguments),
+            constants=arguments.constants,
+        )
+
+    @classmethod
+    def of_program(cls, program: ExportedProgram, revision: str | None = None) -> Loaded:
+        """A program, and the module that it is of."""
+        return cls(unlift(program), program, revision, constants=program_signature.constants(program))
 
     @cached_property
     def weights_sha256(self) -> str:
@@ -143,12 +176,14 @@ def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
     if path.suffix == ".pt2":
         program = archives.load_pt2(path)
         torch_lowerings.raise_again(program)
-        return Loaded(unlift(program), program, revision)
+        return Loaded.of_program(program, revision)
+    if path.suffix in TORCHSCRIPT_SUFFIXES:
+        return Loaded(torchscript_source.load(path), revision=revision)
     if not any((path / name).is_file() for name in ("config.json", "modules.json")):
         raise SourceError(
             "it holds no config.json, so it is no folder of a transformers model",
             place=str(path),
-            mend='Give the folder that save_pretrained wrote, a .pt2 file, or a "python:module:factory".',
+            mend='Give the folder that save_pretrained wrote, a .pt2 or TorchScript file, or "python:module:factory".',
         )
     loaded = _from_pretrained(str(path), config, local=True)
     return Loaded(loaded.model, revision=revision, pretrained=loaded.pretrained)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,17 +17,22 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from optexport import transformers_exporters
+from optexport.dataclass_outputs import register_dataclasses
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import TraceError, first_line
+from optexport.program_signature import tensor_inputs
 from optexport.raising import raise_graph
 from optexport.signature import (
     Dim,
     Dynamic,
     Signature,
     TensorSpec,
+    as_argument,
+    as_arguments,
     conventional_axes,
     named_inputs,
     named_outputs,
+    numbered_axis,
 )
 from optexport.size_guards import above_assertions, doubtful_sizes
 
@@ -104,7 +109,7 @@ def trace(
     if isinstance(model, fx.GraphModule):
         example = _in_order(model, example)
     program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
-    signature, fixed, symbols = _signature(program, dynamic)
+    signature, fixed, symbols = _signature(program, dynamic, example)
     undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
     dims = {**signature.dims, **above_assertions(program, symbols, undeclared, signature.sizes(example))}
     signature = replace(signature, dims=dims)
@@ -125,11 +130,12 @@ def _declared(dynamic: Dynamic | None) -> list[Dim]:
 def _in_order(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inputs in the order in which the graph takes them."""
     wanted = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
-    if set(wanted) != set(example):
+    names = {as_argument(name): name for name in example}
+    if set(wanted) != set(names):
         raise TraceError(
             f"the graph takes {', '.join(wanted)}, and is given {', '.join(example)}", place=type(model).__name__
         )
-    return {name: example[name] for name in wanted}
+    return {names[argument]: example[names[argument]] for argument in wanted}
 
 
 def _copy(model: fx.GraphModule) -> fx.GraphModule:
@@ -158,20 +164,22 @@ def _export(model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dyna
                 place=f"input {name}",
                 mend="Give tensors by input name; set other arguments in the model or its config.",
             )
-    shapes = {name: _hints(name, tensor, dynamic) for name, tensor in example.items()}
+    shapes = as_arguments({name: _hints(name, tensor, dynamic) for name, tensor in example.items()})
     try:
         with torch.no_grad(), transformers_exporters.no_cache(model), transformers_exporters.quiet():
             if transformers_exporters.holds_transformers(model):
-                return transformers_exporters.export_program(model, example, shapes)
+                return transformers_exporters.export_program(model, as_arguments(example), shapes)
             return torch.export.export(
                 model,
                 args=(),
-                kwargs=copy.deepcopy(dict(example)),
+                kwargs=copy.deepcopy(as_arguments(example)),
                 dynamic_shapes=shapes,
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     except Exception as error:  # torch.export raises many kinds, and the model's own code any other
+        if register_dataclasses(model, as_arguments(example)):
+            return _export(model, example, dynamic)
         raise _explained(model, example, error, dynamic) from error
 
 
@@ -192,7 +200,7 @@ def _explained(
     try:
         buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a model in train mode changes
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(example)))
+            torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(example)))
     except Exception as own:  # the model's own code may raise anything
         shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
         return TraceError(
@@ -215,20 +223,27 @@ def _explained(
     )
 
 
-def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signature, tuple[str, ...], dict[Any, str]]:
+def _signature(
+    program: ExportedProgram, dynamic: Dynamic | None, example: Iterable[str]
+) -> tuple[Signature, tuple[str, ...], dict[Any, str]]:
     """Reads the signature off a program, naming each symbol after the first axis that it appears on.
+
+    Args:
+        example: The inputs' names, of which the program may know no more than the arguments of Python.
 
     Returns:
         The signature, the axes that are fixed though nobody asked for it, and the dimension of each symbol.
     """
-    user_inputs = set(program.graph_signature.user_inputs)
-    placeholders = [n for n in program.graph.find_nodes(op="placeholder") if n.name in user_inputs]
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     names: dict[Any, str] = {}
     hints: dict[str, int] = {}
     dims: dict[str, Dim] = {}
     inputs, fixed = [], []
-    for name, placeholder in zip(input_names(program), placeholders, strict=True):
-        value = placeholder.meta["val"]
+    given = {as_argument(name): name for name in example}
+    for placeholder, argument in tensor_inputs(program).items():
+        name, value = given.get(argument, argument), placeholders[placeholder].meta["val"]
+        if not isinstance(value, torch.Tensor):
+            raise TraceError("it is no tensor", place=f"input {name}", mend="Export the program with tensors only.")
         declared = (dynamic or {}).get(name, {})
         conventional = conventional_axes(name, value.dim())
         shape: list[int | str] = []
@@ -250,7 +265,7 @@ def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signa
             wanted = declared.get(axis, conventional[axis])
             dim_name = names.setdefault(symbol, wanted.name if isinstance(wanted, Dim) else wanted)
             if hints.setdefault(dim_name, hint) != hint:  # the usual name, but not the usual size
-                dim_name = names[symbol] = f"{name}_{axis}"
+                dim_name = names[symbol] = numbered_axis(name, axis)
             dims[dim_name] = _narrowest(dims.get(dim_name), _range(program, symbol, wanted, dim_name))
             shape.append(dim_name)
         inputs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(shape)))
@@ -267,11 +282,8 @@ def _free_symbol(program: ExportedProgram, size: int | torch.SymInt) -> Any:
 
 
 def input_names(program: ExportedProgram) -> list[str]:
-    """The names of a program's inputs, in their order."""
-    _, kwargs = pytree.tree_unflatten(range(program.call_spec.in_spec.num_leaves), program.call_spec.in_spec)
-    if not isinstance(kwargs, dict) or len(kwargs) != program.call_spec.in_spec.num_leaves:
-        return list(program.graph_signature.user_inputs)
-    return list(kwargs)
+    """The names of the tensors that a program takes, in their order."""
+    return list(tensor_inputs(program).values())
 
 
 def _range(program: ExportedProgram, symbol: Any, wanted: str | Dim, name: str) -> Dim:

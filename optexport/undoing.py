@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from optexport.errors import TransformationError
+from optexport.signature import as_arguments
 from optexport.transformations import ReversibleTransformation, compose
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _difference(undone: fx.GraphModule, earlier: fx.GraphModule, example: Mappin
         if not _equal(states[0][name], tensor):
             return f"the values of {name}"
     with torch.no_grad():
-        results = [pytree.tree_leaves(graph(**copy.deepcopy(dict(example)))) for graph in (undone, earlier)]
+        results = [pytree.tree_leaves(graph(**copy.deepcopy(as_arguments(example)))) for graph in (undone, earlier)]
     for index, (one, other) in enumerate(zip(*results, strict=True)):
         if not _equal(one, other):
             return f"output {index} on the traced inputs"

@@ -113,11 +113,13 @@ def _torch(task: Task) -> Loader:
     from safetensors.torch import load_file
 
     from optexport import archives
+    from optexport.signature import as_arguments
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(task.threads)
     inputs = load_file(task.inputs)
     batch = inputs if task.names is None else _chosen(inputs, task.names)
+    arguments = as_arguments(batch)
 
     def load() -> Run:
         if task.format == "torchscript":
@@ -125,7 +127,7 @@ def _torch(task: Task) -> Loader:
         else:
             module = archives.load_pt2(task.path).module()
         torch.set_grad_enabled(False)
-        return lambda: module(**batch)
+        return lambda: module(**arguments)
 
     return load
 

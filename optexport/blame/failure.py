@@ -32,8 +32,8 @@ _NAMES = {
 }
 
 _OPEN = {
-    ".pt2": "torch.export.load(FOLDER / {name!r}).module()(**inputs)",
-    ".pt": "torch.jit.load(FOLDER / {name!r})(**inputs)",
+    ".pt2": "torch.export.load(FOLDER / {name!r}).module()(**arguments)",
+    ".pt": "torch.jit.load(FOLDER / {name!r})(**arguments)",
     ".onnx": "run_onnx(FOLDER / {name!r})",
 }
 _RUN_ONNX = """
@@ -47,6 +47,7 @@ def run_onnx(path):
 """
 _SCRIPT = '''\
 """{title}"""
+import re
 import sys
 from pathlib import Path
 {imports}
@@ -55,6 +56,7 @@ FOLDER = Path(__file__).parent
 OUTPUTS = {outputs}  # the distance that is allowed, and the dtype
 tensors = load_file(FOLDER / {tensors!r})
 inputs = {{key.removeprefix("inputs."): value for key, value in tensors.items() if key.startswith("inputs.")}}
+arguments = {{re.sub(r"\\W", "_", name): value for name, value in inputs.items()}}
 {functions}
 expected = {expected}
 found = {found}

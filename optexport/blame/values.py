@@ -19,6 +19,7 @@ from torch import fx
 
 from optexport import archives
 from optexport.errors import first_line
+from optexport.signature import as_arguments
 from optexport.transformations import DeepCopy
 from optexport.transformations.rule import target_name
 
@@ -96,7 +97,8 @@ def observe_graph(
     observed = Observed(needs={n.name: tuple(i.name for i in n.all_input_nodes) for n in graph_module.graph.nodes})
     (output,) = graph_module.graph.find_nodes(op="output")
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(leaf, fx.Node)]
-    given = [batch[str(node.target)].clone() for node in graph_module.graph.find_nodes(op="placeholder")]
+    arguments = as_arguments(batch)
+    given = [arguments[str(node.target)].clone() for node in graph_module.graph.find_nodes(op="placeholder")]
     if double:
         graph_module = DeepCopy()(graph_module).double()
         given = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
 from optexport.formats import torch_lowerings
-from optexport.signature import Signature
+from optexport.signature import Signature, as_argument, as_arguments
 
 
 def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModule:
@@ -26,7 +26,7 @@ def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModul
     graph = fx.Graph()
     outputs = graph.graph_copy(graph_module.graph, {})
     for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
-        placeholder.target = spec.name
+        placeholder.target = as_argument(spec.name)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if _is_tensor(leaf)]
     seen: set[fx.Node] = set()
     flat = []
@@ -54,7 +54,7 @@ def to_program(
     Raises:
         ExportError: The transformed graph fixes a dimension, or holds what ``torch.export`` cannot take.
     """
-    inputs = {spec.name: example[spec.name] for spec in signature.inputs}
+    inputs = as_arguments({spec.name: example[spec.name] for spec in signature.inputs})
     try:
         with torch.no_grad(), transformers_exporters.quiet():
             return torch.export.export(

@@ -22,7 +22,7 @@ from optexport.formats import onnx_lowerings
 from optexport.formats.exported_program import to_program
 from optexport.formats.onnx_probe import check_opens
 from optexport.lowerings import ATTENTION_OPSET
-from optexport.signature import Signature
+from optexport.signature import Signature, as_argument, as_arguments
 
 # Weights beyond this many bytes go to a file of their own; a protobuf holds no more than 2 GB.
 EXTERNAL_DATA_ABOVE = 1 << 30
@@ -107,11 +107,11 @@ def _convert(
     converted = torch.onnx.export(
         program,
         args=(),
-        kwargs={spec.name: example[spec.name] for spec in signature.inputs},
+        kwargs=as_arguments({spec.name: example[spec.name] for spec in signature.inputs}),
         input_names=[spec.name for spec in signature.inputs],
         output_names=[spec.name for spec in signature.outputs],
         dynamic_shapes={
-            spec.name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+            as_argument(spec.name): {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
             for spec in signature.inputs
         },
         custom_translation_table=transformers_exporters.onnx_translations(),

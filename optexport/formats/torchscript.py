@@ -18,7 +18,7 @@ from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
 from optexport.formats import torch_lowerings
 from optexport.formats.fresh_compiler import compile_afresh
-from optexport.signature import Signature
+from optexport.signature import Signature, as_argument, as_arguments
 
 aten = torch.ops.aten
 
@@ -100,7 +100,7 @@ def scriptable(graph_module: fx.GraphModule, signature: Signature | None = None)
     graph.output(tuple(torch.utils._pytree.tree_leaves(output)))
     if signature is not None:
         for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
-            placeholder.target = spec.name
+            placeholder.target = as_argument(spec.name)
     for node in list(graph.nodes):
         if node.target in _ASSERTIONS or (node.op == "call_module" and node.target == "_guards_fn"):
             graph.erase_node(node)
@@ -116,7 +116,7 @@ def scriptable(graph_module: fx.GraphModule, signature: Signature | None = None)
 def _trace(
     graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], reason: str
 ) -> torch.jit.ScriptModule:
-    inputs = {spec.name: example[spec.name] for spec in signature.inputs}
+    inputs = as_arguments({spec.name: example[spec.name] for spec in signature.inputs})
     if any(node.target in _VALUES for node in graph_module.graph.nodes):
         raise ExportError(
             f"the graph cannot be scripted ({reason}), and a trace would hold values of its example",
