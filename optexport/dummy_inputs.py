@@ -20,7 +20,7 @@ Batch = dict[str, torch.Tensor]
 _SEQUENCE = 9
 _DECODER_SEQUENCE = 5
 # So many ways to make the inputs are tried on a model before it is given up.
-_MOST_TRIES = 40
+_MOST_TRIES = 100
 
 
 def _length(config: Any, longest: int = _SEQUENCE) -> int:
@@ -40,8 +40,8 @@ def _token_ids(config: Any) -> torch.Tensor:
 
 def _codes(config: Any) -> torch.Tensor:
     """Token ids of models that take several at each position: ``[batch, sequence, codebooks]``."""
-    count = int(find(config, "num_codebooks", "n_codebooks", "num_channels") or 4)
-    return _token_ids(config).unsqueeze(-1).expand(-1, -1, count).clone()
+    count = find(config, "num_codebooks", "n_codebooks", "num_quantizers", "n_codes_total")
+    return _token_ids(config).unsqueeze(-1).expand(-1, -1, int(count)).clone()
 
 
 def _codes_first(config: Any) -> torch.Tensor:

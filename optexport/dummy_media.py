@@ -104,7 +104,7 @@ def _video_channels_first(config: Any) -> torch.Tensor:
 def patch_width(config: Any) -> int:
     """How many numbers a patch of an image holds, over all its channels and frames."""
     part = vision(config)
-    height, width = pair(getattr(part, "patch_size", None) or 16)
+    height, width = pair(part.patch_size)
     return _channels(config) * int(getattr(part, "temporal_patch_size", None) or 1) * height * width
 
 
@@ -117,7 +117,7 @@ def _patches_of_each_row(config: Any) -> torch.Tensor:
 
 
 def _patches_as_images(config: Any) -> torch.Tensor:
-    height, width = pair(getattr(vision(config), "patch_size", None) or 16)
+    height, width = pair(vision(config).patch_size)
     return wave(BATCH * _GRID * _GRID, _channels(config), height, width)
 
 
@@ -203,8 +203,8 @@ _IMAGES: tuple[Maker, ...] = tuple(map(_image, _IMAGE_SIDES))
 MEDIA: dict[str, tuple[Maker, ...]] = {
     "pixel_values": (
         *_IMAGES,
-        _video,
         _images_of_each_row,
+        _video,
         _patches_in_a_row,
         _patches_of_each_row,
         _patches_as_images,

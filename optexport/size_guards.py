@@ -54,6 +54,34 @@ def above_assertions(
     return found
 
 
+def held_sizes(
+    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
+) -> dict[str, str]:
+    """Dimensions that an equation in the graph holds to what they were traced at, each with that equation.
+
+    A model that goes another way for images of just the size that it was trained on leaves one, if it was traced at that
+    size: ``(height // 16) * (width // 16) == 4`` is true of few other sizes. An equation that is true of a multiple of
+    the traced sizes, as ``height % 16 == 0`` or ``height == width``, holds none.
+
+    Args:
+        names: The dimension that each of the program's symbols stands for.
+        dims: Those whose range nobody declared.
+        traced: The size of each dimension in the trace.
+    """
+    found: dict[str, str] = {}
+    for expression, in_doubt, free in _doubts(program, names, dims):
+        if in_doubt is not _broken or not isinstance(expression, sympy.Equality):
+            continue
+        groups = [[name] for name in free] + [list(free)]
+        larger = ({**traced, **{name: traced[name] * times for name in group}} for group in groups for times in _TIMES)
+        if all(_broken(expression, {free[name]: sizes[name] for name in free}) for sizes in larger):
+            found |= dict.fromkeys(free, str(expression))
+    return found
+
+
+_TIMES = (2, 3, 4, 5)
+
+
 def doubtful_sizes(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> tuple[dict[str, int], ...]:

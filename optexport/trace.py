@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from optexport.signature import (
     named_inputs,
     named_outputs,
 )
-from optexport.size_guards import above_assertions, doubtful_sizes
+from optexport.size_guards import above_assertions, doubtful_sizes, held_sizes
 
 logger = logging.getLogger("optexport")
 
@@ -106,6 +106,14 @@ def trace(
     program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
     signature, fixed, symbols = _signature(program, dynamic)
     undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
+    held = held_sizes(program, symbols, undeclared, signature.sizes(example))
+    if held and not isinstance(model, ExportedProgram):
+        if dynamic is not None:
+            raise _held_error(held, signature.sizes(example))
+        free = {spec.name: [a for a, size in enumerate(spec.shape) if size not in held] for spec in signature.inputs}
+        program = _export(model, example, None, free)
+        signature, fixed, symbols = _signature(program, None)
+        undeclared = dict(signature.dims)
     dims = {**signature.dims, **above_assertions(program, symbols, undeclared, signature.sizes(example))}
     signature = replace(signature, dims=dims)
     doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
@@ -116,6 +124,16 @@ def trace(
     else:
         graph_module = raise_graph(program)
     return Traced(graph_module, signature, fixed, doubtful)
+
+
+def _held_error(held: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError:
+    names = " and ".join(held)
+    at = ", ".join(f"{name} {sizes[name]}" for name in held)
+    return TraceError(
+        f"traced at {at} the model goes a way that holds only where {next(iter(held.values()))}",
+        place="inputs.dynamic",
+        mend=f"Leave {names} out of inputs.dynamic to have them fixed, or trace with other sizes.",
+    )
 
 
 def _declared(dynamic: Dynamic | None) -> list[Dim]:
@@ -150,7 +168,17 @@ def _symbolic_trace_module(model: nn.Module) -> fx.GraphModule:
         ) from error
 
 
-def _export(model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None) -> ExportedProgram:
+def _export(
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    dynamic: Dynamic | None,
+    free: Mapping[str, Sequence[int]] | None = None,
+) -> ExportedProgram:
+    """Exports a model, with the declared axes dynamic; where none are declared, with all that it leaves dynamic.
+
+    Args:
+        free: The axes that may be dynamic at all.
+    """
     for name, value in example.items():
         if not isinstance(value, torch.Tensor):
             raise TraceError(
@@ -159,6 +187,8 @@ def _export(model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dyna
                 mend="Give tensors by input name; set other arguments in the model or its config.",
             )
     shapes = {name: _hints(name, tensor, dynamic) for name, tensor in example.items()}
+    if free is not None:
+        shapes = {name: {axis: hint for axis, hint in axes.items() if axis in free[name]} for name, axes in shapes.items()}
     try:
         with torch.no_grad(), transformers_exporters.no_cache(model), transformers_exporters.quiet():
             if transformers_exporters.holds_transformers(model):

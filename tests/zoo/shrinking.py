@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,19 +39,23 @@ class Setting:
     Attributes:
         layers: How many layers are left of each stack; None to leave all.
         divisor: What widths are divided by; None to set widths that are known by name to fixed ones.
+        fill: Whether sizes that the config leaves open are set: not all classes have defaults that work.
     """
 
     layers: int | None
     divisor: int | None
+    fill: bool = False
 
     def __str__(self) -> str:
         layers = "all" if self.layers is None else str(self.layers)
-        return f"{layers} layers, widths {'by name' if self.divisor is None else f'/{self.divisor}'}"
+        filled = ", filled" if self.fill else ""
+        return f"{layers} layers, widths {'by name' if self.divisor is None else f'/{self.divisor}'}{filled}"
 
 
 SETTINGS = (
     Setting(2, None),
     Setting(4, None),
+    Setting(2, None, fill=True),
     Setting(2, 8),
     Setting(4, 8),
     Setting(2, 4),
@@ -127,8 +133,11 @@ def shrunk_config(model_type: str, setting: Setting) -> Any:
     default = cls()
     shrunk = _shrink(default.to_dict(), setting, {})
     config = cls.from_dict(shrunk) if hasattr(cls, "from_dict") else cls(**shrunk)
-    for part in _parts(config):
-        part._attn_implementation = "sdpa" if getattr(part, "_attn_implementation", None) == "sdpa" else None
+    if "mrope_section" in inspect.getsource(sys.modules[model_class(model_type).__module__]):
+        for part in _parts(config):  # the classes' own default is for heads of 128
+            rope = getattr(part, "rope_parameters", None)
+            if isinstance(rope, dict) and "mrope_section" not in rope and hasattr(part, "num_attention_heads"):
+                rope["mrope_section"] = _sections({"mrope_section": [1, 1, 1], **rope}, part.to_dict())
     return config
 
 
@@ -175,29 +184,60 @@ _TOKEN = re.compile(r"(.*_)?(token_id|token_index|token)s?")
 _LAYER_INDEXES = re.compile(
     r"(.*_)?(indexes|indices|indexs|idx|layer_ids?|layers|out_features|return_idx|attn_blocks|blocks|feature_layers?)"
 )
-_VOCABULARY_SIZE = 160
+_VOCABULARY_SIZE = 128
 _POSITIONS = 128
+# What a size is set to that a config leaves open.
+_FILLS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "prediction_length": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "layer_types": ["full_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "pad_token_id": 0,
+}
 _BOOKKEEPING = ("transformers_version", "architectures", "id2label", "label2id", "_name_or_path", "dtype", "label_names")
 
 
 def _shrink(given: Mapping[str, Any], setting: Setting, parent: Mapping[str, Any]) -> dict[str, Any]:
     """Makes the numbers of a config small, and those of what it holds."""
+    given = {str(key): value for key, value in given.items()}
     layers = _layers_left(given, setting)
     small: dict[str, Any] = {}
+    if given.get("model_type") == "timm_backbone":
+        return _resnet(len(given.get("out_indices") or [1]))
     for key, value in given.items():
-        if key in _BOOKKEEPING:
-            continue
-        if isinstance(value, dict):
-            continue
-        small[key] = _shrunk_value(key, value, given, setting, layers)
+        if key not in _BOOKKEEPING and not isinstance(value, dict):
+            small[key] = _shrunk_value(key, value, given, setting, layers)
+            if value is None and setting.fill and key in _FILLS:
+                small[key] = _FILLS[key]
     _fit(small, given, setting)
     for key, value in given.items():
         if isinstance(value, dict) and key not in _BOOKKEEPING:
             small[key] = _shrink(value, setting, {**parent, **small})
+            if key == "per_layer_config":  # of the layers that are left
+                small[key] = {k: v for k, v in small[key].items() if int(k) < min(layers.values(), default=1 << 30)}
+            if value.get("model_type") == "timm_backbone":
+                small["use_timm_backbone"] = False
     if "mrope_section" in small:
         small["mrope_section"] = _sections(small, parent)
     _draw_tokens(small, parent)
     return small
+
+
+def _resnet(count: int) -> dict[str, Any]:
+    """A backbone that needs no further package, with so many outputs."""
+    widths = [16, 24, 32, 48]
+    stages = [f"stage{i}" for i in range(1, 5)][-count:]
+    depths = [1] * len(widths)
+    return {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": widths, "depths": depths, "out_features": stages}
 
 
 def _layers_left(given: Mapping[str, Any], setting: Setting) -> dict[int, int]:
@@ -294,6 +334,16 @@ def _fit(small: dict[str, Any], given: Mapping[str, Any], setting: Setting) -> N
             small["num_key_value_heads"] = heads
         elif heads % kv:
             small["num_key_value_heads"] = 1
+    if {"mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size"} <= small.keys():
+        small["mamba_n_heads"] = small["mamba_expand"] * small["hidden_size"] // small["mamba_d_head"]
+    if "upsample_groups" in small:
+        small["upsample_groups"] = small["hidden_size"]
+    if "stage_names" in given:  # which a config finds by itself
+        del small["stage_names"]
+        if "depths" in given:
+            small["out_features"], small["out_indices"] = given.get("out_features"), None
+        else:
+            small.pop("out_features", None)
     if setting.divisor is not None:
         for width, count in (("hidden_size", "num_attention_heads"), ("d_model", "num_heads"), ("n_embd", "n_head")):
             size, number = small.get(width), small.get(count)
