@@ -65,7 +65,7 @@ def held_sizes(
 
     Args:
         names: The dimension that each of the program's symbols stands for.
-        dims: Those whose range nobody declared.
+        dims: The dimensions to look at.
         traced: The size of each dimension in the trace.
     """
     found: dict[str, str] = {}
@@ -73,8 +73,9 @@ def held_sizes(
         if in_doubt is not _broken or not isinstance(expression, sympy.Equality):
             continue
         groups = [[name] for name in free] + [list(free)]
-        larger = ({**traced, **{name: traced[name] * times for name in group}} for group in groups for times in _TIMES)
-        if all(_broken(expression, {free[name]: sizes[name] for name in free}) for sizes in larger):
+        larger = [{**traced, **{name: traced[name] * times for name in group}} for group in groups for times in _TIMES]
+        allowed = [sizes for sizes in larger if all(sizes[name] <= (dims[name].max or _LARGEST) for name in free)]
+        if allowed and all(_broken(expression, {free[name]: sizes[name] for name in free}) for sizes in allowed):
             found |= dict.fromkeys(free, str(expression))
     return found
 

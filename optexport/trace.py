@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import os
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,15 +109,14 @@ def trace(
         example = _in_order(model, example)
     program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
     signature, fixed, symbols = _signature(program, dynamic)
-    undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
-    held = held_sizes(program, symbols, undeclared, signature.sizes(example))
+    held = held_sizes(program, symbols, signature.dims, signature.sizes(example))
     if held and not isinstance(model, ExportedProgram):
         if dynamic is not None:
             raise _held_error(held, signature.sizes(example))
         free = {spec.name: [a for a, size in enumerate(spec.shape) if size not in held] for spec in signature.inputs}
         program = _export(model, example, None, free)
         signature, fixed, symbols = _signature(program, None)
-        undeclared = dict(signature.dims)
+    undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
     dims = {**signature.dims, **above_assertions(program, symbols, undeclared, signature.sizes(example))}
     signature = replace(signature, dims=dims)
     doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
@@ -238,11 +241,30 @@ def _explained(
             place="inputs.dynamic",
             mend="Narrow the range, or leave the dimension out to have it fixed.",
         )
+    line = _line_of_model(error)
     return TraceError(
-        f"torch.export could not trace it: {first_line(error)}",
+        f"torch.export could not trace it{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         place=name,
-        mend="Run again with --debug for the line of the model that it stopped at.",
+        mend="Change that line so that it depends on no values of its inputs, or export a part of the model without it."
+        if line
+        else "Run again with --debug for the line of the model that it stopped at.",
     )
+
+
+def _line_of_model(error: BaseException) -> str | None:
+    """The innermost line of the model's own code that an error came from: ``modeling_x.py:12: if x.max() > 3:``."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.line and not frame.filename.startswith(_NOT_THE_MODELS) and not frame.filename.startswith("<")
+    ]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else None
+
+
+_NOT_THE_MODELS = tuple(
+    str(Path(module.__file__ or "").parent) + os.sep
+    for module in (torch, transformers_exporters, transformers_exporters.exporters)
+) + tuple(str(Path(inspect.__file__).parent / name) for name in ("contextlib.py", "functools.py", "copy.py"))
 
 
 def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signature, tuple[str, ...], dict[Any, str]]:

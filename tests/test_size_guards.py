@@ -1,0 +1,69 @@
+"""Sizes at which a model goes another way than it was traced are fixed, or refused where they were declared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import TraceError
+from optexport.signature import Dim
+from optexport.trace import trace
+from tests.models import randomise
+from tests.transformations.programs import Program
+
+
+def _positions(m: Any, image: torch.Tensor) -> torch.Tensor:
+    """Adds positions as vision transformers do: as they are where there are as many, else interpolated."""
+    height, width = image.shape[-2:]
+    patches = m.patches(image)
+    if (height // 4) * (width // 4) == 16:
+        return patches + m.table.reshape(1, 3, *patches.shape[-2:])
+    table = nn.functional.interpolate(m.table, size=patches.shape[-2:], mode="bilinear")
+    return patches + table
+
+
+def _model() -> nn.Module:
+    return randomise(
+        Program(_positions, patches=nn.Conv2d(3, 3, 4, 4), table=nn.Parameter(torch.randn(1, 3, 4, 4)))
+    )
+
+
+NATIVE, OTHER = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16), torch.ones(2, 3, 24, 32)
+
+
+def test_sizes_that_an_equation_holds_to_the_traced_ones_are_fixed() -> None:
+    traced = trace(_model(), {"x": NATIVE})
+    (image,) = traced.signature.inputs
+    assert image.shape[2:] == (16, 16)
+    assert image.shape[0] == "batch"
+    assert {"x[2] = 16", "x[3] = 16"} <= set(traced.fixed)
+    assert traced.doubtful == ()
+
+
+def test_sizes_that_no_equation_holds_stay_dynamic() -> None:
+    traced = trace(_model(), {"x": OTHER})
+    (image,) = traced.signature.inputs
+    assert all(isinstance(size, str) for size in image.shape[2:])
+
+
+def test_a_declared_range_in_which_the_equation_holds_is_kept() -> None:
+    traced = trace(_model(), {"x": NATIVE}, {"x": {0: "batch", 2: Dim("height", 16, 19)}})
+    assert traced.signature.dims["height"] == Dim("height", 16, 19)
+
+
+@pytest.mark.parametrize("height", ["height", Dim("height", 8, 64)], ids=["named", "ranged"])
+def test_declared_sizes_that_an_equation_holds_are_an_error_that_names_them_and_the_equation(height: str | Dim) -> None:
+    with pytest.raises(TraceError, match="height") as raised:
+        trace(_model(), {"x": NATIVE}, {"x": {0: "batch", 2: height, 3: "width"}})
+    assert raised.value.exit_code == 3
+    assert raised.value.mend is not None
+    assert "inputs.dynamic" in str(raised.value)
+
+
+def test_a_divisor_of_a_size_does_not_fix_it() -> None:
+    model = Program(lambda m, x: m.layer(x.reshape(x.shape[0], x.shape[1] // 4, 4)), layer=nn.Linear(4, 4))
+    traced = trace(randomise(model), {"x": torch.randn(2, 16)})
+    assert traced.signature.inputs[0].shape == ("batch", "x_1")
