@@ -13,7 +13,7 @@ from torch import nn
 from optexport.dummy_media import BATCH, MEDIA, Maker, find
 from optexport.dummy_vision_text import with_image_tokens
 from optexport.errors import TraceError, first_line
-from optexport.transformers_exporters import no_cache, quiet
+from optexport.transformers_exporters import computed_outside, no_cache, quiet
 
 Batch = dict[str, torch.Tensor]
 
@@ -96,12 +96,12 @@ def dummy_inputs(model: nn.Module, names: Sequence[str] | None = None) -> Batch:
             )
     tries = list(itertools.islice(_ways(model, chosen), _MOST_TRIES))
     if len(tries) == 1:
-        return tries[0]
+        return {**tries[0], **_computed_outside(model, tries[0])}
     failures = []
     for batch in tries:
         failure = _why_refused(model, batch)
         if failure is None:
-            return batch
+            return {**batch, **_computed_outside(model, batch)}
         failures.append((batch, failure))
     if not failures:
         raise TraceError("they cannot be made from the config alone", place="inputs", mend="Give example_inputs.")
@@ -130,6 +130,15 @@ def _ways(model: nn.Module, chosen: Sequence[Sequence[str]]) -> Iterator[Batch]:
                 seen.append(shapes)
                 made = {name: value.to(dtype) if value.is_floating_point() else value for name, value in made.items()}
                 yield with_image_tokens(model, made)
+
+
+def _computed_outside(model: nn.Module, batch: Batch) -> Batch:
+    """What tracing needs besides, of models that compute it from the values of other inputs."""
+    try:
+        found = computed_outside(model, batch)
+    except Exception:  # the model's own code, which may raise anything; tracing it will say so
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def _why_refused(model: nn.Module, batch: Batch) -> Exception | None:

@@ -7,7 +7,9 @@ another in float32, in which ONNX computes it, than in float64, in which Python 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from optexport.signature import Dim
@@ -139,10 +142,30 @@ _FLOATS = (sympy.Float, ToFloat, FloatTrueDiv, IntTrueDiv)
 
 
 def _broken(condition: Any, sizes: dict[sympy.Symbol, int]) -> bool:
+    evaluate = _evaluator(condition)
     try:
+        if evaluate is not None:
+            return not evaluate(sizes)
         return bool(condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.false)
     except ZeroDivisionError:
         return True  # what divides by zero does not hold
+
+
+@functools.lru_cache(maxsize=1024)
+def _evaluator(condition: Any) -> Callable[[Mapping[sympy.Symbol, int]], Any] | None:
+    """A condition as a function of Python, hundreds of times faster than sympy is; None where it cannot be one."""
+    free = list(condition.free_symbols)
+    plain = {symbol: sympy.Symbol(f"z{i}", integer=True, positive=True) for i, symbol in enumerate(free)}
+    text = PythonPrinter().doprint(condition.xreplace(plain))
+    try:
+        # Of arithmetic that torch itself prints, and of names that were just given.
+        evaluate = eval(f"lambda {', '.join(map(str, plain.values()))}: {text}", {"math": math})  # noqa: S307
+        evaluate(*[64] * len(free))
+    except ZeroDivisionError:
+        pass
+    except Exception:  # a function that Python does not have: sympy knows it
+        return None
+    return lambda sizes: evaluate(*(sizes[symbol] for symbol in free))
 
 
 def _rounded_otherwise(expression: Any, sizes: dict[sympy.Symbol, int]) -> bool:

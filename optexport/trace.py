@@ -195,6 +195,7 @@ def _export(
     try:
         with torch.no_grad(), transformers_exporters.no_cache(model), transformers_exporters.quiet():
             if transformers_exporters.holds_transformers(model):
+                _check_complete(model, example)
                 return transformers_exporters.export_program(model, example, shapes)
             return torch.export.export(
                 model,
@@ -204,8 +205,20 @@ def _export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
+    except TraceError:
+        raise
     except Exception as error:  # torch.export raises many kinds, and the model's own code any other
         raise _explained(model, example, error, dynamic) from error
+
+
+def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
+    missing = transformers_exporters.computed_outside(model, example)
+    if missing:
+        raise TraceError(
+            f"it computes {', '.join(missing)} from the values of other inputs, which a graph cannot",
+            place=type(model).__name__,
+            mend="Give them as inputs: transformers.exporters.utils.precompute_export_inputs(model, inputs) adds them.",
+        )
 
 
 def _hints(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int, Any]:

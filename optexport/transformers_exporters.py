@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from transformers import PreTrainedModel, exporters
 from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
-from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
+from transformers.exporters.utils import apply_fx_node_fixes, apply_patches, precompute_export_inputs
 
 aten = torch.ops.aten
 
@@ -97,6 +97,14 @@ def export_program(
         if not had_forward:
             vars(model).pop("forward", None)  # the exporter leaves its bound method behind
     return program
+
+
+def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Inputs that a model computes from the values of those given, if it is not given them, as no graph can."""
+    extended: dict[str, Any] = dict(inputs)
+    with torch.no_grad(), quiet():
+        precompute_export_inputs(model, extended)
+    return {name: value for name, value in extended.items() if name not in inputs}
 
 
 @contextlib.contextmanager

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import nn
+from torch.utils._sympy.functions import FloorDiv, PythonMod, ToFloat, TruncToInt
 
+from optexport import size_guards
 from optexport.errors import TraceError
 from optexport.signature import Dim
 from optexport.trace import trace
@@ -67,3 +71,31 @@ def test_a_divisor_of_a_size_does_not_fix_it() -> None:
     model = Program(lambda m, x: m.layer(x.reshape(x.shape[0], x.shape[1] // 4, 4)), layer=nn.Linear(4, 4))
     traced = trace(randomise(model), {"x": torch.randn(2, 16)})
     assert traced.signature.inputs[0].shape == ("batch", "x_1")
+
+
+BATCH, ROWS = (sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "my rows"))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        sympy.Eq(FloorDiv(BATCH, 16) * FloorDiv(ROWS, 16), 4),
+        sympy.Ne(FloorDiv(BATCH - 1, 2) + 1, ROWS),
+        sympy.Eq(PythonMod(BATCH - ROWS, 7), 0),
+        sympy.Le(sympy.Max(BATCH, ROWS) - sympy.Min(BATCH, 5), 9),
+        sympy.Lt(TruncToInt(ToFloat(BATCH) * 0.7), ROWS),
+        sympy.Or(sympy.Eq(BATCH, ROWS), BATCH > 3),
+        sympy.Eq(FloorDiv(BATCH, ROWS - 3), 0),
+    ],
+    ids=str,
+)
+def test_a_condition_on_sizes_breaks_where_sympy_says_so(condition: Any) -> None:
+    def by_sympy(sizes: dict[sympy.Symbol, int]) -> bool:
+        try:
+            return bool(condition.xreplace({k: sympy.Integer(v) for k, v in sizes.items()}) == sympy.false)
+        except ZeroDivisionError:
+            return True
+
+    for batch, rows in itertools.product(range(1, 24), repeat=2):
+        sizes = {BATCH: batch, ROWS: rows}
+        assert size_guards._broken(condition, sizes) == by_sympy(sizes)

@@ -28,6 +28,7 @@ from optexport.transformers_exporters import no_cache, quiet
 from optexport.writer import Writer
 from tests.zoo.shrinking import NotBuiltError, candidates
 
+_IMAGE_SIDE = 96
 # What a stage may come to.
 DONE, WRONG, REFUSED, CRASH, NOT_BUILT, FIXED = "done", "wrong", "refused", "crash", "not built", "fixed"
 
@@ -101,6 +102,8 @@ def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
                 problems.append(f"{setting}: {error}")
                 continue
             outcome.cls, outcome.setting, built = type(model).__name__, str(setting), True
+            if not hasattr(model.config, "image_size"):  # of a convolutional network: the default takes its time
+                model.config.image_size = _IMAGE_SIDE
             try:
                 inputs = dummy_inputs(model)
                 with torch.no_grad(), no_cache(model), quiet():
