@@ -179,12 +179,16 @@ def _default_names(model: nn.Module, config: Any, accepted: Mapping[str, inspect
     sets = [with_masks(names)]
     extra = [name for name in _GEOMETRY if name in accepted]
     if any(name.startswith("pixel_values") for name in names):
-        sets += [with_masks([*names, name]) for name in extra] + ([with_masks([*names, *extra])] if len(extra) > 1 else [])
+        sets += [with_masks([*names, name]) for name in extra] + (
+            [with_masks([*names, *extra])] if len(extra) > 1 else []
+        )
         if "input_ids" in names:  # a model of language that may see, but need not
             sets.append(with_masks([name for name in names if not name.startswith("pixel_values")]))
-    sets += [[*sets[0], name] for name in ("bbox", "decoder_input_ids") if name in accepted and name not in sets[0]]
+    sets += [[*sets[0], name] for name in _FURTHER if name in accepted and name not in sets[0]]
     return [list(dict.fromkeys(each)) for each in sets]
 
 
+# What some models need besides, though neither their main input nor their signature says so.
+_FURTHER = ("pixel_values", "input_features", "input_values", "bbox", "encoder_hidden_states", "decoder_input_ids")
 # What tells a model how the patches of an image lie.
 _GEOMETRY = ("image_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes", "pixel_position_ids")

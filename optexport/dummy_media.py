@@ -222,9 +222,7 @@ MEDIA: dict[str, tuple[Maker, ...]] = {
     "image_merge_sizes": (lambda config: torch.ones(BATCH, dtype=torch.int64),),
     "hidden_states": (_patches_in_a_row, _patches_of_each_row),
     "flattened_patches": (
-        lambda config: torch.cat(
-            [_patch_positions(config) + 1.0, wave(BATCH, _GRID * _GRID, patch_width(config))], -1
-        ),
+        lambda config: torch.cat([_patch_positions(config) + 1.0, wave(BATCH, _GRID * _GRID, patch_width(config))], -1),
     ),
     "input_values": (_samples, _samples_of_channels, _frames_of_patches),
     "input_features": (_spectrogram, _spectrogram_frames, _frames_first),

@@ -100,12 +100,35 @@ def doubtful_sizes(
         candidates = itertools.chain(
             ({name: sizes[name] for name in free} for sizes in found), _candidates(expression, list(free), dims, traced)
         )
-        for sizes in candidates:
-            if in_doubt(expression, {free[name]: size for name, size in sizes.items()}):
-                if {**traced, **sizes} not in found:
-                    found.append({**traced, **sizes})
-                break
+        ways = [candidates]
+        if _is_exclusion(expression) and len(free) > 1:  # where all are alike the model may well go another way
+            alike = set.intersection(*(set(_sizes(dims[name], expression)) for name in free))
+            ways.append(dict.fromkeys(free, size) for size in sorted(alike))
+        for way in ways:
+            for sizes in way:
+                if in_doubt(expression, {free[name]: size for name, size in sizes.items()}):
+                    if {**traced, **sizes} not in found:
+                        found.append({**traced, **sizes})
+                    break
     return tuple(found)
+
+
+def drop_exclusions(program: ExportedProgram) -> None:
+    """Takes out, in place, what the graph asserts not to be: ``(height // 16) * (width // 16) != 4``.
+
+    A model that goes another way at a single size leaves one, if it was traced at any other. The way that it was traced
+    in may hold there too, and mostly does: the proof tells, since such a size is in doubt. Other assertions stay.
+    """
+    for node in list(program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default)):
+        asserted = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+        if isinstance(asserted, torch.SymBool) and _is_exclusion(asserted.node.expr):
+            program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _is_exclusion(expression: Any) -> bool:
+    return isinstance(expression, sympy.Unequality)
 
 
 _InDoubt = Callable[[Any, dict[sympy.Symbol, int]], bool]

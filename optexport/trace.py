@@ -33,7 +33,7 @@ from optexport.signature import (
     named_inputs,
     named_outputs,
 )
-from optexport.size_guards import above_assertions, doubtful_sizes, held_sizes
+from optexport.size_guards import above_assertions, doubtful_sizes, drop_exclusions, held_sizes
 
 logger = logging.getLogger("optexport")
 
@@ -120,6 +120,8 @@ def trace(
     dims = {**signature.dims, **above_assertions(program, symbols, undeclared, signature.sizes(example))}
     signature = replace(signature, dims=dims)
     doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
+    if not isinstance(model, ExportedProgram):
+        drop_exclusions(program)
     if isinstance(model, fx.GraphModule):
         graph_module = _copy(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
@@ -191,7 +193,9 @@ def _export(
             )
     shapes = {name: _hints(name, tensor, dynamic) for name, tensor in example.items()}
     if free is not None:
-        shapes = {name: {axis: hint for axis, hint in axes.items() if axis in free[name]} for name, axes in shapes.items()}
+        shapes = {
+            name: {axis: hint for axis, hint in axes.items() if axis in free[name]} for name, axes in shapes.items()
+        }
     try:
         with torch.no_grad(), transformers_exporters.no_cache(model), transformers_exporters.quiet():
             if transformers_exporters.holds_transformers(model):

@@ -17,7 +17,7 @@ import onnx_ir
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from transformers import PreTrainedModel, exporters
+from transformers import PreTrainedModel
 from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
 from transformers.exporters.utils import apply_fx_node_fixes, apply_patches, precompute_export_inputs

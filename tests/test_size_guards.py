@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import nn
 from torch.utils._sympy.functions import FloorDiv, PythonMod, ToFloat, TruncToInt
 
 from optexport import size_guards
-from optexport.errors import TraceError
+from optexport.errors import ParityError, TraceError
 from optexport.signature import Dim
 from optexport.trace import trace
+from tests.exports import quick
 from tests.models import randomise
 from tests.transformations.programs import Program
 
@@ -23,19 +25,26 @@ def _positions(m: Any, image: torch.Tensor) -> torch.Tensor:
     """Adds positions as vision transformers do: as they are where there are as many, else interpolated."""
     height, width = image.shape[-2:]
     patches = m.patches(image)
-    if (height // 4) * (width // 4) == 16:
+    if (height // 4) * (width // 4) == 16 and (m.careless or height == width):
         return patches + m.table.reshape(1, 3, *patches.shape[-2:])
     table = nn.functional.interpolate(m.table, size=patches.shape[-2:], mode="bilinear")
     return patches + table
 
 
-def _model() -> nn.Module:
-    return randomise(
-        Program(_positions, patches=nn.Conv2d(3, 3, 4, 4), table=nn.Parameter(torch.randn(1, 3, 4, 4)))
-    )
+def _model(*, careless: bool = False) -> nn.Module:
+    """A model that adds positions; a careless one takes any image of as many patches for one of the usual shape."""
+    patches, table = nn.Conv2d(3, 3, 4, 4), nn.Parameter(torch.randn(1, 3, 4, 4))
+    model = randomise(Program(_positions, patches=patches, table=table))
+    model.careless = careless  # type: ignore[assignment]
+    return model
 
 
 NATIVE, OTHER = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16), torch.ones(2, 3, 24, 32)
+
+
+def test_a_size_at_which_the_model_does_go_another_way_fails_the_proof(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="x_2"):
+        quick(_model(careless=True), {"x": OTHER}, tmp_path / "bundle")
 
 
 def test_sizes_that_an_equation_holds_to_the_traced_ones_are_fixed() -> None:
@@ -47,15 +56,17 @@ def test_sizes_that_an_equation_holds_to_the_traced_ones_are_fixed() -> None:
     assert traced.doubtful == ()
 
 
-def test_sizes_that_no_equation_holds_stay_dynamic() -> None:
-    traced = trace(_model(), {"x": OTHER})
+def test_a_model_traced_beside_the_size_at_which_it_goes_another_way_holds_at_that_size_too() -> None:
+    model = _model()
+    traced = trace(model, {"x": OTHER})
     (image,) = traced.signature.inputs
-    assert all(isinstance(size, str) for size in image.shape[2:])
-
-
-def test_a_declared_range_in_which_the_equation_holds_is_kept() -> None:
-    traced = trace(_model(), {"x": NATIVE}, {"x": {0: "batch", 2: Dim("height", 16, 19)}})
-    assert traced.signature.dims["height"] == Dim("height", 16, 19)
+    height, width = image.shape[2:]
+    assert isinstance(height, str)
+    assert isinstance(width, str)
+    assert any(sizes[height] == sizes[width] == 16 for sizes in traced.doubtful)
+    with torch.no_grad():
+        for x in (NATIVE, OTHER, NATIVE.reshape(2, 3, 8, 32)):
+            torch.testing.assert_close(traced.graph_module(x), model(x))
 
 
 @pytest.mark.parametrize("height", ["height", Dim("height", 8, 64)], ids=["named", "ranged"])

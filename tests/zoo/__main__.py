@@ -13,11 +13,17 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description="Takes tiny models of every type through the pipeline.")
-    parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help="by default all, in an order that mixes families")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.zoo", description="Takes tiny models of every type through the pipeline."
+    )
+    parser.add_argument(
+        "model_types", nargs="*", metavar="MODEL_TYPE", help="by default all, in an order that mixes families"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each")
-    parser.add_argument("--results", type=Path, default=Path("build/zoo.jsonl"), help="read first: what is there is not run again")
+    parser.add_argument(
+        "--results", type=Path, default=Path("build/zoo.jsonl"), help="read first: what is there is not run again"
+    )
     parser.add_argument("--again", action="store_true", help="run also what is in the results")
     parser.add_argument("--failed", action="store_true", help="run also what is in the results and did not pass")
     parser.add_argument("--limit", type=int, help="at most so many")

@@ -107,7 +107,9 @@ def _build(model_type: str, cls: Any, setting: Setting) -> nn.Module:
         with torch.device("meta"):
             count = sum(parameter.numel() for parameter in cls(_copy(config)).parameters())
     except Exception as error:  # a config that does not fit together fails anywhere
-        raise NotBuiltError(f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}") from error
+        raise NotBuiltError(
+            f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        ) from error
     if count > MOST_PARAMETERS:
         raise NotBuiltError(f"{count / 1e6:.0f} million parameters are left")
     with torch.random.fork_rng(devices=[]):
@@ -133,7 +135,8 @@ def shrunk_config(model_type: str, setting: Setting) -> Any:
     default = cls()
     shrunk = _shrink(default.to_dict(), setting, {})
     config = cls.from_dict(shrunk) if hasattr(cls, "from_dict") else cls(**shrunk)
-    if "mrope_section" in inspect.getsource(sys.modules[model_class(model_type).__module__]):
+    model = model_class(model_type)
+    if hasattr(model, "get_rope_index") or "mrope_section" in inspect.getsource(sys.modules[model.__module__]):
         for part in _parts(config):  # the classes' own default is for heads of 128
             rope = getattr(part, "rope_parameters", None)
             if isinstance(rope, dict) and "mrope_section" not in rope and hasattr(part, "num_attention_heads"):
@@ -156,19 +159,23 @@ def _parts(config: Any) -> list[Any]:
 
 # Sizes by name, where a setting does not divide them: the first pattern that matches the whole name counts.
 _NAMED: tuple[tuple[str, int], ...] = (
+    (r"qk_head_dim", 32),
     (r"(.*_)?(num_)?(key_value|kv)_heads", 2),
     (r"(.*_)?num_(key|value)_heads", 2),
     (r"(.*_)?(num_attention_heads|num_heads|attention_heads|n_heads?|num_query_heads|index_n_heads)", 4),
     (r"(.*_)?(head_dim|d_kv|dim_head|d_head|linear_head_dim|attention_head_size)", 16),
     (r"(kv|q|o)_lora_rank", 16),
     (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|mlp_dim|feedforward_dim|inner_dim)", 96),
-    (r"(.*_)?(hidden_size|d_model|embed_dim|n_embd|hidden_dim|embedding_size|model_dim|dim|projection_dim)", 64),
+    (
+        r"(.*_)?(hidden_size|d_model|embed_dim|n_embd|hidden_dim|embedding_size|model_dim|dim|projection_dim|projection_size)",
+        64,
+    ),
     (r"(.*_)?(word_embed_proj_dim|embedding_dim|out_dim|output_dim|embed_size|out_hidden_size)", 64),
     (r"(.*_)?(conv_channels|output_channels|encoder_channels|num_filters|base_channels|upsample_initial_channel)", 32),
     (r"(.*_)?(num_)?(local_|routed_)?experts", 4),
     (r"moe_num_experts", 4),
     (r"(.*_)?(num_experts_per_tok(en)?|top_k_experts|moe_topk|moe_k|moe_top_k)", 2),
-    (r"(.*_)?(n_group|topk_group|num_expert_group)", 1),
+    (r"(.*_)?(n_groups?|ngroups|topk_group|num_expert_group)", 1),
 )
 _WIDTHS = re.compile(
     r"(.*_)?(hidden_sizes?|d_model|embed_dims?|n_embd|hidden_dims?|embedding_size|dims?|intermediate_size|ffn_dim"
@@ -203,7 +210,15 @@ _FILLS: dict[str, Any] = {
     "mlp_layer_types": ["dense", "sparse"],
     "pad_token_id": 0,
 }
-_BOOKKEEPING = ("transformers_version", "architectures", "id2label", "label2id", "_name_or_path", "dtype", "label_names")
+_BOOKKEEPING = (
+    "transformers_version",
+    "architectures",
+    "id2label",
+    "label2id",
+    "_name_or_path",
+    "dtype",
+    "label_names",
+)
 
 
 def _shrink(given: Mapping[str, Any], setting: Setting, parent: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +252,13 @@ def _resnet(count: int) -> dict[str, Any]:
     widths = [16, 24, 32, 48]
     stages = [f"stage{i}" for i in range(1, 5)][-count:]
     depths = [1] * len(widths)
-    return {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": widths, "depths": depths, "out_features": stages}
+    return {
+        "model_type": "resnet",
+        "embedding_size": 8,
+        "hidden_sizes": widths,
+        "depths": depths,
+        "out_features": stages,
+    }
 
 
 def _layers_left(given: Mapping[str, Any], setting: Setting) -> dict[int, int]:
@@ -247,9 +268,7 @@ def _layers_left(given: Mapping[str, Any], setting: Setting) -> dict[int, int]:
     counts = {v for k, v in given.items() if _LAYERS.fullmatch(k) and isinstance(v, int) and not isinstance(v, bool)}
     left = {}
     for count in counts:
-        kinds = [
-            len(dict.fromkeys(map(str, v))) for v in given.values() if isinstance(v, list) and 0 < len(v) == count
-        ]
+        kinds = [len(dict.fromkeys(map(str, v))) for v in given.values() if isinstance(v, list) and 0 < len(v) == count]
         left[count] = min(count, max(setting.layers, min(max(kinds, default=1), 4)))
     return left
 
@@ -265,7 +284,9 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
         return layers.get(value, value)
     if _VOCABULARY.fullmatch(key):
         return min(value, _VOCABULARY_SIZE)
-    if re.fullmatch(r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions)", key):
+    if re.fullmatch(
+        r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions)", key
+    ):
         return min(value, _POSITIONS)
     if re.fullmatch(r"(.*_)?(image_size|input_size|img_size)", key) and value >= 32:
         return _image_size(given)
@@ -281,6 +302,8 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
         return min(value, 2) if key != "first_k_dense_replace" else min(value, 1)
     if _LAYER_INDEXES.fullmatch(key) and value > 0 and layers:
         return min(value, min(layers.values()) - 1)
+    if setting.divisor is None and isinstance(given.get("num_heads"), list) and _WIDTHS.fullmatch(key):
+        return _divided(value, 4)  # heads of each stage: the width has to be their multiple
     if setting.divisor is None:
         for pattern, size in _NAMED:
             if re.fullmatch(pattern, key):
@@ -291,6 +314,8 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
 
 def _image_size(given: Mapping[str, Any]) -> int:
     patch = given.get("patch_size")
+    if "depths" in given and "window_size" in given:  # no stage may have less than a window left
+        return 224
     return 32 if isinstance(patch, int) and patch >= 8 else 64
 
 

@@ -106,9 +106,13 @@ def _reasons(known: Sequence[Record]) -> list[str]:
     for record in known:
         if record["stages"].get("eager") == "done":
             for stage, reason in record["reasons"].items():
-                types.setdefault((record["stages"][stage], _brief(reason)), []).append(f"{record['model_type']} ({stage})")
+                types.setdefault((record["stages"][stage], _brief(reason)), []).append(
+                    f"{record['model_type']} ({stage})"
+                )
     order = Counter({key: len(names) for key, names in types.items()})
-    return [f"- {what}: {reason}: {', '.join(types[what, reason])}" for (what, reason), _ in order.most_common()] or ["None."]
+    return [f"- {what}: {reason}: {', '.join(types[what, reason])}" for (what, reason), _ in order.most_common()] or [
+        "None."
+    ]
 
 
 def _brief(reason: str) -> str:
