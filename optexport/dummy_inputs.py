@@ -179,9 +179,8 @@ def _default_names(model: nn.Module, config: Any, accepted: Mapping[str, inspect
     sets = [with_masks(names)]
     extra = [name for name in _GEOMETRY if name in accepted]
     if any(name.startswith("pixel_values") for name in names):
-        sets += [with_masks([*names, name]) for name in extra] + (
-            [with_masks([*names, *extra])] if len(extra) > 1 else []
-        )
+        sets += [with_masks([*names, name]) for name in extra]
+        sets += [with_masks([*names, *extra])] if len(extra) > 1 else []
         if "input_ids" in names:  # a model of language that may see, but need not
             sets.append(with_masks([name for name in names if not name.startswith("pixel_values")]))
     sets += [[*sets[0], name] for name in _FURTHER if name in accepted and name not in sets[0]]

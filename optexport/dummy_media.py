@@ -173,7 +173,8 @@ def _latents(config: Any) -> torch.Tensor:
 
 def _past_length(config: Any) -> int:
     lags = getattr(config, "lags_sequence", None) or [0]
-    return int(getattr(config, "context_length", None) or getattr(config, "prediction_length", None) or 32) + max(lags)
+    length = getattr(config, "context_length", None) or getattr(config, "prediction_length", None) or 32
+    return int(length) + int(max(lags))
 
 
 def _past_values(config: Any) -> torch.Tensor:

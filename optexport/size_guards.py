@@ -62,9 +62,9 @@ def held_sizes(
 ) -> dict[str, str]:
     """Dimensions that an equation in the graph holds to what they were traced at, each with that equation.
 
-    A model that goes another way for images of just the size that it was trained on leaves one, if it was traced at that
-    size: ``(height // 16) * (width // 16) == 4`` is true of few other sizes. An equation that is true of a multiple of
-    the traced sizes, as ``height % 16 == 0`` or ``height == width``, holds none.
+    A model that goes another way for images of just the size that it was trained on leaves one, if it was traced at
+    that size: ``(height // 16) * (width // 16) == 4`` is true of few other sizes. An equation that is true of a
+    multiple of the traced sizes, as ``height % 16 == 0`` or ``height == width``, holds none.
 
     Args:
         names: The dimension that each of the program's symbols stands for.
@@ -100,7 +100,7 @@ def doubtful_sizes(
         candidates = itertools.chain(
             ({name: sizes[name] for name in free} for sizes in found), _candidates(expression, list(free), dims, traced)
         )
-        ways = [candidates]
+        ways: list[Iterator[dict[str, int]]] = [candidates]
         if _is_exclusion(expression) and len(free) > 1:  # where all are alike the model may well go another way
             alike = set.intersection(*(set(_sizes(dims[name], expression)) for name in free))
             ways.append(dict.fromkeys(free, size) for size in sorted(alike))

@@ -193,9 +193,7 @@ def _export(
             )
     shapes = {name: _hints(name, tensor, dynamic) for name, tensor in example.items()}
     if free is not None:
-        shapes = {
-            name: {axis: hint for axis, hint in axes.items() if axis in free[name]} for name, axes in shapes.items()
-        }
+        shapes = {name: {axis: axes[axis] for axis in free[name] if axis in axes} for name, axes in shapes.items()}
     try:
         with torch.no_grad(), transformers_exporters.no_cache(model), transformers_exporters.quiet():
             if transformers_exporters.holds_transformers(model):
@@ -278,10 +276,13 @@ def _line_of_model(error: BaseException) -> str | None:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else None
 
 
-_NOT_THE_MODELS = tuple(
-    str(Path(module.__file__ or "").parent) + os.sep
-    for module in (torch, transformers_exporters, transformers_exporters.exporters)
-) + tuple(str(Path(inspect.__file__).parent / name) for name in ("contextlib.py", "functools.py", "copy.py"))
+_NOT_THE_MODELS = (
+    *(
+        f"{folder}{os.sep}"
+        for folder in (Path(torch.__file__).parent, Path(__file__).parent, transformers_exporters.FOLDER)
+    ),
+    *(str(Path(inspect.__file__).parent / name) for name in ("contextlib.py", "functools.py", "copy.py")),
+)
 
 
 def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signature, tuple[str, ...], dict[Any, str]]:

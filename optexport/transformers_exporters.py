@@ -11,18 +11,22 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import onnx_ir
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, exporters
 from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
 from transformers.exporters.utils import apply_fx_node_fixes, apply_patches, precompute_export_inputs
 
 aten = torch.ops.aten
+
+# Where the exporters' own code lies: no line of it is a model's.
+FOLDER = Path(str(exporters.__file__)).parent
 
 
 def _attention(

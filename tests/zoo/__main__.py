@@ -1,4 +1,4 @@
-"""python -m tests.zoo [MODEL_TYPE...] [--jobs N] [--timeout S] [--results FILE] [--again] [--table]"""
+"""Takes tiny random models of the types that transformers knows through the whole pipeline."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.zoo", description="Takes tiny models of every type through the pipeline."
-    )
-    parser.add_argument(
-        "model_types", nargs="*", metavar="MODEL_TYPE", help="by default all, in an order that mixes families"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds for each")
-    parser.add_argument(
-        "--results", type=Path, default=Path("build/zoo.jsonl"), help="read first: what is there is not run again"
-    )
-    parser.add_argument("--again", action="store_true", help="run also what is in the results")
-    parser.add_argument("--failed", action="store_true", help="run also what is in the results and did not pass")
-    parser.add_argument("--limit", type=int, help="at most so many")
-    parser.add_argument("--table", type=Path, help="where to write the table, as tests/zoo/COVERAGE.md")
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    add = parser.add_argument
+    add("model_types", nargs="*", metavar="MODEL_TYPE", help="by default all, in an order that mixes families")
+    add("--jobs", type=int, default=1, help="how many at a time")
+    add("--timeout", type=float, default=240, help="seconds for each")
+    add("--results", type=Path, default=Path("build/zoo.jsonl"), help="what is in it already is not run again")
+    add("--again", action="store_true", help="run also what is in the results")
+    add("--failed", action="store_true", help="run also what is in the results and did not pass")
+    add("--limit", type=int, help="at most so many")
+    add("--table", type=Path, help="where to write the table, as tests/zoo/COVERAGE.md")
     arguments = parser.parse_args()
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     done = {} if arguments.again else runner.read(arguments.results)

@@ -11,6 +11,17 @@ FORMATS = ("onnx", "torchscript", "pt2")
 STAGES = ("built", "eager", "traced", "graph", *FORMATS)
 Record = Mapping[str, Any]
 
+_LIBRARIES = ("transformers", "torch", "onnxruntime")
+_INTRODUCTION = (
+    "Written by `python -m tests.zoo --table tests/zoo/COVERAGE.md`; not to be edited by hand. Each model type of "
+    "transformers {transformers} is built tiny from its own config with random weights, biases and norm statistics, "
+    "traced with inputs that optexport makes from that config, transformed by the preset, and proven as a graph and in "
+    "each file format, also at sizes that were not traced. torch {torch}, onnxruntime {onnxruntime}."
+)
+_LEGEND = (
+    "`fixed sizes`: the file holds the traced sizes only. Rules are those of the preset that found work, with the "
+    "number of places."
+)
 # What is written of a stage in the table; one that it did not come to is a dash.
 _MARKS = {"done": "✓", "wrong": "**wrong**", "refused": "refused", "crash": "**crash**", "fixed": "fixed sizes"}
 
@@ -31,11 +42,7 @@ def table(results: Mapping[str, Record], model_types: Sequence[str]) -> str:
     lines = [
         "# Coverage",
         "",
-        "Written by `python -m tests.zoo --table tests/zoo/COVERAGE.md`; not to be edited by hand. Each model type of "
-        f"transformers {version('transformers')} is built tiny from its own config with random weights, biases and norm "
-        "statistics, traced with inputs that optexport makes from that config, transformed by the preset, and proven "
-        "as a graph and in each file format, also at sizes that were not traced. torch "
-        f"{version('torch').partition('+')[0]}, onnxruntime {version('onnxruntime')}.",
+        _INTRODUCTION.format(**{name: version(name).partition("+")[0] for name in _LIBRARIES}),
         "",
         *_summary(known, len(model_types)),
         "",
@@ -45,8 +52,7 @@ def table(results: Mapping[str, Record], model_types: Sequence[str]) -> str:
         "",
         "## Each type",
         "",
-        "`fixed sizes`: the file holds the traced sizes only. Rules are those of the preset that found work, with the "
-        "number of places.",
+        _LEGEND,
         "",
         "| model type | class | nodes | linears | rules | traced | graph | onnx | torchscript | pt2 | s |",
         "|---|---|---:|---:|---|---|---|---|---|---|---:|",
@@ -106,9 +112,8 @@ def _reasons(known: Sequence[Record]) -> list[str]:
     for record in known:
         if record["stages"].get("eager") == "done":
             for stage, reason in record["reasons"].items():
-                types.setdefault((record["stages"][stage], _brief(reason)), []).append(
-                    f"{record['model_type']} ({stage})"
-                )
+                befell = types.setdefault((record["stages"][stage], _brief(reason)), [])
+                befell.append(f"{record['model_type']} ({stage})")
     order = Counter({key: len(names) for key, names in types.items()})
     return [f"- {what}: {reason}: {', '.join(types[what, reason])}" for (what, reason), _ in order.most_common()] or [
         "None."
