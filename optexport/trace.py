@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch.predispatch import _vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -109,6 +110,7 @@ def trace(
         example = _in_order(model, example)
     program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
     signature, fixed, symbols = _signature(program, dynamic)
+    _check_no_vmap(program)
     held = held_sizes(program, symbols, signature.dims, signature.sizes(example))
     if held and not isinstance(model, ExportedProgram):
         if dynamic is not None:
@@ -129,6 +131,16 @@ def trace(
     else:
         graph_module = raise_graph(program)
     return Traced(graph_module, signature, fixed, doubtful)
+
+
+def _check_no_vmap(program: ExportedProgram) -> None:
+    for node in program.graph.find_nodes(op="call_function", target=_vmap_increment_nesting):
+        line = next((row.strip() for row in reversed((node.stack_trace or "").splitlines()) if "vmap(" in row), None)
+        raise TraceError(
+            f"it calls torch.vmap, which no file format holds{f': {line}' if line else ''}",
+            place="trace",
+            mend="Write it with an axis more, that of the batch, instead.",
+        )
 
 
 def _held_error(held: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError:

@@ -18,9 +18,10 @@ import onnx_ir
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from transformers import PreTrainedModel, exporters
+from transformers import PreTrainedModel, exporters, masking_utils
 from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
+from transformers.exporters import utils as _utils
 from transformers.exporters.utils import apply_fx_node_fixes, apply_patches, precompute_export_inputs
 
 aten = torch.ops.aten
@@ -84,8 +85,10 @@ def export_program(
 ) -> ExportedProgram:
     """Exports a model of transformers under the patches of its architecture; the model itself is not changed."""
     had_forward = "forward" in vars(model)
+    # Masks that are made under torch.vmap would leave calls of it in the graph, which no format holds.
+    masks = (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion)
     try:
-        with quiet():
+        with quiet(), _utils.patch_attributes([masks]):
             exporter = DynamoExporter()
             program: ExportedProgram = exporter.export(
                 model,  # type: ignore[arg-type]  # typed for its own models, and made for modules that hold one too

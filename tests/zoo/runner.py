@@ -25,6 +25,7 @@ class _Running:
     process: BaseProcess
     answer: Connection
     since: float
+    last: dict[str, Any] | None = None
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
@@ -89,14 +90,12 @@ def _start(model_type: str) -> _Running:
 def _result(running: _Running, timeout: float) -> dict[str, Any] | None:
     """What came of a model type; None while it runs."""
     elapsed = time.monotonic() - running.since
-    last: dict[str, Any] | None = None
     while running.answer.poll():
         try:
-            last = running.answer.recv()
+            running.last = running.answer.recv()
         except EOFError:
             break
-        running.last = last  # type: ignore[attr-defined]
-    last = getattr(running, "last", None)
+    last = running.last
     if running.process.is_alive():
         if elapsed < timeout:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from optexport import runtimes
-from optexport.config import FORMATS, checked_settings
+from optexport.config import FORMATS, Format, checked_settings
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import OptexportError
 from optexport.job import Job, preset
@@ -124,13 +124,17 @@ def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
 
 
 def judge(
-    model_type: str, effort: str = "standard", announce: Callable[[Outcome, str], None] = lambda outcome, stage: None
+    model_type: str,
+    effort: str = "standard",
+    announce: Callable[[Outcome, str], None] = lambda outcome, stage: None,
+    formats: Sequence[Format] = FORMATS,
 ) -> Outcome:
     """Takes a model type through all stages.
 
     Args:
         effort: As in ``[parity]``.
         announce: Called before each stage with what is known so far.
+        formats: Those to write; with none it ends with the graph.
     """
     outcome = Outcome(model_type, announce=announce)
     announce(outcome, "built")
@@ -140,7 +144,7 @@ def judge(
     model, inputs = made
     outcome.inputs = {name: list(tensor.shape) for name, tensor in inputs.items()}
     with tempfile.TemporaryDirectory(prefix="optexport-zoo-") as folder, torch.random.fork_rng(devices=[]):
-        _judge(outcome, _job(model, inputs, Path(folder), effort), Path(folder))
+        _judge(outcome, _job(model, inputs, Path(folder), effort), Path(folder), formats)
     return outcome
 
 
@@ -156,7 +160,7 @@ def _job(model: nn.Module, inputs: dict[str, torch.Tensor], folder: Path, effort
     return Job(config, Loaded(model), inputs, (), None, preset(), folder / "bundle")
 
 
-def _judge(outcome: Outcome, job: Job, folder: Path) -> None:
+def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) -> None:
     traced_and_call = outcome.run("traced", lambda: trace_original(job))
     if traced_and_call is None:
         return
@@ -181,7 +185,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path) -> None:
     outcome.rules = {a.rule.name: len(a.report.changes) for a in transformed.applied if a.report.changes}
     _check(outcome, "graph", lambda: [suspects.check("graph", graph_runner(transformed.graph_module, call))])
     writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied)
-    for name in FORMATS:
+    for name in formats:
 
         def write_and_check(name: Any = name) -> list[Any]:
             artifact = writer.write(name, folder, ())
