@@ -19,6 +19,7 @@ def main() -> None:
     add("--jobs", type=int, default=1, help="how many at a time")
     add("--timeout", type=float, default=240, help="seconds for each")
     add("--results", type=Path, default=Path("build/zoo.jsonl"), help="what is in it already is not run again")
+    add("--build", action="store_true", help="only build each, and run it eagerly")
     add("--again", action="store_true", help="run also what is in the results")
     add("--failed", action="store_true", help="run also what is in the results and did not pass")
     add("--limit", type=int, help="at most so many")
@@ -26,10 +27,19 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     done = {} if arguments.again else runner.read(arguments.results)
+    if not arguments.build:  # what was only built is yet to be taken further
+        done = {name: record for name, record in done.items() if not table.only_built(record)}
     if arguments.failed:
         done = {name: record for name, record in done.items() if table.passed(record)}
     wanted = [name for name in arguments.model_types or runner.spread(model_types()) if name not in done]
-    runner.run(wanted[: arguments.limit], arguments.results, jobs=arguments.jobs, timeout=arguments.timeout, tell=_tell)
+    runner.run(
+        wanted[: arguments.limit],
+        arguments.results,
+        jobs=arguments.jobs,
+        timeout=arguments.timeout,
+        build_only=arguments.build,
+        tell=_tell,
+    )
     if arguments.table is not None:
         arguments.table.write_text(table.table(runner.read(arguments.results), model_types()), encoding="utf-8")
 
@@ -37,7 +47,7 @@ def main() -> None:
 def _tell(record: dict[str, Any]) -> None:
     seconds = sum(record["seconds"].values())
     stages = " ".join(f"{name}={what}" for name, what in record["stages"].items() if what != "done")
-    print(f"{record['model_type']:32} {seconds:6.1f} s  {stages or 'proven'}", flush=True)
+    print(f"{record['model_type']:32} {seconds:6.1f} s  {stages or 'done'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tests.zoo import stages
 _MOST_MEMORY = 12 << 30
 
 
-def main(model_type: str, answer: Connection) -> None:
+def main(model_type: str, answer: Connection, build_only: bool) -> None:
     """Judges a model type and sends the result; before each stage what is known so far, should it be the last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner ends it
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
@@ -26,6 +26,10 @@ def main(model_type: str, answer: Connection) -> None:
     def announce(outcome: stages.Outcome, stage: str) -> None:
         answer.send({**outcome.as_json(), "at": stage})
 
-    outcome = stages.judge(model_type, announce=announce)
+    if build_only:
+        outcome = stages.Outcome(model_type, announce=announce)
+        stages.build(outcome)
+    else:
+        outcome = stages.judge(model_type, announce=announce)
     answer.send({**outcome.as_json(), "finished": True})
     answer.close()

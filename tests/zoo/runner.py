@@ -51,6 +51,7 @@ def run(
     *,
     jobs: int,
     timeout: float,
+    build_only: bool = False,
     tell: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> None:
     """Takes model types through the pipeline and appends what came of each to a file.
@@ -58,6 +59,7 @@ def run(
     Args:
         jobs: How many run at a time.
         timeout: Seconds after which one is ended.
+        build_only: Whether to only build each and run it eagerly.
         tell: Called with each result.
     """
     os.environ |= {"HF_HUB_OFFLINE": "1", "OPTEXPORT_CACHE": "", "OMP_NUM_THREADS": "1"}
@@ -66,7 +68,7 @@ def run(
     with results.open("a", encoding="utf-8") as file:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(_start(waiting.pop()))
+                running.append(_start(waiting.pop(), build_only))
             multiprocessing.connection.wait([each.process.sentinel for each in running], timeout=1)
             for each in list(running):
                 record = _result(each, timeout)
@@ -77,11 +79,11 @@ def run(
                     tell(record)
 
 
-def _start(model_type: str) -> _Running:
+def _start(model_type: str, build_only: bool) -> _Running:
     from tests.zoo import child
 
     answer, end = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=child.main, args=(model_type, end))
+    process = _CONTEXT.Process(target=child.main, args=(model_type, end, build_only))
     process.start()
     end.close()
     return _Running(model_type, process, answer, time.monotonic())

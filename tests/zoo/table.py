@@ -31,6 +31,11 @@ def passed(record: Record) -> bool:
     return all(record["stages"].get(stage) == "done" for stage in STAGES)
 
 
+def only_built(record: Record) -> bool:
+    """Whether it was built and run eagerly, and not taken further."""
+    return record["stages"].get("eager") == "done" and "traced" not in record["stages"]
+
+
 def table(results: Mapping[str, Record], model_types: Sequence[str]) -> str:
     """The whole page: what it is, the sums, why types failed, and a row for each.
 
@@ -56,14 +61,17 @@ def table(results: Mapping[str, Record], model_types: Sequence[str]) -> str:
         "",
         "| model type | class | nodes | linears | rules | traced | graph | onnx | torchscript | pt2 | s |",
         "|---|---|---:|---:|---|---|---|---|---|---|---:|",
-        *[_row(record) for record in known if record["stages"].get("eager") == "done"],
+        *[_row(record) for record in known if "traced" in record["stages"]],
         "",
-        "## Not built, or not run",
+        "## Not built, or not run eagerly",
         "",
         "| model type | stage | reason |",
         "|---|---|---|",
         *[_unbuilt(record) for record in known if record["stages"].get("eager") != "done"],
     ]
+    left = [record["model_type"] for record in known if only_built(record)]
+    if left:
+        lines += ["", f"## Built and run eagerly, not taken further yet: {len(left)}", "", ", ".join(left)]
     left = [name for name in model_types if name not in results]
     if left:
         lines += ["", f"## Not tried yet: {len(left)}", "", ", ".join(left)]
@@ -74,20 +82,21 @@ def _summary(known: Sequence[Record], total: int) -> list[str]:
     def count(stage: str, *outcomes: str) -> int:
         return sum(record["stages"].get(stage) in outcomes for record in known)
 
-    ran = count("eager", "done")
+    further = [record for record in known if "traced" in record["stages"]]
+    ran = len(further)
     lines = [
-        "| | model types | of those that ran |",
+        "| | model types | of those taken further |",
         "|---|---:|---:|",
         f"| known to transformers | {total} | |",
-        f"| tried so far | {len(known)} | |",
         f"| built | {count('built', 'done')} | |",
-        f"| ran eagerly on inputs made from the config | {ran} | |",
+        f"| ran eagerly on inputs made from the config | {count('eager', 'done')} | |",
+        f"| taken further so far: traced, proven, exported | {ran} | |",
         f"| traced | {count('traced', 'done')} | {_share(count('traced', 'done'), ran)} |",
         f"| proven as a graph | {count('graph', 'done')} | {_share(count('graph', 'done'), ran)} |",
     ]
     for name in FORMATS:
         lines.append(f"| proven in {name} | {count(name, 'done')} | {_share(count(name, 'done'), ran)} |")
-    whole = sum(passed(record) for record in known)
+    whole = sum(passed(record) for record in further)
     several: list[tuple[str, Callable[[Record], bool]]] = [
         ("a result that is wrong", lambda record: "wrong" in record["stages"].values()),
         ("refused somewhere, with exit 3 or 5", lambda record: "refused" in record["stages"].values()),
@@ -97,7 +106,7 @@ def _summary(known: Sequence[Record], total: int) -> list[str]:
     ]
     lines.append(f"| proven throughout | {whole} | {_share(whole, ran)} |")
     for title, holds in several:
-        number = sum(map(holds, known))
+        number = sum(map(holds, further))
         lines.append(f"| {title} | {number} | {_share(number, ran)} |")
     return lines
 
