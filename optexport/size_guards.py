@@ -113,15 +113,33 @@ def doubtful_sizes(
     return tuple(found)
 
 
-def drop_exclusions(program: ExportedProgram) -> None:
+def drop_exclusions(
+    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
+) -> None:
     """Takes out, in place, what the graph asserts not to be: ``(height // 16) * (width // 16) != 4``.
 
     A model that goes another way at a single size leaves one, if it was traced at any other. The way that it was traced
-    in may hold there too, and mostly does: the proof tells, since such a size is in doubt. Other assertions stay.
+    in may hold there too, and mostly does: the proof tells, since such a size is in doubt. Other assertions stay, and
+    so do those that no size in the range of its dimension breaks.
+
+    Args:
+        names: The dimension that each of the program's symbols stands for.
+        traced: The size of each dimension in the trace.
     """
+    _, renamed = _renaming(names, dims)
+    doubted = {
+        expression
+        for expression, in_doubt, free in _doubts(program, names, dims)
+        if in_doubt is _broken
+        and _is_exclusion(expression)
+        and any(
+            _broken(expression, {free[name]: size for name, size in sizes.items()})
+            for sizes in _candidates(expression, list(free), dims, traced)
+        )
+    }
     for node in list(program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default)):
         asserted = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
-        if isinstance(asserted, torch.SymBool) and _is_exclusion(asserted.node.expr):
+        if isinstance(asserted, torch.SymBool) and asserted.node.expr.xreplace(renamed) in doubted:
             program.graph.erase_node(node)
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
@@ -131,6 +149,14 @@ def _is_exclusion(expression: Any) -> bool:
     return isinstance(expression, sympy.Unequality)
 
 
+def _renaming(
+    names: Mapping[Any, str], dims: Collection[str]
+) -> tuple[dict[str, sympy.Symbol], dict[Any, sympy.Symbol]]:
+    """A symbol for each dimension, and those of the program that it takes the place of."""
+    symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
+    return symbols, {symbol: symbols[name] for symbol, name in names.items() if name in symbols}
+
+
 _InDoubt = Callable[[Any, dict[sympy.Symbol, int]], bool]
 
 
@@ -138,8 +164,7 @@ def _doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
 ) -> Iterator[tuple[Any, _InDoubt, dict[str, sympy.Symbol]]]:
     """What is asserted of sizes, and sizes that are computed as fractions; when each is in doubt; and of what sizes."""
-    symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
-    renamed = {symbol: symbols[name] for symbol, name in names.items() if name in symbols}
+    symbols, renamed = _renaming(names, dims)
     for doubt, in_doubt in _found_in(program):
         expression = doubt.xreplace(renamed)
         free = {name: symbol for name, symbol in symbols.items() if symbol in expression.free_symbols}

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
-import os
 import re
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ from torch.utils import _pytree as pytree
 from optexport import transformers_exporters
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import TraceError, first_line
+from optexport.model_lines import line_of_model
 from optexport.raising import raise_graph
 from optexport.signature import (
     Dim,
@@ -123,7 +120,7 @@ def trace(
     signature = replace(signature, dims=dims)
     doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
     if not isinstance(model, ExportedProgram):
-        drop_exclusions(program)
+        drop_exclusions(program, symbols, signature.dims, signature.sizes(example))
     if isinstance(model, fx.GraphModule):
         graph_module = _copy(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
@@ -268,7 +265,7 @@ def _explained(
             place="inputs.dynamic",
             mend="Narrow the range, or leave the dimension out to have it fixed.",
         )
-    line = _line_of_model(error)
+    line = line_of_model(error)
     return TraceError(
         f"torch.export could not trace it{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         place=name,
@@ -276,25 +273,6 @@ def _explained(
         if line
         else "Run again with --debug for the line of the model that it stopped at.",
     )
-
-
-def _line_of_model(error: BaseException) -> str | None:
-    """The innermost line of the model's own code that an error came from: ``modeling_x.py:12: if x.max() > 3:``."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.line and not frame.filename.startswith(_NOT_THE_MODELS) and not frame.filename.startswith("<")
-    ]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else None
-
-
-_NOT_THE_MODELS = (
-    *(
-        f"{folder}{os.sep}"
-        for folder in (Path(torch.__file__).parent, Path(__file__).parent, transformers_exporters.FOLDER)
-    ),
-    *(str(Path(inspect.__file__).parent / name) for name in ("contextlib.py", "functools.py", "copy.py")),
-)
 
 
 def _signature(program: ExportedProgram, dynamic: Dynamic | None) -> tuple[Signature, tuple[str, ...], dict[Any, str]]:
