@@ -48,7 +48,7 @@ _FUNCTION = re.compile(
     r"|Unequality|Eq|Ne|LessThan|StrictLessThan|GreaterThan|StrictGreaterThan|Le|Lt|Ge|Gt|FloorDiv"
     r"|ModularIndexing|Where|PythonMod|CleanDiv|CeilToInt|FloorToInt|CeilDiv|LShift|RShift|PowByNatural"
     r"|FloatPow|FloatTrueDiv|IntTrueDiv|TruncToFloat|TruncToInt|RoundToInt|RoundDecimal|ToFloat|Identity"
-    r"|IsNonOverlappingAndDenseIndicator"
+    r"|IsNonOverlappingAndDenseIndicator|Piecewise|ExprCondPair"
 )
 _VALUE = re.compile(r"L|math|true|false|oo|int_oo")
 _METHOD = re.compile(r"size|stride|storage_offset|dim|floor|ceil|trunc|sqrt|pow")

@@ -7,7 +7,9 @@ another in float32, in which ONNX computes it, than in float64, in which Python 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from optexport.signature import Dim
@@ -54,6 +57,35 @@ def above_assertions(
     return found
 
 
+def held_sizes(
+    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
+) -> dict[str, str]:
+    """Dimensions that an equation in the graph holds to what they were traced at, each with that equation.
+
+    A model that goes another way for images of just the size that it was trained on leaves one, if it was traced at
+    that size: ``(height // 16) * (width // 16) == 4`` is true of few other sizes. An equation that is true of a
+    multiple of the traced sizes, as ``height % 16 == 0`` or ``height == width``, holds none.
+
+    Args:
+        names: The dimension that each of the program's symbols stands for.
+        dims: The dimensions to look at.
+        traced: The size of each dimension in the trace.
+    """
+    found: dict[str, str] = {}
+    for expression, in_doubt, free in _doubts(program, names, dims):
+        if in_doubt is not _broken or not isinstance(expression, sympy.Equality):
+            continue
+        groups = [[name] for name in free] + [list(free)]
+        larger = [{**traced, **{name: traced[name] * times for name in group}} for group in groups for times in _TIMES]
+        allowed = [sizes for sizes in larger if all(sizes[name] <= (dims[name].max or _LARGEST) for name in free)]
+        if allowed and all(_broken(expression, {free[name]: sizes[name] for name in free}) for sizes in allowed):
+            found |= dict.fromkeys(free, str(expression))
+    return found
+
+
+_TIMES = (2, 3, 4, 5)
+
+
 def doubtful_sizes(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> tuple[dict[str, int], ...]:
@@ -68,12 +100,61 @@ def doubtful_sizes(
         candidates = itertools.chain(
             ({name: sizes[name] for name in free} for sizes in found), _candidates(expression, list(free), dims, traced)
         )
-        for sizes in candidates:
-            if in_doubt(expression, {free[name]: size for name, size in sizes.items()}):
-                if {**traced, **sizes} not in found:
-                    found.append({**traced, **sizes})
-                break
+        ways: list[Iterator[dict[str, int]]] = [candidates]
+        if _is_exclusion(expression) and len(free) > 1:  # where all are alike the model may well go another way
+            alike = set.intersection(*(set(_sizes(dims[name], expression)) for name in free))
+            ways.append(dict.fromkeys(free, size) for size in sorted(alike))
+        for way in ways:
+            for sizes in way:
+                if in_doubt(expression, {free[name]: size for name, size in sizes.items()}):
+                    if {**traced, **sizes} not in found:
+                        found.append({**traced, **sizes})
+                    break
     return tuple(found)
+
+
+def drop_exclusions(
+    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
+) -> None:
+    """Takes out, in place, what the graph asserts not to be: ``(height // 16) * (width // 16) != 4``.
+
+    A model that goes another way at a single size leaves one, if it was traced at any other. The way that it was traced
+    in may hold there too, and mostly does: the proof tells, since such a size is in doubt. Other assertions stay, and
+    so do those that no size in the range of its dimension breaks.
+
+    Args:
+        names: The dimension that each of the program's symbols stands for.
+        traced: The size of each dimension in the trace.
+    """
+    _, renamed = _renaming(names, dims)
+    doubted = {
+        expression
+        for expression, in_doubt, free in _doubts(program, names, dims)
+        if in_doubt is _broken
+        and _is_exclusion(expression)
+        and any(
+            _broken(expression, {free[name]: size for name, size in sizes.items()})
+            for sizes in _candidates(expression, list(free), dims, traced)
+        )
+    }
+    for node in list(program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default)):
+        asserted = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+        if isinstance(asserted, torch.SymBool) and asserted.node.expr.xreplace(renamed) in doubted:
+            program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _is_exclusion(expression: Any) -> bool:
+    return isinstance(expression, sympy.Unequality)
+
+
+def _renaming(
+    names: Mapping[Any, str], dims: Collection[str]
+) -> tuple[dict[str, sympy.Symbol], dict[Any, sympy.Symbol]]:
+    """A symbol for each dimension, and those of the program that it takes the place of."""
+    symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
+    return symbols, {symbol: symbols[name] for symbol, name in names.items() if name in symbols}
 
 
 _InDoubt = Callable[[Any, dict[sympy.Symbol, int]], bool]
@@ -83,8 +164,7 @@ def _doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
 ) -> Iterator[tuple[Any, _InDoubt, dict[str, sympy.Symbol]]]:
     """What is asserted of sizes, and sizes that are computed as fractions; when each is in doubt; and of what sizes."""
-    symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
-    renamed = {symbol: symbols[name] for symbol, name in names.items() if name in symbols}
+    symbols, renamed = _renaming(names, dims)
     for doubt, in_doubt in _found_in(program):
         expression = doubt.xreplace(renamed)
         free = {name: symbol for name, symbol in symbols.items() if symbol in expression.free_symbols}
@@ -110,10 +190,30 @@ _FLOATS = (sympy.Float, ToFloat, FloatTrueDiv, IntTrueDiv)
 
 
 def _broken(condition: Any, sizes: dict[sympy.Symbol, int]) -> bool:
+    evaluate = _evaluator(condition)
     try:
+        if evaluate is not None:
+            return not evaluate(sizes)
         return bool(condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.false)
     except ZeroDivisionError:
         return True  # what divides by zero does not hold
+
+
+@functools.lru_cache(maxsize=1024)
+def _evaluator(condition: Any) -> Callable[[Mapping[sympy.Symbol, int]], Any] | None:
+    """A condition as a function of Python, hundreds of times faster than sympy is; None where it cannot be one."""
+    free = list(condition.free_symbols)
+    plain = {symbol: sympy.Symbol(f"z{i}", integer=True, positive=True) for i, symbol in enumerate(free)}
+    text = PythonPrinter().doprint(condition.xreplace(plain))
+    try:
+        # Of arithmetic that torch itself prints, and of names that were just given.
+        evaluate = eval(f"lambda {', '.join(map(str, plain.values()))}: {text}", {"math": math})  # noqa: S307
+        evaluate(*[64] * len(free))
+    except ZeroDivisionError:
+        pass
+    except Exception:  # a function that Python does not have: sympy knows it
+        return None
+    return lambda sizes: evaluate(*(sizes[symbol] for symbol in free))
 
 
 def _rounded_otherwise(expression: Any, sizes: dict[sympy.Symbol, int]) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch.predispatch import _vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -20,6 +21,7 @@ from optexport import transformers_exporters
 from optexport.dataclass_outputs import register_dataclasses
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import TraceError, first_line
+from optexport.model_lines import line_of_model
 from optexport.program_signature import tensor_inputs
 from optexport.raising import raise_graph
 from optexport.signature import (
@@ -34,7 +36,7 @@ from optexport.signature import (
     named_outputs,
     numbered_axis,
 )
-from optexport.size_guards import above_assertions, doubtful_sizes
+from optexport.size_guards import above_assertions, doubtful_sizes, drop_exclusions, held_sizes
 
 logger = logging.getLogger("optexport")
 
@@ -110,10 +112,20 @@ def trace(
         example = _in_order(model, example)
     program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
     signature, fixed, symbols = _signature(program, dynamic, example)
+    _check_no_vmap(program)
+    held = held_sizes(program, symbols, signature.dims, signature.sizes(example))
+    if held and not isinstance(model, ExportedProgram):
+        if dynamic is not None:
+            raise _held_error(held, signature.sizes(example))
+        free = {spec.name: [a for a, size in enumerate(spec.shape) if size not in held] for spec in signature.inputs}
+        program = _export(model, example, None, free)
+        signature, fixed, symbols = _signature(program, None, example)
     undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
     dims = {**signature.dims, **above_assertions(program, symbols, undeclared, signature.sizes(example))}
     signature = replace(signature, dims=dims)
     doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
+    if not isinstance(model, ExportedProgram):
+        drop_exclusions(program, symbols, signature.dims, signature.sizes(example))
     if isinstance(model, fx.GraphModule):
         graph_module = _copy(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
@@ -121,6 +133,26 @@ def trace(
     else:
         graph_module = raise_graph(program)
     return Traced(graph_module, signature, fixed, doubtful)
+
+
+def _check_no_vmap(program: ExportedProgram) -> None:
+    for node in program.graph.find_nodes(op="call_function", target=_vmap_increment_nesting):
+        line = next((row.strip() for row in reversed((node.stack_trace or "").splitlines()) if "vmap(" in row), None)
+        raise TraceError(
+            f"it calls torch.vmap, which no file format holds{f': {line}' if line else ''}",
+            place="trace",
+            mend="Write it with an axis more, that of the batch, instead.",
+        )
+
+
+def _held_error(held: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError:
+    names = " and ".join(held)
+    at = ", ".join(f"{name} {sizes[name]}" for name in held)
+    return TraceError(
+        f"traced at {at} the model goes a way that holds only where {next(iter(held.values()))}",
+        place="inputs.dynamic",
+        mend=f"Leave {names} out of inputs.dynamic to have them fixed, or trace with other sizes.",
+    )
 
 
 def _declared(dynamic: Dynamic | None) -> list[Dim]:
@@ -156,7 +188,17 @@ def _symbolic_trace_module(model: nn.Module) -> fx.GraphModule:
         ) from error
 
 
-def _export(model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None) -> ExportedProgram:
+def _export(
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    dynamic: Dynamic | None,
+    free: Mapping[str, Sequence[int]] | None = None,
+) -> ExportedProgram:
+    """Exports a model, with the declared axes dynamic; where none are declared, with all that it leaves dynamic.
+
+    Args:
+        free: The axes that may be dynamic at all.
+    """
     for name, value in example.items():
         if not isinstance(value, torch.Tensor):
             raise TraceError(
@@ -164,10 +206,14 @@ def _export(model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dyna
                 place=f"input {name}",
                 mend="Give tensors by input name; set other arguments in the model or its config.",
             )
-    shapes = as_arguments({name: _hints(name, tensor, dynamic) for name, tensor in example.items()})
+    hints = {name: _hints(name, tensor, dynamic) for name, tensor in example.items()}
+    if free is not None:
+        hints = {name: {axis: axes[axis] for axis in free[name] if axis in axes} for name, axes in hints.items()}
+    shapes = as_arguments(hints)
     try:
         with torch.no_grad(), transformers_exporters.no_cache(model), transformers_exporters.quiet():
             if transformers_exporters.holds_transformers(model):
+                _check_complete(model, example)
                 return transformers_exporters.export_program(model, as_arguments(example), shapes)
             return torch.export.export(
                 model,
@@ -177,10 +223,22 @@ def _export(model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dyna
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
+    except TraceError:
+        raise
     except Exception as error:  # torch.export raises many kinds, and the model's own code any other
         if register_dataclasses(model, as_arguments(example)):
-            return _export(model, example, dynamic)
+            return _export(model, example, dynamic, free)
         raise _explained(model, example, error, dynamic) from error
+
+
+def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
+    missing = transformers_exporters.computed_outside(model, example)
+    if missing:
+        raise TraceError(
+            f"it computes {', '.join(missing)} from the values of other inputs, which a graph cannot",
+            place=type(model).__name__,
+            mend="Give them as inputs: transformers.exporters.utils.precompute_export_inputs(model, inputs) adds them.",
+        )
 
 
 def _hints(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int, Any]:
@@ -216,10 +274,13 @@ def _explained(
             place="inputs.dynamic",
             mend="Narrow the range, or leave the dimension out to have it fixed.",
         )
+    line = line_of_model(error)
     return TraceError(
-        f"torch.export could not trace it: {first_line(error)}",
+        f"torch.export could not trace it{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         place=name,
-        mend="Run again with --debug for the line of the model that it stopped at.",
+        mend="Change that line so that it depends on no values of its inputs, or export a part of the model without it."
+        if line
+        else "Run again with --debug for the line of the model that it stopped at.",
     )
 
 

@@ -11,18 +11,23 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import onnx_ir
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, exporters, masking_utils
 from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
-from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
+from transformers.exporters import utils as _utils
+from transformers.exporters.utils import apply_fx_node_fixes, apply_patches, precompute_export_inputs
 
 aten = torch.ops.aten
+
+# Where the exporters' own code lies: no line of it is a model's.
+FOLDER = Path(str(exporters.__file__)).parent
 
 
 def _attention(
@@ -115,8 +120,10 @@ def export_program(
 ) -> ExportedProgram:
     """Exports a model of transformers under the patches of its architecture; the model itself is not changed."""
     had_forward = "forward" in vars(model)
+    # Masks that are made under torch.vmap would leave calls of it in the graph, which no format holds.
+    masks = (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion)
     try:
-        with quiet():
+        with quiet(), _utils.patch_attributes([masks]):
             exporter = DynamoExporter()
             program: ExportedProgram = exporter.export(
                 model,  # type: ignore[arg-type]  # typed for its own models, and made for modules that hold one too
@@ -132,6 +139,14 @@ def export_program(
         if not had_forward:
             vars(model).pop("forward", None)  # the exporter leaves its bound method behind
     return program
+
+
+def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Inputs that a model computes from the values of those given, if it is not given them, as no graph can."""
+    extended: dict[str, Any] = dict(inputs)
+    with torch.no_grad(), quiet():
+        precompute_export_inputs(model, extended)
+    return {name: value for name, value in extended.items() if name not in inputs}
 
 
 @contextlib.contextmanager

@@ -442,3 +442,9 @@ def test_random_damage_is_one_kind_of_error_or_none(archive: Path) -> None:
         except SourceError:
             failed += 1
     assert failed > 100
+
+
+def test_a_size_that_is_piecewise_is_arithmetic_and_a_call_within_it_is_not() -> None:
+    size = "Piecewise(ExprCondPair(Integer(1), Equality(Symbol('u0', integer=True), Integer(1))), ExprCondPair({}, true))"
+    assert archives._is_expression(size.format("Integer(0)"))
+    assert not archives._is_expression(size.format("exec('0')"))

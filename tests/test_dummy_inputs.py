@@ -29,6 +29,7 @@ from optexport.errors import TraceError
 from optexport.signature import conventional_axes
 from tests import models
 from tests.preparing import TINY
+from tests.zoo import shrinking
 
 SIDE: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 
@@ -139,3 +140,39 @@ def test_no_sequence_is_longer_than_the_model_takes() -> None:
     model = BertModel(BertConfig(**{**TINY, "max_position_embeddings": 5})).eval()
     with torch.no_grad():
         assert model(**dummy_inputs(model))
+
+
+KINDS = {
+    "llava": {"input_ids", "attention_mask", "pixel_values"},
+    "qwen2_vl": {"input_ids", "attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids", "position_ids"},
+    "wav2vec2-bert": {"input_features"},
+    "patchtst": {"past_values"},
+    "timesformer": {"pixel_values"},
+    "encodec": {"input_values"},
+    "vilt": {"input_ids", "attention_mask", "pixel_values"},
+}
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_model_takes_what_is_made_of_images_in_texts_sounds_videos_and_series(model_type: str) -> None:
+    model = next(shrinking.candidates(model_type))[1]()
+    made = dummy_inputs(model)
+    assert set(made) == KINDS[model_type]
+    with torch.no_grad():
+        assert model(**made)
+
+
+def test_a_text_about_an_image_holds_as_many_tokens_for_it_as_the_model_makes_features() -> None:
+    model: Any = next(shrinking.candidates("llava"))[1]()
+    made = dummy_inputs(model)
+    with torch.no_grad():
+        features = model.get_image_features(made["pixel_values"]).pooler_output
+    tokens = (made["input_ids"] == model.config.image_token_id).sum(1)
+    assert tokens.tolist() == [len(each) for each in features]
+
+
+def test_a_model_that_takes_none_of_what_is_made_is_an_error_with_a_mend() -> None:
+    model = next(shrinking.candidates("udop"))[1]()
+    with pytest.raises(TraceError, match="the model fails on all .* kinds of inputs") as raised:
+        dummy_inputs(model)
+    assert raised.value.mend

@@ -360,3 +360,15 @@ def test_a_range_that_nobody_declared_begins_above_the_sizes_that_break_what_the
         assert torch.equal(traced.graph_module(pixel_values=pixels)[0], model(pixel_values=pixels)[0])
         with pytest.raises(RuntimeError):
             traced.graph_module(pixel_values=pixels[..., : least - 1])
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 3 else x + 1
+
+
+def test_a_way_that_depends_on_values_is_an_error_that_names_its_line() -> None:
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+: return x if x\.sum\(\) > 3") as raised:
+        trace(Branching(), {"x": X})
+    assert raised.value.exit_code == 3
+    assert raised.value.mend

@@ -1,0 +1,112 @@
+"""Sizes at which a model goes another way than it was traced are fixed, or refused where they were declared."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import nn
+from torch.utils._sympy.functions import FloorDiv, PythonMod, ToFloat, TruncToInt
+
+from optexport import size_guards
+from optexport.errors import ParityError, TraceError
+from optexport.signature import Dim
+from optexport.trace import trace
+from tests.exports import quick
+from tests.models import randomise
+from tests.transformations.programs import Program
+
+
+def _positions(m: Any, image: torch.Tensor) -> torch.Tensor:
+    """Adds positions as vision transformers do: as they are where there are as many, else interpolated."""
+    height, width = image.shape[-2:]
+    patches = m.patches(image)
+    if (height // 4) * (width // 4) == 16 and (m.careless or height == width):
+        return patches + m.table.reshape(1, 3, *patches.shape[-2:])
+    table = nn.functional.interpolate(m.table, size=patches.shape[-2:], mode="bilinear")
+    return patches + table
+
+
+def _model(*, careless: bool = False) -> nn.Module:
+    """A model that adds positions; a careless one takes any image of as many patches for one of the usual shape."""
+    patches, table = nn.Conv2d(3, 3, 4, 4), nn.Parameter(torch.randn(1, 3, 4, 4))
+    model = randomise(Program(_positions, patches=patches, table=table))
+    model.careless = careless  # type: ignore[assignment]
+    return model
+
+
+NATIVE, OTHER = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16), torch.ones(2, 3, 24, 32)
+
+
+def test_a_size_at_which_the_model_does_go_another_way_fails_the_proof(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="x_2"):
+        quick(_model(careless=True), {"x": OTHER}, tmp_path / "bundle")
+
+
+def test_sizes_that_an_equation_holds_to_the_traced_ones_are_fixed() -> None:
+    traced = trace(_model(), {"x": NATIVE})
+    (image,) = traced.signature.inputs
+    assert image.shape[2:] == (16, 16)
+    assert image.shape[0] == "batch"
+    assert {"x[2] = 16", "x[3] = 16"} <= set(traced.fixed)
+    assert traced.doubtful == ()
+
+
+def test_a_model_traced_beside_the_size_at_which_it_goes_another_way_holds_at_that_size_too() -> None:
+    model = _model()
+    traced = trace(model, {"x": OTHER})
+    (image,) = traced.signature.inputs
+    height, width = image.shape[2:]
+    assert isinstance(height, str)
+    assert isinstance(width, str)
+    assert any(sizes[height] == sizes[width] == 16 for sizes in traced.doubtful)
+    with torch.no_grad():
+        for x in (NATIVE, OTHER, NATIVE.reshape(2, 3, 8, 32)):
+            torch.testing.assert_close(traced.graph_module(x), model(x))
+
+
+@pytest.mark.parametrize("height", ["height", Dim("height", 8, 64)], ids=["named", "ranged"])
+def test_declared_sizes_that_an_equation_holds_are_an_error_that_names_them_and_the_equation(height: str | Dim) -> None:
+    with pytest.raises(TraceError, match="height") as raised:
+        trace(_model(), {"x": NATIVE}, {"x": {0: "batch", 2: height, 3: "width"}})
+    assert raised.value.exit_code == 3
+    assert raised.value.mend is not None
+    assert "inputs.dynamic" in str(raised.value)
+
+
+def test_a_divisor_of_a_size_does_not_fix_it() -> None:
+    model = Program(lambda m, x: m.layer(x.reshape(x.shape[0], x.shape[1] // 4, 4)), layer=nn.Linear(4, 4))
+    traced = trace(randomise(model), {"x": torch.randn(2, 16)})
+    assert traced.signature.inputs[0].shape == ("batch", "x_1")
+
+
+BATCH, ROWS = (sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "my rows"))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        sympy.Eq(FloorDiv(BATCH, 16) * FloorDiv(ROWS, 16), 4),
+        sympy.Ne(FloorDiv(BATCH - 1, 2) + 1, ROWS),
+        sympy.Eq(PythonMod(BATCH - ROWS, 7), 0),
+        sympy.Le(sympy.Max(BATCH, ROWS) - sympy.Min(BATCH, 5), 9),
+        sympy.Lt(TruncToInt(ToFloat(BATCH) * 0.7), ROWS),
+        sympy.Or(sympy.Eq(BATCH, ROWS), BATCH > 3),
+        sympy.Eq(FloorDiv(BATCH, ROWS - 3), 0),
+    ],
+    ids=str,
+)
+def test_a_condition_on_sizes_breaks_where_sympy_says_so(condition: Any) -> None:
+    def by_sympy(sizes: dict[sympy.Symbol, int]) -> bool:
+        try:
+            return bool(condition.xreplace({k: sympy.Integer(v) for k, v in sizes.items()}) == sympy.false)
+        except ZeroDivisionError:
+            return True
+
+    for batch, rows in itertools.product(range(1, 24), repeat=2):
+        sizes = {BATCH: batch, ROWS: rows}
+        assert size_guards._broken(condition, sizes) == by_sympy(sizes)

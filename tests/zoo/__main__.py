@@ -1,0 +1,54 @@
+"""Takes tiny random models of the types that transformers knows through the whole pipeline."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tests.zoo import runner, table
+from tests.zoo.shrinking import model_types
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    add = parser.add_argument
+    add("model_types", nargs="*", metavar="MODEL_TYPE", help="by default all, in an order that mixes families")
+    add("--jobs", type=int, default=1, help="how many at a time")
+    add("--timeout", type=float, default=240, help="seconds for each")
+    add("--results", type=Path, default=Path("build/zoo.jsonl"), help="what is in it already is not run again")
+    add("--build", action="store_true", help="only build each, and run it eagerly")
+    add("--again", action="store_true", help="run also what is in the results")
+    add("--failed", action="store_true", help="run also what is in the results and did not pass")
+    add("--limit", type=int, help="at most so many")
+    add("--table", type=Path, help="where to write the table, as tests/zoo/COVERAGE.md")
+    arguments = parser.parse_args()
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    done = {} if arguments.again else runner.read(arguments.results)
+    if not arguments.build:  # what was only built is yet to be taken further
+        done = {name: record for name, record in done.items() if not table.only_built(record)}
+    if arguments.failed:
+        done = {name: record for name, record in done.items() if table.passed(record)}
+    wanted = [name for name in arguments.model_types or runner.spread(model_types()) if name not in done]
+    runner.run(
+        wanted[: arguments.limit],
+        arguments.results,
+        jobs=arguments.jobs,
+        timeout=arguments.timeout,
+        build_only=arguments.build,
+        tell=_tell,
+    )
+    if arguments.table is not None:
+        arguments.table.write_text(table.table(runner.read(arguments.results), model_types()), encoding="utf-8")
+
+
+def _tell(record: dict[str, Any]) -> None:
+    seconds = sum(record["seconds"].values())
+    stages = " ".join(f"{name}={what}" for name, what in record["stages"].items() if what != "done")
+    print(f"{record['model_type']:32} {seconds:6.1f} s  {stages or 'done'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

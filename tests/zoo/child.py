@@ -1,0 +1,35 @@
+"""What runs in the process of one model type."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import warnings
+from multiprocessing.connection import Connection
+
+import torch
+import transformers
+
+from tests.zoo import stages
+
+_MOST_MEMORY = 12 << 30
+
+
+def main(model_type: str, answer: Connection, build_only: bool) -> None:
+    """Judges a model type and sends the result; before each stage what is known so far, should it be the last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner ends it
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+
+    def announce(outcome: stages.Outcome, stage: str) -> None:
+        answer.send({**outcome.as_json(), "at": stage})
+
+    if build_only:
+        outcome = stages.Outcome(model_type, announce=announce)
+        stages.build(outcome)
+    else:
+        outcome = stages.judge(model_type, announce=announce)
+    answer.send({**outcome.as_json(), "finished": True})
+    answer.close()

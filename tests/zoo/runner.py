@@ -1,0 +1,118 @@
+"""Runs many model types, each in a process of its own with a time limit, and keeps the results as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+# A child is forked off a process that has imported everything, which takes longer than many a model.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOADED = ["tests.zoo.child"]
+
+
+@dataclass
+class _Running:
+    model_type: str
+    process: BaseProcess
+    answer: Connection
+    since: float
+    last: dict[str, Any] | None = None
+
+
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    """The results by model type; of several of one type the last. A line that was cut short is passed over."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # the runner was killed while it wrote
+            continue
+        found[record["model_type"]] = record
+    return found
+
+
+def spread(model_types: Sequence[str]) -> list[str]:
+    """The same in an order that mixes families and initials, so that the first so many are a fair sample."""
+    return sorted(model_types, key=lambda name: zlib.crc32(name.encode()))
+
+
+def run(
+    model_types: Sequence[str],
+    results: Path,
+    *,
+    jobs: int,
+    timeout: float,
+    build_only: bool = False,
+    tell: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> None:
+    """Takes model types through the pipeline and appends what came of each to a file.
+
+    Args:
+        jobs: How many run at a time.
+        timeout: Seconds after which one is ended.
+        build_only: Whether to only build each and run it eagerly.
+        tell: Called with each result.
+    """
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OPTEXPORT_CACHE": "", "OMP_NUM_THREADS": "1"}
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
+    waiting, running = list(reversed(model_types)), list[_Running]()
+    with results.open("a", encoding="utf-8") as file:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(_start(waiting.pop(), build_only))
+            multiprocessing.connection.wait([each.process.sentinel for each in running], timeout=1)
+            for each in list(running):
+                record = _result(each, timeout)
+                if record is not None:
+                    running.remove(each)
+                    file.write(json.dumps(record, sort_keys=True) + "\n")
+                    file.flush()
+                    tell(record)
+
+
+def _start(model_type: str, build_only: bool) -> _Running:
+    from tests.zoo import child
+
+    answer, end = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=child.main, args=(model_type, end, build_only))
+    process.start()
+    end.close()
+    return _Running(model_type, process, answer, time.monotonic())
+
+
+def _result(running: _Running, timeout: float) -> dict[str, Any] | None:
+    """What came of a model type; None while it runs."""
+    elapsed = time.monotonic() - running.since
+    while running.answer.poll():
+        try:
+            running.last = running.answer.recv()
+        except EOFError:
+            break
+    last = running.last
+    if running.process.is_alive():
+        if elapsed < timeout:
+            return None
+        running.process.kill()
+        running.process.join()
+        return _cut_short(running.model_type, last, "timeout", f"still at work after {timeout:g} s")
+    running.process.join()
+    if running.process.exitcode == 0 and last is not None and last.get("finished"):
+        return last
+    return _cut_short(running.model_type, last, "crash", f"the process ended with {running.process.exitcode}")
+
+
+def _cut_short(model_type: str, last: dict[str, Any] | None, how: str, reason: str) -> dict[str, Any]:
+    record = last or {"model_type": model_type, "stages": {}, "reasons": {}, "seconds": {}}
+    stage = record.pop("at", "built")
+    record["stages"][stage] = how
+    record["reasons"][stage] = reason
+    return record

@@ -1,0 +1,211 @@
+"""One model type on its way through the whole pipeline, each file format judged by itself."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from optexport import runtimes
+from optexport.config import FORMATS, Format, checked_settings
+from optexport.dummy_inputs import dummy_inputs
+from optexport.errors import OptexportError
+from optexport.job import Job, preset
+from optexport.original import graph_runner, run_reference, trace_original
+from optexport.pipeline import _proof
+from optexport.proof.suspects import Suspects
+from optexport.proof.vocabulary import vocabularies
+from optexport.sources import Loaded
+from optexport.transform import transform
+from optexport.transformers_exporters import no_cache, quiet
+from optexport.writer import Writer
+from tests.zoo.shrinking import NotBuiltError, candidates
+
+_IMAGE_SIDE = 96
+# What a stage may come to.
+DONE, WRONG, REFUSED, CRASH, NOT_BUILT, FIXED = "done", "wrong", "refused", "crash", "not built", "fixed"
+
+
+@dataclass
+class Outcome:
+    """What came of a model type.
+
+    Attributes:
+        model_type: As in its config.
+        cls: The class that was built.
+        setting: How its config was shrunk.
+        stages: What each stage came to, by name: built, eager, traced, graph, and the formats.
+        reasons: Of each stage that is not done, why.
+        seconds: Wall-clock seconds by stage.
+        nodes: Of the traced graph.
+        linears: Layers of it that are ``nn.Linear``.
+        rules: How many times each rule of the preset found work.
+        inputs: The shapes that it was traced with.
+        fixed: Axes that the model fixes.
+    """
+
+    model_type: str
+    cls: str = ""
+    setting: str = ""
+    stages: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    nodes: int = 0
+    linears: int = 0
+    rules: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, list[int]] = field(default_factory=dict)
+    fixed: list[str] = field(default_factory=list)
+    announce: Callable[[Outcome, str], None] = field(default=lambda outcome, stage: None, repr=False)
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "announce"}
+
+    def run(self, stage: str, work: Callable[[], Any]) -> Any:
+        """Does the work of a stage, and keeps what came of it; None where it failed."""
+        self.announce(self, stage)
+        start = time.perf_counter()
+        try:
+            result = work()
+        except OptexportError as error:
+            self.stages[stage] = WRONG if error.exit_code == 4 else REFUSED
+            self.reasons[stage] = f"exit {error.exit_code}: {error}"
+            return None
+        except Exception as error:  # no error of optexport's own: a defect
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            self.stages[stage] = CRASH
+            self.reasons[stage] = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"[:600]
+            return None
+        finally:
+            self.seconds[stage] = round(time.perf_counter() - start, 2)
+        self.stages.setdefault(stage, DONE)
+        return result
+
+
+def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
+    """A tiny model and inputs that it runs on: the first setting of which both can be had."""
+    start = time.perf_counter()
+    problems: list[str] = []
+    built = False
+    try:
+        for setting, make in candidates(outcome.model_type):
+            try:
+                with quiet():
+                    model = make()
+            except NotBuiltError as error:
+                problems.append(f"{setting}: {error}")
+                continue
+            outcome.cls, outcome.setting, built = type(model).__name__, str(setting), True
+            if not hasattr(model.config, "image_size"):  # of a convolutional network: the default takes its time
+                model.config.image_size = _IMAGE_SIDE
+            try:
+                inputs = dummy_inputs(model)
+                with torch.no_grad(), no_cache(model), quiet():
+                    model(**{name: tensor.clone() for name, tensor in inputs.items()})
+            except Exception as error:  # the model's own code may raise anything
+                problems.append(f"{setting}: {type(error).__name__}: {error}"[:400])
+                continue
+            outcome.stages |= {"built": DONE, "eager": DONE}
+            return model, inputs
+    except NotBuiltError as error:
+        problems.append(str(error))
+    finally:
+        outcome.seconds["built"] = round(time.perf_counter() - start, 2)
+    failed = "eager" if built else "built"
+    outcome.stages |= ({"built": DONE} if built else {}) | {failed: NOT_BUILT}
+    outcome.reasons[failed] = " | ".join(problems)[:1500]
+    return None
+
+
+def judge(
+    model_type: str,
+    effort: str = "standard",
+    announce: Callable[[Outcome, str], None] = lambda outcome, stage: None,
+    formats: Sequence[Format] = FORMATS,
+) -> Outcome:
+    """Takes a model type through all stages.
+
+    Args:
+        effort: As in ``[parity]``.
+        announce: Called before each stage with what is known so far.
+        formats: Those to write; with none it ends with the graph.
+    """
+    outcome = Outcome(model_type, announce=announce)
+    announce(outcome, "built")
+    made = build(outcome)
+    if made is None:
+        return outcome
+    model, inputs = made
+    outcome.inputs = {name: list(tensor.shape) for name, tensor in inputs.items()}
+    with tempfile.TemporaryDirectory(prefix="optexport-zoo-") as folder, torch.random.fork_rng(devices=[]):
+        _judge(outcome, _job(model, inputs, Path(folder), effort), Path(folder), formats)
+    return outcome
+
+
+def _job(model: nn.Module, inputs: dict[str, torch.Tensor], folder: Path, effort: str) -> Job:
+    config = checked_settings(
+        {
+            "model": {"source": f"python:zoo:{type(model).__name__}"},
+            "parity": {"effort": effort},
+            "export": {"formats": list(FORMATS), "output": "bundle"},
+        },
+        "zoo",
+    )
+    return Job(config, Loaded(model), inputs, (), None, preset(), folder / "bundle")
+
+
+def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) -> None:
+    traced_and_call = outcome.run("traced", lambda: trace_original(job))
+    if traced_and_call is None:
+        return
+    traced, call = traced_and_call
+    modules = dict(traced.graph_module.named_modules())
+    called = [modules[str(node.target)] for node in traced.graph_module.graph.find_nodes(op="call_module")]
+    outcome.nodes = len(traced.graph_module.graph.nodes)
+    outcome.linears = sum(isinstance(module, nn.Linear) for module in called)
+    outcome.fixed = list(traced.fixed)
+    ids = vocabularies(traced.graph_module, traced.signature)
+
+    def refer() -> Suspects:
+        proof = _proof(job, run_reference(job, traced, call, ids))
+        return Suspects(proof, call, job.loaded.model, traced.signature, ids, job.config.parity)
+
+    suspects = outcome.run("reference", refer)
+    if suspects is None:
+        return
+    transformed = outcome.run("transformed", lambda: transform(traced.graph_module, job.branches[0].rules))
+    if transformed is None:
+        return
+    outcome.rules = {a.rule.name: len(a.report.changes) for a in transformed.applied if a.report.changes}
+    _check(outcome, "graph", lambda: [suspects.check("graph", graph_runner(transformed.graph_module, call))])
+    writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied)
+    for name in formats:
+
+        def write_and_check(name: Any = name) -> list[Any]:
+            artifact = writer.write(name, folder, ())
+            fixed = artifact.fixed_shape is not None
+            checked = []
+            for place, run in runtimes.open_file(folder / artifact.path, name, traced.signature.output_names):
+                checked.append(suspects.check(place, run, traced_shape_only=fixed))
+                del run
+            if fixed:
+                outcome.stages[name] = FIXED
+                outcome.reasons[name] = str(artifact.fixed_shape)
+            return checked
+
+        _check(outcome, name, write_and_check)
+
+
+def _check(outcome: Outcome, stage: str, work: Callable[[], list[Any]]) -> None:
+    """Does the work of a stage that gives comparisons, one of which may fail."""
+    for place in outcome.run(stage, work) or ():
+        for output in place.outputs:
+            if not output.passed and outcome.stages[stage] != WRONG:
+                outcome.stages[stage] = WRONG
+                outcome.reasons[stage] = f"{place.place}: {output.output}: {output.failure}"[:600]

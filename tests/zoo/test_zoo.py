@@ -1,0 +1,92 @@
+"""A sample of the zoo, spread over families; the whole of it is `python -m tests.zoo`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from optexport.config import FORMATS
+from tests.zoo import runner, shrinking, stages, table
+
+# Encoders, decoders, both; a state space; a mixture of experts; images, sounds, time series, and images in texts.
+SMALL = ("bert", "llama", "vit", "patchtst")
+SAMPLE = (
+    *(
+        "bart",
+        "clip",
+        "convnext",
+        "deberta-v2",
+        "detr",
+        "dinov2",
+        "funnel",
+        "gemma3",
+        "gpt2",
+        "jamba",
+        "llava",
+        "mamba",
+    ),
+    *("mixtral", "mobilevit", "paligemma", "qwen2_vl", "resnet", "segformer", "swin", "t5", "wav2vec2", "whisper"),
+)
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_a_type_is_built_traced_and_its_graph_proven(model_type: str) -> None:
+    outcome = stages.judge(model_type, "quick", formats=())
+    assert set(outcome.stages.values()) == {"done"}, outcome.reasons
+    assert outcome.stages.keys() >= {"built", "eager", "traced", "graph"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", [*SMALL, *SAMPLE])
+def test_a_type_is_proven_in_every_format(model_type: str) -> None:
+    outcome = stages.judge(model_type)
+    assert table.passed(outcome.as_json()), outcome.reasons
+    assert outcome.stages.keys() >= set(FORMATS)
+
+
+def test_a_type_is_the_same_model_every_time_and_random_where_it_begins_as_zeros_and_ones() -> None:
+    one, other = (next(shrinking.candidates("bert"))[1]() for _ in range(2))
+    assert not one.training
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert all(len(parameter.unique()) > 1 for parameter in one.parameters())
+
+
+def test_an_order_that_is_spread_holds_every_type_once() -> None:
+    names = shrinking.model_types()
+    assert sorted(runner.spread(names)) == names
+    assert len(names) > 600
+
+
+def test_results_of_a_runner_that_was_killed_are_read_up_to_the_last_whole_line(tmp_path: Path) -> None:
+    record = {"model_type": "bert", "stages": {"built": "done"}}
+    path = tmp_path / "results.jsonl"
+    path.write_text(f"{json.dumps(record)}\n{json.dumps(record)[:20]}", encoding="utf-8")
+    assert runner.read(path) == {"bert": record}
+    assert runner.read(tmp_path / "none.jsonl") == {}
+
+
+def test_the_table_counts_what_was_not_tried_and_hides_no_failure() -> None:
+    done = dict.fromkeys(table.STAGES, "done")
+    shared = {"cls": "Net", "nodes": 5, "linears": 1, "rules": {}, "seconds": {}}
+    results = {
+        "good": {**shared, "model_type": "good", "stages": done, "reasons": {}},
+        "bad": {**shared, "model_type": "bad", "stages": {**done, "onnx": "wrong"}, "reasons": {"onnx": "0.3 away"}},
+    }
+    page = table.table(results, ["bad", "good", "untried"])
+    assert "| proven in onnx | 1 | 50.0 % |" in page
+    assert "| a result that is wrong | 1 | 50.0 % |" in page
+    assert "0.3 away: bad (onnx)" in page
+    assert "Not tried yet: 1" in page
+
+
+@pytest.mark.nightly
+def test_a_runner_ends_what_takes_too_long_keeps_what_is_known_and_goes_on(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    runner.run(["bert"], results, jobs=1, timeout=0.1)
+    (record,) = runner.read(results).values()
+    assert "timeout" in record["stages"].values()
+    runner.run(["timm_backbone"], results, jobs=1, timeout=100)
+    assert runner.read(results)["timm_backbone"]["stages"]["built"] == "not built"
