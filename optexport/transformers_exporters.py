@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
-from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
+from transformers.exporters.utils import apply_fx_node_fixes, apply_patches, decompose_for_generation
 
 aten = torch.ops.aten
 
@@ -132,6 +132,13 @@ def export_program(
         if not had_forward:
             vars(model).pop("forward", None)  # the exporter leaves its bound method behind
     return program
+
+
+def decompose(model: torch.nn.Module, prompt: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """What ``generate`` gives the parts of a model for a prompt, by part: ``prefill`` and ``decode`` of most."""
+    with quiet(), torch.no_grad():
+        found = decompose_for_generation(model, dict(prompt), multi_token_decode=True)  # type: ignore[arg-type]
+    return {name: inputs for name, (_, inputs) in found.items()}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,109 @@
+"""A key/value cache as plain tensors: their names, and the way to a cache of transformers and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from optexport.errors import TraceError
+
+Tensors = dict[str, torch.Tensor]
+
+_INSTEAD = "Leave generation out: one forward pass, without a cache, can be exported."
+
+
+class _FullLayer(DynamicLayer):
+    """Keys and values that are given, of any length, 0 too, and never cut: attention masks what a window hides."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[-2]  # without the question whether there are any, which tracing would answer for good
+
+
+def past_name(layer: int, part: str) -> str:
+    """What an input is called that holds a layer's keys or values, of a part ``key`` or ``encoder_key``."""
+    return f"past_key_values_{layer}_{part}"
+
+
+def present_name(layer: int, part: str) -> str:
+    """What the output is called that is the next call's `past_name`."""
+    return f"present_{layer}_{part}"
+
+
+def next_past(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The outputs that hold the cache, named as the inputs of the next call."""
+    start = "present_"
+    return {f"past_key_values_{n.removeprefix(start)}": v for n, v in outputs.items() if n.startswith(start)}
+
+
+def to_cache(inputs: Mapping[str, torch.Tensor], layers: Iterable[int], prefix: str = "") -> DynamicCache:
+    """A cache that holds the given keys and values.
+
+    Args:
+        inputs: By `past_name`, each [batch, heads, length, size of a head].
+        prefix: What stands before ``key`` and ``value``.
+    """
+    cache = DynamicCache()
+    cache.layers = [
+        _FullLayer(inputs[past_name(layer, f"{prefix}key")], inputs[past_name(layer, f"{prefix}value")])
+        for layer in layers
+    ]
+    return cache
+
+
+def to_tensors(cache: Any, prefix: str = "") -> Tensors:
+    """The keys and values of a cache by `present_name`."""
+    named = {}
+    for index, layer in enumerate(cache.layers):
+        named[present_name(index, f"{prefix}key")] = layer.keys
+        named[present_name(index, f"{prefix}value")] = layer.values
+    return named
+
+
+def empty_past(cache: Any, batch: int, prefix: str = "") -> Tensors:
+    """An empty cache with the heads of another, by `past_name`."""
+    return {
+        past_name(index, f"{prefix}{part}"): tensor.new_zeros(batch, tensor.shape[1], 0, tensor.shape[3])
+        for index, layer in enumerate(cache.layers)
+        for part, tensor in (("key", layer.keys), ("value", layer.values))
+    }
+
+
+def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
+    """The caches in what a model keeps between steps: one, or that of self-attention and that of the encoder.
+
+    Raises:
+        TraceError: It keeps none, or one that does not grow by what is appended to keys and values.
+    """
+    if cache is None:
+        raise TraceError(
+            "it keeps no key/value cache: generate() gives it none",
+            place=f"generation: {model}",
+            mend=f"Set use_cache in its generation config, if it can keep one. {_INSTEAD}",
+        )
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if type(cache) is EncoderDecoderCache else [cache]
+    for part in parts:
+        if type(part) is not DynamicCache:
+            raise TraceError(
+                f"its cache is a {type(part).__name__}, and only a DynamicCache can be carried",
+                place=f"generation: {model}",
+                mend=f"Unset cache_implementation in its generation config, if it is set there. {_INSTEAD}",
+            )
+        for index, layer in enumerate(part.layers):
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized:
+                what = type(layer).__name__ if layer.is_initialized else f"{type(layer).__name__} that holds nothing"
+                raise TraceError(
+                    f"layer {index} of its cache is a {what}, and only keys and values can be carried",
+                    place=f"generation: {model}",
+                    mend=_INSTEAD,
+                )
+    return parts
