@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from optexport.errors import TraceError as TraceError
     from optexport.errors import TrackingError as TrackingError
     from optexport.errors import TransformationError as TransformationError
+    from optexport.generation.export import GenerationResult as GenerationResult
+    from optexport.generation.export import export_generation as export_generation
+    from optexport.generation.runtime import Generator as Generator
     from optexport.pipeline import Result as Result
     from optexport.pipeline import run as run
     from optexport.signature import Dim as Dim
@@ -42,8 +45,11 @@ _ERRORS = (
 )
 _HOMES = {
     "Dim": "signature",
+    "GenerationResult": "generation.export",
+    "Generator": "generation.runtime",
     "Result": "pipeline",
     "export": "api",
+    "export_generation": "generation.export",
     "run": "pipeline",
     "symbolic_trace": "trace",
     "verify": "verification",

@@ -166,6 +166,7 @@ def make_job(
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
     return Job(config, loaded, example, batches, dynamic, rules, output, metrics=metrics)
 
+
 def _check_arguments(model: Any, transformations: Any, dynamic: Any) -> None:
     if not isinstance(model, nn.Module | ExportedProgram):
         raise ConfigError(f"it is a {type(model).__name__}, not a module", place="model")

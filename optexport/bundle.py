@@ -60,7 +60,8 @@ def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) ->
         mask = _umask()
         draft.chmod(0o777 & ~mask)
         for file in draft.iterdir():  # some writers keep their files to themselves
-            file.chmod(0o666 & ~mask)
+            if file.is_file():
+                file.chmod(0o666 & ~mask)
         check(output)  # once more: the work took its time
         with interrupts.deferred():
             interrupts.check()

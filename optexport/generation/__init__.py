@@ -1,1 +1,1 @@
-"""Generation with a key/value cache: the parts of a model, their export with proof, and greedy decoding over the files."""
+"""Generation with a key/value cache: a model's parts, their export and proof, and greedy decoding over the files."""

@@ -1,4 +1,4 @@
-"""A key/value cache as plain tensors: their names, and the way to a cache of transformers and back."""
+"""A key/value cache as plain tensors: the way to a cache of transformers and back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from optexport.errors import TraceError
+from optexport.generation.names import past_name, present_name
 
 Tensors = dict[str, torch.Tensor]
 
@@ -20,29 +21,14 @@ class _FullLayer(DynamicLayer):
     """Keys and values that are given, of any length, 0 too, and never cut: attention masks what a window hides."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.device = keys.dtype, keys.device
         self.keys, self.values = keys, values
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
+        assert self.keys is not None
         return self.keys.shape[-2]  # without the question whether there are any, which tracing would answer for good
-
-
-def past_name(layer: int, part: str) -> str:
-    """What an input is called that holds a layer's keys or values, of a part ``key`` or ``encoder_key``."""
-    return f"past_key_values_{layer}_{part}"
-
-
-def present_name(layer: int, part: str) -> str:
-    """What the output is called that is the next call's `past_name`."""
-    return f"present_{layer}_{part}"
-
-
-def next_past(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The outputs that hold the cache, named as the inputs of the next call."""
-    start = "present_"
-    return {f"past_key_values_{n.removeprefix(start)}": v for n, v in outputs.items() if n.startswith(start)}
 
 
 def to_cache(inputs: Mapping[str, torch.Tensor], layers: Iterable[int], prefix: str = "") -> DynamicCache:
@@ -98,9 +84,11 @@ def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
                 place=f"generation: {model}",
                 mend=f"Unset cache_implementation in its generation config, if it is set there. {_INSTEAD}",
             )
-        for index, layer in enumerate(part.layers):
-            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized:
-                what = type(layer).__name__ if layer.is_initialized else f"{type(layer).__name__} that holds nothing"
+        layers: list[Any] = part.layers
+        for index, layer in enumerate(layers):
+            filled = getattr(layer, "is_initialized", False)
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not filled:
+                what = f"{type(layer).__name__}{'' if filled else ' that holds nothing'}"
                 raise TraceError(
                     f"layer {index} of its cache is a {what}, and only keys and values can be carried",
                     place=f"generation: {model}",

@@ -18,9 +18,10 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from optexport import transformers_exporters
-from optexport.errors import ConfigError, TraceError, first_line
+from optexport.errors import TraceError, first_line
 from optexport.generation import caches
 from optexport.generation.caches import Tensors
+from optexport.generation.names import next_past, past_name
 from optexport.proof.cases import resize_tensor
 from optexport.signature import Dim, Dynamic
 
@@ -51,8 +52,8 @@ class Component:
 class Decoder(nn.Module):
     """A model without an encoder, as a function of tokens, mask and cache.
 
-    Inputs: ``input_ids`` [batch, sequence] and ``attention_mask`` [batch, past_sequence + sequence], int64, and for each
-    layer ``past_key_values_I_key`` and ``_value`` [batch, heads, past_sequence, size of a head].
+    Inputs: ``input_ids`` [batch, sequence] and ``attention_mask`` [batch, past_sequence + sequence], int64, and for
+    each layer ``past_key_values_I_key`` and ``_value`` [batch, heads, past_sequence, size of a head].
     Outputs: ``logits`` [batch, sequence, vocabulary], and ``present_I_key`` and ``_value``, longer by the sequence.
 
     Positions are counted as ``generate`` does: from the first token that is no padding.
@@ -98,10 +99,10 @@ class Encoder(nn.Module):
 class CrossDecoder(nn.Module):
     """The decoder of a model with an encoder, as a function of tokens and caches.
 
-    Inputs: ``input_ids`` [batch, sequence] int64, for each layer ``past_key_values_I_key`` and ``_value`` [batch, heads,
-    past_sequence, size of a head] and, as the encoder gives them, ``past_key_values_I_encoder_key`` and ``_value``
-    [batch, heads, encoder_sequence, size of a head]; and ``encoder_attention_mask`` [batch, encoder_sequence] int64 where
-    the encoder has one. Outputs: those of `Decoder`.
+    Inputs: ``input_ids`` [batch, sequence] int64, for each layer ``past_key_values_I_key`` and ``_value``
+    [batch, heads, past_sequence, size of a head] and, as the encoder gives them, ``past_key_values_I_encoder_key`` and
+    ``_value`` [batch, heads, encoder_sequence, size of a head]; and ``encoder_attention_mask``
+    [batch, encoder_sequence] int64 where the encoder has one. Outputs: those of `Decoder`.
     """
 
     def __init__(self, model: nn.Module, layers: int) -> None:
@@ -110,11 +111,10 @@ class CrossDecoder(nn.Module):
 
     def forward(self, **inputs: torch.Tensor) -> Tensors:
         own = caches.to_cache(inputs, range(self.layers))
-        cross = caches.to_cache(inputs, range(self.layers), "encoder_")
         cache = EncoderDecoderCache(own, DynamicCache())
-        cache.cross_attention_cache = cross
+        cache.cross_attention_cache = caches.to_cache(inputs, range(self.layers), "encoder_")
         cache.is_updated = dict.fromkeys(range(self.layers), True)
-        keys = cross.layers[0].keys
+        keys = inputs[past_name(0, "encoder_key")]
         # Nothing reads its values, since the keys and values of all layers are there; its shape is read.
         config: Any = self.model.config
         hidden = keys.new_zeros(keys.shape[0], keys.shape[2], config.hidden_size)
@@ -138,7 +138,6 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
             ``input_features``.
 
     Raises:
-        ConfigError: A prompt holds what the parts do not take.
         TraceError: The model cannot generate, or keeps a cache that cannot be carried.
     """
     name = type(model).__name__
@@ -195,11 +194,7 @@ def _decoder_alone(
     module = Decoder(model, len(cache.layers), takes_positions=takes_positions).eval()
     batches = []
     for prompt in [_traceable(prompts[0]), *prompts]:
-        if extra := sorted(set(prompt) - {"input_ids", "attention_mask"}):
-            raise ConfigError(f"a prompt holds {', '.join(extra)}, which the decoder does not take", place="prompts")
-        ids = prompt["input_ids"]
-        mask = prompt.get("attention_mask", torch.ones_like(ids))
-        batches.append(_steps(module, {"input_ids": ids, "attention_mask": mask, **_empty(cache, ids)}))
+        batches.append(_steps(module, {**prompt, **caches.empty_past(cache, prompt["input_ids"].shape[0])}))
     dynamic = _dynamic(batches[0][1], {"attention_mask": {0: Dim("batch", 1), 1: "past_sequence + sequence"}})
     return Component("decoder", module, _checked(batches), dynamic)
 
@@ -222,7 +217,10 @@ def _with_encoder(model: nn.Module, cache: DynamicCache, prompts: Sequence[Promp
         ids = torch.full((rows, 1), start, dtype=torch.int64)
         mask = {"encoder_attention_mask": prompt["attention_mask"]} if "attention_mask" in prompt else {}
         batches.append(
-            _steps(decoder, {"input_ids": ids, **mask, **_empty(cache, ids), **caches.next_past(encoder(**inputs))})
+            _steps(
+                decoder,
+                {"input_ids": ids, **mask, **caches.empty_past(cache, rows), **next_past(encoder(**inputs))},
+            )
         )
     length = Dim("encoder_sequence", 1)
     sequences = {"input_ids", "attention_mask"} & set(encoded[0])
@@ -234,10 +232,6 @@ def _with_encoder(model: nn.Module, cache: DynamicCache, prompts: Sequence[Promp
         Component("encoder", encoder, tuple(encoded), axes),
         Component("decoder", decoder, _checked(batches), dynamic),
     ]
-
-
-def _empty(cache: DynamicCache, ids: torch.Tensor) -> Tensors:
-    return caches.empty_past(cache, ids.shape[0])
 
 
 def _traceable(prompt: Prompt) -> Prompt:
@@ -261,7 +255,7 @@ def _steps(module: nn.Module, inputs: Tensors) -> list[Tensors]:
     for _ in range(_STEPS - 1):
         outputs = module(**inputs)
         token = outputs["logits"][:, -1:].argmax(-1)
-        inputs = {**inputs, "input_ids": token, **caches.next_past(outputs)}
+        inputs = {**inputs, "input_ids": token, **next_past(outputs)}
         if "attention_mask" in inputs:
             inputs["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(token)], 1)
         taken.append(inputs)
