@@ -136,8 +136,13 @@ def export_program(
 
 def decompose(model: torch.nn.Module, prompt: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
     """What ``generate`` gives the parts of a model for a prompt, by part: ``prefill`` and ``decode`` of most."""
-    with quiet(), torch.no_grad():
-        found = decompose_for_generation(model, dict(prompt), multi_token_decode=True)  # type: ignore[arg-type]
+    had_forward = "forward" in vars(model)
+    try:
+        with quiet(), torch.no_grad():
+            found = decompose_for_generation(model, dict(prompt), multi_token_decode=True)  # type: ignore[arg-type]
+    finally:
+        if not had_forward:
+            vars(model).pop("forward", None)  # as the exporter does, it leaves a bound method behind
     return {name: inputs for name, (_, inputs) in found.items()}
 
 

@@ -86,9 +86,9 @@ def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
             )
         layers: list[Any] = part.layers
         for index, layer in enumerate(layers):
-            filled = getattr(layer, "is_initialized", False)
-            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not filled:
-                what = f"{type(layer).__name__}{'' if filled else ' that holds nothing'}"
+            known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            if not known or not layer.is_initialized:
+                what = f"{type(layer).__name__}{' that holds nothing' if known else ''}"
                 raise TraceError(
                     f"layer {index} of its cache is a {what}, and only keys and values can be carried",
                     place=f"generation: {model}",
