@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from optexport.errors import TransformationError as TransformationError
     from optexport.generation.export import GenerationResult as GenerationResult
     from optexport.generation.export import export_generation as export_generation
+    from optexport.generation.run import run_generation as run_generation
     from optexport.generation.runtime import Generator as Generator
     from optexport.pipeline import Result as Result
     from optexport.pipeline import run as run
@@ -51,6 +52,7 @@ _HOMES = {
     "export": "api",
     "export_generation": "generation.export",
     "run": "pipeline",
+    "run_generation": "generation.run",
     "symbolic_trace": "trace",
     "verify": "verification",
     **dict.fromkeys(_ERRORS, "errors"),

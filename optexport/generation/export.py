@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from optexport.generation import runtime, tokens
 from optexport.generation.components import Component, Prompt, components
 from optexport.generation.runtime import DOCUMENT, Parts
 from optexport.generation.tokens import Compared
+from optexport.job import Job
 from optexport.pipeline import Result
 from optexport.places import MANIFEST, check_place, check_replaceable
 from optexport.runtimes import Run
@@ -79,31 +80,49 @@ def export_generation(
         ParityError: What was made does not compute the same, or goes on with other tokens.
         ExportError: A file cannot be written in its format.
     """
-    prompts = [prompts] if isinstance(prompts, Mapping) else list(prompts)
-    output, stages = Path(output).resolve(), stages or Stages()
     rules = None if transformations is None else _listed(transformations)
+
+    def make_job(part: Component, place: Path) -> Job:
+        return api.make_job(
+            part.module,
+            list(part.batches),
+            place,
+            transformations=rules,
+            formats=formats,
+            dynamic=part.dynamic,
+            multiple=multiple,
+            effort=effort,
+            opset=opset,
+        )
+
+    given = [prompts] if isinstance(prompts, Mapping) else list(prompts)
+    return produce(model, given, Path(output).resolve(), make_job, new_tokens, stages or Stages())
+
+
+def produce(
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    output: Path,
+    make_job: Callable[[Component, Path], Job],
+    new_tokens: int,
+    stages: Stages,
+) -> GenerationResult:
+    """Exports every part as its job says, and compares tokens. The folder appears when all of it is proven."""
     _check(model, prompts, new_tokens)
-    _check_output(output)
+    check_output(output)
     found = components(model, prompts)
-    options = {"formats": formats, "multiple": multiple, "effort": effort, "opset": opset}
     results: dict[str, Result] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with bundle.drafting(output, _check_output) as draft:
+    with bundle.drafting(output, check_output) as draft:
         for part in found:
-            job = api.make_job(
-                part.module,
-                list(part.batches),
-                draft / part.name,
-                dynamic=part.dynamic,
-                transformations=rules,
-                **options,  # type: ignore[arg-type]
-            )
+            # Of its data a quick proof takes the first: the prefill, whose cache is of length 0.
+            job = replace(make_job(part, draft / part.name), beside=output, real=part.batches[1:])
             announce = _prefixed(part.name, stages)
-            results[part.name] = pipeline.produce(replace(job, beside=output), announce)
-            stages.seconds.update(announce.seconds)
+            results[part.name] = pipeline.produce(job, announce)
+            stages.seconds.update({f"{part.name}: {name}": spent for name, spent in announce.seconds.items()})
         with stages.stage("tokens"):
             start = getattr(found[0].module, "start", None)
-            compared = _compare(model, found, results, prompts, new_tokens, start, draft, formats)
+            compared = _compare(model, found, results, prompts, new_tokens, start, draft)
         sealed_json.write(draft / DOCUMENT, _document(model, results, compared, start))
     moved = {name: replace(result, output=output / name) for name, result in results.items()}
     return GenerationResult(output, moved, tuple(compared))
@@ -125,7 +144,6 @@ def _compare(
     new_tokens: int,
     start: int | None,
     draft: Path,
-    formats: Sequence[str],
 ) -> list[Compared]:
     manifests = {name: result.manifest for name, result in results.items()}
     own = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
@@ -137,7 +155,7 @@ def _compare(
         length = 1 if start is not None else case[1]["input_ids"].shape[1]
         checked.append((case, tokens.likeliest_tokens(model, case[1], min(new_tokens, _positions(model) - length))))
     compared = []
-    for name in dict.fromkeys(formats):
+    for name in [artifact.format for artifact in manifests["decoder"].artifacts]:
         candidate = runtime.open_parts(draft, manifests, name, start)
         compared += [tokens.compare(original, candidate, name, case, ids, limit) for case, ids in checked]
     return compared
@@ -202,7 +220,7 @@ def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None
             runtime.check_left_padded(prompt, f"prompts[{index}]")
 
 
-def _check_output(output: Path) -> None:
+def check_output(output: Path) -> None:
     """Only an empty folder, or an earlier export of the same kind, may be replaced.
 
     Raises:
