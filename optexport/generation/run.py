@@ -36,7 +36,7 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
         raise ConfigError("it has no such table", place=f"{path.name}: generation", mend="Call optexport.run(path).")
-    rules = rules_of(config, folder, without)
+    rules, new_tokens = rules_of(config, folder, without), config.generation.new_tokens
     config = resolved(config, rules)
     output = places.output_of(config, folder)
     export.check_output(output)
@@ -53,7 +53,7 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
             own = Loaded(part.module, revision=loaded.revision)
             return Job(config, own, first, part.batches, part.dynamic, rules, place, text)
 
-        result = export.produce(loaded.model, prompts, output, make_job, config.generation.new_tokens, stages)
+        result = export.produce(loaded.model, prompts, output, make_job, new_tokens, stages)
         with stages.stage("track"):
             parts = {name: _track(name, part, config, folder, stages, text) for name, part in result.parts.items()}
     return replace(result, parts=parts)
