@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from optexport.errors import TraceError as TraceError
     from optexport.errors import TrackingError as TrackingError
     from optexport.errors import TransformationError as TransformationError
+    from optexport.generation.export import GenerationResult as GenerationResult
+    from optexport.generation.export import export_generation as export_generation
+    from optexport.generation.run import run_generation as run_generation
+    from optexport.generation.runtime import Generator as Generator
     from optexport.pipeline import Result as Result
     from optexport.pipeline import run as run
     from optexport.signature import Dim as Dim
@@ -44,9 +48,13 @@ _ERRORS = (
 _HOMES = {
     "Bundle": "applications.bundle",
     "Dim": "signature",
+    "GenerationResult": "generation.export",
+    "Generator": "generation.runtime",
     "Result": "pipeline",
     "export": "api",
+    "export_generation": "generation.export",
     "run": "pipeline",
+    "run_generation": "generation.run",
     "symbolic_trace": "trace",
     "verify": "verification",
     **dict.fromkeys(_ERRORS, "errors"),

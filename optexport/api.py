@@ -75,6 +75,41 @@ def export(
         GateError: It computes the same as far as atol and rtol tell, but does not decide as the gates demand.
         ExportError: A file cannot be written in its format.
     """
+    job = make_job(
+        model,
+        inputs,
+        output,
+        transformations=transformations,
+        formats=formats,
+        dynamic=dynamic,
+        multiple=multiple,
+        atol=atol,
+        rtol=rtol,
+        decisions=decisions,
+        precision=precision,
+        effort=effort,
+        opset=opset,
+    )
+    return pipeline.produce(job, stages or Stages())
+
+
+def make_job(
+    model: nn.Module | ExportedProgram,
+    inputs: Inputs | list[Inputs],
+    output: str | Path,
+    *,
+    transformations: Transformation | Iterable[Transformation] | None = None,
+    formats: Sequence[str] = FORMATS,
+    dynamic: Dynamic | None = None,
+    multiple: float = 4.0,
+    atol: float | None = None,
+    rtol: float | None = None,
+    decisions: Mapping[str, Any] | None = None,
+    precision: Mapping[str, Any] | None = None,
+    effort: Effort = "standard",
+    opset: int | None = None,
+) -> Job:
+    """Checks the arguments of `export`, and says what is to be done."""
     if transformations is not None:
         single = isinstance(transformations, Transformation | str)
         transformations = [transformations] if single else list(transformations)  # type: ignore[list-item, arg-type]
@@ -104,7 +139,7 @@ def export(
                 mend='Give a name, as in {0: "batch"}, or a Dim.',
             )
         for dim in [dim for dim in axes.values() if isinstance(dim, Dim)]:
-            if dim.min < 1 or (dim.max is not None and dim.max < dim.min):
+            if dim.min < 0 or (dim.max is not None and dim.max < max(dim.min, 1)):
                 raise ConfigError(f"{dim} holds no size that can be proven", place=f"dynamic: {name}")
         if any(not 0 <= axis < rank for axis in axes):
             raise ConfigError(
@@ -131,8 +166,7 @@ def export(
     metrics = load_metrics(config.parity.decisions, Path())
     rules = preset() if transformations is None else NamedRule.of(transformations)
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
-    job = Job(config, loaded, example, batches, dynamic, rules, output, metrics=metrics)
-    return pipeline.produce(job, stages or Stages())
+    return Job(config, loaded, example, batches, dynamic, rules, output, metrics=metrics)
 
 
 def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:

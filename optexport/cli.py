@@ -79,6 +79,10 @@ def run(
         reports.publish(config.name, None, error, junit)
         raise
     reports.start(junit, [config, *kept(output_of(read, config.parent))])
+    if read.generation is not None:
+        given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--junit": junit is not None}
+        _run_generation(config, without, [option for option, value in given.items() if value], as_json=as_json)
+        return
     try:
         with _progress(quiet=as_json) as stages:
             from optexport import pipeline, summary
@@ -96,6 +100,24 @@ def run(
         summary.show(result, _console())
     if result.tracking_failure is not None:
         raise result.tracking_failure
+
+
+def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], *, as_json: bool) -> None:
+    """Exports the parts of a generative model, and tells of each of them, and of the tokens."""
+    if refused:
+        raise ConfigError("it does not go with [generation]", place=refused[0], mend="Leave it out.")
+    with _progress(quiet=as_json) as stages:
+        from optexport.generation import run, summary
+
+        with contextlib.redirect_stdout(sys.stderr):
+            result = run.run_generation(config, without=without, stages=stages)
+    if as_json:
+        print_json(summary.as_json(result))
+    else:
+        summary.show(result, _console())
+    for part in result.parts.values():
+        if part.tracking_failure is not None:
+            raise part.tracking_failure
 
 
 @cli.command()

@@ -27,6 +27,7 @@ from pydantic import (
 from optexport import lowerings, registry
 from optexport.config_checks import check_formats, check_inputs, check_tolerance
 from optexport.config_decisions import METRIC, Decisions
+from optexport.config_generation import GenerationConfig, check_generation
 from optexport.config_measuring import BenchConfig, GateConfig, TuneConfig, check_measuring
 from optexport.config_mistakes import explained
 from optexport.config_precision import PrecisionConfig, check_precision
@@ -226,6 +227,7 @@ class Config(_Table):
     precision: PrecisionConfig | None = None
     bench: BenchConfig = BenchConfig()
     tune: TuneConfig | None = None
+    generation: GenerationConfig | None = None
     gate: GateConfig = GateConfig()
     tracking: TrackingConfig = TrackingConfig()
 
@@ -310,6 +312,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     check_inputs(config.inputs, of_program=of_program, place=path.name)
     check_tolerance(config, without, path.name)
     check_precision(config, path.name)
+    check_generation(config, path.name)
     return config
 
 

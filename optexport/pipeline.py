@@ -103,6 +103,12 @@ def run(
     """
     stages = stages or Stages()
     config, folder = load_config(path, without), path.parent
+    if config.generation is not None:
+        raise ConfigError(
+            "it exports the parts of a generative model, of which there is no single result",
+            place=f"{path.name}: generation",
+            mend="Call optexport.run_generation(path), or: optexport run",
+        )
     rules = rules_of(config, folder, without)
     metrics = decisions.load_metrics(config.parity.decisions, folder)
     config = resolved(config, rules)
@@ -126,7 +132,7 @@ def run(
         tracker.params(config.model_dump(mode="json", exclude_none=True))
         tracker.tags({**tracking.git_tags(folder), **records.versions(), "source": config.model.source})
         with stages.stage("load"):
-            loaded = _load(config, folder, downloads)
+            loaded = load_model(config, folder, downloads)
         with stages.stage("inputs"):
             given = inputs.prepare(
                 config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
@@ -199,7 +205,8 @@ def produce(job: Job, stages: Stages) -> Result:
     return Result(job.output, tuple(proof.places), manifest, bench=bench, tuned=tuned)
 
 
-def _load(config: Config, folder: Path, downloads: Path) -> Loaded:
+def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
+    """Loads the model that a config names; one that MLflow keeps is put in a folder for downloads first."""
     downloaded = None
     if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
         uri = config.model.source.removeprefix("mlflow:")

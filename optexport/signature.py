@@ -33,7 +33,10 @@ Dynamic = Mapping[str, Mapping[int, str | Dim]]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output. A shape holds sizes and, where the axis is dynamic, names or expressions of dimensions."""
+    """One input or output. A shape holds sizes and, where the axis is dynamic, names or expressions of dimensions.
+
+    Of an input the only expression is a sum, ``past_sequence + sequence``.
+    """
 
     name: str
     dtype: str
@@ -81,19 +84,36 @@ class Signature:
         return [spec.name for spec in self.outputs]
 
     def axes(self) -> Iterator[tuple[str, int, Dim]]:
-        """Every dynamic axis of an input: (input name, axis, dimension)."""
+        """Every axis of an input that is a dynamic dimension: (input name, axis, dimension)."""
         for spec in self.inputs:
             for axis, size in enumerate(spec.shape):
-                if isinstance(size, str):
+                if isinstance(size, str) and size in self.dims:
                     yield spec.name, axis, self.dims[size]
+
+    def sizes_at(self, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:
+        """The size of every dynamic axis of each input, sums too, at these sizes of the dimensions."""
+        return {
+            spec.name: {
+                axis: sum(sizes[name] for name in size.split(" + "))
+                for axis, size in enumerate(spec.shape)
+                if isinstance(size, str)
+            }
+            for spec in self.inputs
+        }
 
     def dynamic_shapes(self) -> dict[str, dict[int, Any]]:
         """The same for ``torch.export``, by argument: axes that share a dimension share one ``torch.export.Dim``."""
         dims = {name: torch.export.Dim(name, min=dim.min, max=dim.max) for name, dim in self.dims.items()}
-        shapes: dict[str, dict[int, Any]] = {spec.name: {} for spec in self.inputs}
-        for name, axis, dim in self.axes():
-            shapes[name][axis] = dims[dim.name]
-        return as_arguments(shapes)
+        return as_arguments(
+            {
+                spec.name: {
+                    axis: dims.get(size, torch.export.Dim.AUTO)  # of a sum it finds out what it is the sum of
+                    for axis, size in enumerate(spec.shape)
+                    if isinstance(size, str)
+                }
+                for spec in self.inputs
+            }
+        )
 
     def sizes(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """The size that each dynamic dimension has in a batch of inputs."""

@@ -311,6 +311,9 @@ def _signature(
         for axis, size in enumerate(value.shape):
             hint = int(size.node.hint) if isinstance(size, torch.SymInt) else size
             symbol = _free_symbol(program, size)
+            if isinstance(size, torch.SymInt) and " + " in str(declared.get(axis)):
+                shape.append(str(declared[axis]))
+                continue
             if symbol is None:
                 if axis in declared:
                     wanted = declared[axis]

@@ -22,7 +22,12 @@ from transformers import PreTrainedModel, exporters, masking_utils
 from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
 from transformers.exporters import utils as _utils
-from transformers.exporters.utils import apply_fx_node_fixes, apply_patches, precompute_export_inputs
+from transformers.exporters.utils import (
+    apply_fx_node_fixes,
+    apply_patches,
+    decompose_for_generation,
+    precompute_export_inputs,
+)
 
 aten = torch.ops.aten
 
@@ -147,6 +152,18 @@ def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor])
     with torch.no_grad(), quiet():
         precompute_export_inputs(model, extended)
     return {name: value for name, value in extended.items() if name not in inputs}
+
+
+def decompose(model: torch.nn.Module, prompt: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """What ``generate`` gives the parts of a model for a prompt, by part: ``prefill`` and ``decode`` of most."""
+    had_forward = "forward" in vars(model)
+    try:
+        with quiet(), torch.no_grad():
+            found = decompose_for_generation(model, dict(prompt), multi_token_decode=True)  # type: ignore[arg-type]
+    finally:
+        if not had_forward:
+            vars(model).pop("forward", None)  # as the exporter does, it leaves a bound method behind
+    return {name: inputs for name, (_, inputs) in found.items()}
 
 
 @contextlib.contextmanager

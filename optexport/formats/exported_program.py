@@ -10,6 +10,7 @@ from typing import TypeGuard
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
@@ -57,7 +58,7 @@ def to_program(
     inputs = as_arguments({spec.name: example[spec.name] for spec in signature.inputs})
     try:
         with torch.no_grad(), transformers_exporters.quiet():
-            return torch.export.export(
+            program = torch.export.export(
                 graph_module,
                 args=(),
                 kwargs=copy.deepcopy(inputs),
@@ -71,6 +72,24 @@ def to_program(
             place="export",
             mend="Run again with --without RULE to find the transformation that it does not take.",
         ) from error
+    _widen_sums(program, signature)
+    return program
+
+
+def _widen_sums(program: ExportedProgram, signature: Signature) -> None:
+    """Has an axis that is a sum of dimensions begin at the sum of their least sizes.
+
+    While it traces, ``torch.export`` takes every dynamic size for 2 or more; only those that are declared widen again.
+    """
+    names = set(program.graph_signature.user_inputs)
+    placeholders = [node for node in program.graph.find_nodes(op="placeholder") if node.name in names]
+    for spec, placeholder in zip(signature.inputs, placeholders, strict=True):
+        for axis, size in enumerate(spec.shape):
+            if isinstance(size, str) and size not in signature.dims:
+                symbol = placeholder.meta["val"].shape[axis].node.expr
+                if (limits := program.range_constraints.get(symbol)) is not None:
+                    least = sum(signature.dims[name].min for name in size.split(" + "))
+                    program.range_constraints[symbol] = ValueRanges(least, limits.upper)
 
 
 def save(program: ExportedProgram, path: Path, *, lowerings: Sequence[str] = ()) -> None:

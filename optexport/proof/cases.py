@@ -99,8 +99,9 @@ def cut_to(most: float, batch: Batch, signature: Signature, sizes: Mapping[str, 
 def _numbers(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
     """How many numbers a batch would hold at other sizes."""
     shapes = {name: list(tensor.shape) for name, tensor in batch.items()}
-    for name, axis, dim in signature.axes():
-        shapes[name][axis] = sizes[dim.name]
+    for name, axes in signature.sizes_at(sizes).items():
+        for axis, size in axes.items():
+            shapes[name][axis] = size
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -166,10 +167,8 @@ def resize(batch: Mapping[str, torch.Tensor], signature: Signature, sizes: Mappi
     Repeated rows are rolled along their other dynamic axes, or scaled where they have none, and so is what is repeated
     along these, so that no two are alike; integers stay what they are.
     """
-    axes: dict[str, dict[int, int]] = {name: {} for name in batch}
-    for name, axis, dim in signature.axes():
-        axes[name][axis] = sizes[dim.name]
-    return {name: resize_tensor(tensor, axes[name]) for name, tensor in batch.items()}
+    axes = signature.sizes_at(sizes)
+    return {name: resize_tensor(tensor, axes.get(name, {})) for name, tensor in batch.items()}
 
 
 def resize_tensor(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:

@@ -1,0 +1,97 @@
+"""A key/value cache as plain tensors: the way to a cache of transformers and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from optexport.errors import TraceError
+from optexport.generation.names import past_name, present_name
+
+Tensors = dict[str, torch.Tensor]
+
+_INSTEAD = "Leave generation out: one forward pass, without a cache, can be exported."
+
+
+class _FullLayer(DynamicLayer):
+    """Keys and values that are given, of any length, 0 too, and never cut: attention masks what a window hides."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        assert self.keys is not None
+        return self.keys.shape[-2]  # without the question whether there are any, which tracing would answer for good
+
+
+def to_cache(inputs: Mapping[str, torch.Tensor], layers: Iterable[int], prefix: str = "") -> DynamicCache:
+    """A cache that holds the given keys and values.
+
+    Args:
+        inputs: By `past_name`, each [batch, heads, length, size of a head].
+        prefix: What stands before ``key`` and ``value``.
+    """
+    cache = DynamicCache()
+    cache.layers = [
+        _FullLayer(inputs[past_name(layer, f"{prefix}key")], inputs[past_name(layer, f"{prefix}value")])
+        for layer in layers
+    ]
+    return cache
+
+
+def to_tensors(cache: Any, prefix: str = "") -> Tensors:
+    """The keys and values of a cache by `present_name`."""
+    named = {}
+    for index, layer in enumerate(cache.layers):
+        named[present_name(index, f"{prefix}key")] = layer.keys
+        named[present_name(index, f"{prefix}value")] = layer.values
+    return named
+
+
+def empty_past(cache: Any, batch: int, prefix: str = "") -> Tensors:
+    """An empty cache with the heads of another, by `past_name`."""
+    return {
+        past_name(index, f"{prefix}{part}"): tensor.new_zeros(batch, tensor.shape[1], 0, tensor.shape[3])
+        for index, layer in enumerate(cache.layers)
+        for part, tensor in (("key", layer.keys), ("value", layer.values))
+    }
+
+
+def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
+    """The caches in what a model keeps between steps: one, or that of self-attention and that of the encoder.
+
+    Raises:
+        TraceError: It keeps none, or one that does not grow by what is appended to keys and values.
+    """
+    if cache is None:
+        raise TraceError(
+            "it keeps no key/value cache: generate() gives it none",
+            place=f"generation: {model}",
+            mend=f"Set use_cache in its generation config, if it can keep one. {_INSTEAD}",
+        )
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if type(cache) is EncoderDecoderCache else [cache]
+    for part in parts:
+        if type(part) is not DynamicCache:
+            raise TraceError(
+                f"its cache is a {type(part).__name__}, and only a DynamicCache can be carried",
+                place=f"generation: {model}",
+                mend=f"Unset cache_implementation in its generation config, if it is set there. {_INSTEAD}",
+            )
+        layers: list[Any] = part.layers
+        for index, layer in enumerate(layers):
+            known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            if not known or not layer.is_initialized:
+                what = f"{type(layer).__name__}{' that holds nothing' if known else ''}"
+                raise TraceError(
+                    f"layer {index} of its cache is a {what}, and only keys and values can be carried",
+                    place=f"generation: {model}",
+                    mend=_INSTEAD,
+                )
+    return parts

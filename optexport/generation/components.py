@@ -1,0 +1,285 @@
+"""The parts of a generative model that are exported, each with plain tensors in and out, and real caches as data.
+
+A decoder with its cache as inputs and outputs is both prefill and decode: prefill is its call with a cache of length 0.
+So the weights are in one file. A model with an encoder has a second part, which gives the keys and values that the
+decoder reads of the encoder at every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from optexport import transformers_exporters
+from optexport.errors import TraceError, first_line
+from optexport.generation import caches
+from optexport.generation.caches import Tensors
+from optexport.generation.names import next_past, past_name
+from optexport.proof.cases import resize_tensor
+from optexport.signature import Dim, Dynamic
+
+Prompt = Mapping[str, torch.Tensor]
+
+# What generate() hands to a decoder that the parts make themselves, or do without.
+_MADE = {"attention_mask", "cache_position", "decoder_attention_mask", "position_ids"}
+_TOKENS = {"input_ids", "decoder_input_ids"}
+# A dimension of 0 or 1 is taken for fixed when a model is traced.
+_LEAST = 2
+_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of a model.
+
+    Attributes:
+        batches: What it is traced with, and what it is checked on besides: what it is given for the prompts.
+    """
+
+    name: str
+    module: nn.Module
+    batches: tuple[Tensors, ...]
+    dynamic: Dynamic
+
+
+class Decoder(nn.Module):
+    """A model without an encoder, as a function of tokens, mask and cache.
+
+    Inputs: ``input_ids`` [batch, sequence] and ``attention_mask`` [batch, past_sequence + sequence], int64, and for
+    each layer ``past_key_values_I_key`` and ``_value`` [batch, heads, past_sequence, size of a head].
+    Outputs: ``logits`` [batch, sequence, vocabulary], and ``present_I_key`` and ``_value``, longer by the sequence.
+
+    Positions are counted as ``generate`` does: from the first token that is no padding.
+    """
+
+    def __init__(self, model: nn.Module, layers: int, *, takes_positions: bool) -> None:
+        super().__init__()
+        self.model, self.layers, self.takes_positions = model, layers, takes_positions
+
+    def forward(self, **inputs: torch.Tensor) -> Tensors:
+        mask = inputs["attention_mask"]
+        cache = caches.to_cache(inputs, range(self.layers))
+        positions: dict[str, torch.Tensor] = {}
+        if self.takes_positions:
+            counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+            # Not a slice from the past on: its length would be asserted to be another than that of the whole.
+            new = cache.get_seq_length() + torch.arange(inputs["input_ids"].shape[1])
+            positions["position_ids"] = counted.index_select(1, new)
+        outputs = self.model(
+            input_ids=inputs["input_ids"], attention_mask=mask, past_key_values=cache, use_cache=True, **positions
+        )
+        return {"logits": outputs.logits, **caches.to_tensors(outputs.past_key_values)}
+
+
+class Encoder(nn.Module):
+    """An encoder, with what each layer of the decoder makes of its result: ``present_I_encoder_key`` and ``_value``.
+
+    They are read off the decoder's first step, of which nothing else is left in the graph.
+    """
+
+    def __init__(self, model: nn.Module, start: int) -> None:
+        super().__init__()
+        self.model, self.start = model, start
+
+    def forward(self, **inputs: torch.Tensor) -> Tensors:
+        rows = next(iter(inputs.values())).shape[0]
+        start = torch.full((rows, 1), self.start, dtype=torch.int64)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        outputs = self.model(**inputs, decoder_input_ids=start, past_key_values=cache, use_cache=True)
+        return caches.to_tensors(outputs.past_key_values.cross_attention_cache, "encoder_")
+
+
+class CrossDecoder(nn.Module):
+    """The decoder of a model with an encoder, as a function of tokens and caches.
+
+    Inputs: ``input_ids`` [batch, sequence] int64, for each layer ``past_key_values_I_key`` and ``_value``
+    [batch, heads, past_sequence, size of a head] and, as the encoder gives them, ``past_key_values_I_encoder_key`` and
+    ``_value`` [batch, heads, encoder_sequence, size of a head]; and ``encoder_attention_mask``
+    [batch, encoder_sequence] int64 where the encoder has one. Outputs: those of `Decoder`.
+    """
+
+    def __init__(self, model: nn.Module, layers: int) -> None:
+        super().__init__()
+        self.model, self.layers = model, layers
+
+    def forward(self, **inputs: torch.Tensor) -> Tensors:
+        own = caches.to_cache(inputs, range(self.layers))
+        cache = EncoderDecoderCache(own, DynamicCache())
+        cache.cross_attention_cache = caches.to_cache(inputs, range(self.layers), "encoder_")
+        cache.is_updated = dict.fromkeys(range(self.layers), True)
+        keys = inputs[past_name(0, "encoder_key")]
+        # Nothing reads its values, since the keys and values of all layers are there; its shape is read.
+        config: Any = self.model.config
+        hidden = keys.new_zeros(keys.shape[0], keys.shape[2], config.hidden_size)
+        mask = {"attention_mask": inputs["encoder_attention_mask"]} if "encoder_attention_mask" in inputs else {}
+        outputs = self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
+            decoder_input_ids=inputs["input_ids"],
+            past_key_values=cache,
+            use_cache=True,
+            **mask,
+        )
+        return {"logits": outputs.logits, **caches.to_tensors(outputs.past_key_values.self_attention_cache)}
+
+
+def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
+    """The parts of a model, with what they are given for some prompts.
+
+    Args:
+        model: A model of transformers, in eval mode.
+        prompts: What ``model.generate`` takes: ``input_ids`` and ``attention_mask``, padded at the left, or
+            ``input_features``.
+
+    Raises:
+        TraceError: The model cannot generate, or keeps a cache that cannot be carried.
+    """
+    name = type(model).__name__
+    if model.training:
+        raise TraceError(
+            "it is in train mode, where it may draw random numbers", place=name, mend="Call model.eval() first."
+        )
+    if not getattr(model, "can_generate", bool)():
+        raise TraceError(
+            "it generates nothing", place=f"generation: {name}", mend='Load it with the task "text-generation".'
+        )
+    decode = _decode_inputs(model, prompts[0])
+    parts = caches.check_cache(decode.get("past_key_values"), name)
+    strange = [
+        key
+        for key, value in decode.items()
+        if isinstance(value, torch.Tensor) and key not in _MADE | _TOKENS | {"encoder_outputs"}
+    ]
+    if strange:
+        raise TraceError(
+            f"generate() gives its decoder {', '.join(strange)} too, which no part here takes",
+            place=f"generation: {name}",
+            mend="Give prompts of tokens alone, or leave generation out.",
+        )
+    with torch.no_grad():
+        if len(parts) == 2:
+            return _with_encoder(model, parts[0], prompts)
+        return [_decoder_alone(model, parts[0], prompts, takes_positions="position_ids" in decode)]
+
+
+def _decode_inputs(model: nn.Module, prompt: Prompt) -> dict[str, Any]:
+    """What ``generate`` gives the decoder at a step after the first."""
+    name = type(model).__name__
+    try:
+        found = transformers_exporters.decompose(model, prompt)
+    except Exception as error:  # the model's own code may raise anything
+        raise TraceError(
+            f"generate() fails on the first prompt: {first_line(error.__cause__ or error)}",
+            place=f"generation: {name}",
+            mend="Give prompts that model.generate(**prompt) takes.",
+        ) from error
+    if set(found) != {"prefill", "decode"}:
+        raise TraceError(
+            f"it has parts of other kinds: {', '.join(sorted(set(found) - {'decode'}))}",
+            place=f"generation: {name}",
+            mend="Only models of text or of audio features can be exported with a cache.",
+        )
+    return found["decode"]
+
+
+def _decoder_alone(
+    model: nn.Module, cache: DynamicCache, prompts: Sequence[Prompt], *, takes_positions: bool
+) -> Component:
+    module = Decoder(model, len(cache.layers), takes_positions=takes_positions).eval()
+    batches = []
+    for prompt in [_traceable(prompts[0]), *prompts]:
+        batches.append(_steps(module, {**prompt, **caches.empty_past(cache, prompt["input_ids"].shape[0])}))
+    dynamic = _dynamic(batches[0][1], {"attention_mask": {0: Dim("batch", 1), 1: "past_sequence + sequence"}})
+    return Component("decoder", module, _checked(batches), dynamic)
+
+
+def _with_encoder(model: nn.Module, cache: DynamicCache, prompts: Sequence[Prompt]) -> list[Component]:
+    config: Any = model.generation_config
+    start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+    if not isinstance(start, int):
+        raise TraceError(
+            f"its decoder starts with {start}, and not with one token",
+            place=f"generation: {type(model).__name__}",
+            mend="Set decoder_start_token_id in its generation config.",
+        )
+    encoder, decoder = Encoder(model, start).eval(), CrossDecoder(model, len(cache.layers)).eval()
+    encoded, batches = [], []
+    for prompt in [_traceable(prompts[0]), *prompts]:
+        inputs = dict(prompt)
+        encoded.append(inputs)
+        rows = next(iter(inputs.values())).shape[0]
+        ids = torch.full((rows, 1), start, dtype=torch.int64)
+        mask = {"encoder_attention_mask": prompt["attention_mask"]} if "attention_mask" in prompt else {}
+        batches.append(
+            _steps(
+                decoder,
+                {"input_ids": ids, **mask, **caches.empty_past(cache, rows), **next_past(encoder(**inputs))},
+            )
+        )
+    length = Dim("encoder_sequence", 1)
+    sequences = {"input_ids", "attention_mask"} & set(encoded[0])
+    axes = {name: {0: Dim("batch", 1)} | ({1: length} if name in sequences else {}) for name in encoded[0]}
+    dynamic = _dynamic(batches[0][1], {"encoder_attention_mask": {0: Dim("batch", 1), 1: length}})
+    if "input_ids" in sequences:
+        dynamic = {name: {**of, **({2: length} if "_encoder_" in name else {})} for name, of in dynamic.items()}
+    return [
+        Component("encoder", encoder, tuple(encoded), axes),
+        Component("decoder", decoder, _checked(batches), dynamic),
+    ]
+
+
+def _traceable(prompt: Prompt) -> Prompt:
+    """A prompt of at least two rows, and two tokens."""
+    return {
+        name: resize_tensor(
+            tensor,
+            {0: max(tensor.shape[0], _LEAST)}
+            | ({1: max(tensor.shape[1], _LEAST)} if name in ("input_ids", "attention_mask") else {}),
+        )
+        for name, tensor in prompt.items()
+    }
+
+
+def _steps(module: nn.Module, inputs: Tensors) -> list[Tensors]:
+    """What a decoder is given at its first steps, each with the likeliest token of the step before.
+
+    The second of them is of two steps at once, after a past of at least two tokens where there is room for that.
+    """
+    taken = [inputs]
+    for _ in range(_STEPS - 1):
+        outputs = module(**inputs)
+        token = outputs["logits"][:, -1:].argmax(-1)
+        inputs = {**inputs, "input_ids": token, **next_past(outputs)}
+        if "attention_mask" in inputs:
+            inputs["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(token)], 1)
+        taken.append(inputs)
+    *_, before, last = taken
+    both = {**before, "input_ids": torch.cat([before["input_ids"], last["input_ids"]], 1)}
+    if "attention_mask" in last:
+        both["attention_mask"] = last["attention_mask"]
+    return [taken[0], both, *taken[1:]]
+
+
+def _checked(batches: Sequence[Sequence[Tensors]]) -> tuple[Tensors, ...]:
+    """The batch to trace with, then for each prompt the prefill, and the first step after it."""
+    enlarged, *given = batches
+    return (enlarged[1], *itertools.chain.from_iterable((steps[0], steps[2]) for steps in given))
+
+
+def _dynamic(batch: Tensors, masks: Mapping[str, Mapping[int, str | Dim]]) -> dict[str, dict[int, str | Dim]]:
+    named: dict[str, dict[int, str | Dim]] = {}
+    for name in batch:
+        named[name] = {0: Dim("batch", 1)}
+        if name == "input_ids":
+            named[name][1] = Dim("sequence", 1)
+        elif name in masks:
+            named[name] = dict(masks[name])
+        elif "_encoder_" not in name:
+            named[name][2] = Dim("past_sequence", 0)
+    return named

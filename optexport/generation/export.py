@@ -1,0 +1,234 @@
+"""Exports a generative model with its key/value cache: each part as a bundle of its own, and the tokens proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from optexport import api, bundle, pipeline, sealed_json
+from optexport.config import FORMATS, Effort
+from optexport.errors import ConfigError
+from optexport.generation import runtime, tokens
+from optexport.generation.components import Component, Prompt, components
+from optexport.generation.runtime import DOCUMENT, Parts
+from optexport.generation.tokens import Compared
+from optexport.job import Job
+from optexport.pipeline import Result
+from optexport.places import MANIFEST, check_place, check_replaceable
+from optexport.runtimes import Run
+from optexport.stages import Stages
+from optexport.transformations import Transformation
+
+_PARTS = ("encoder", "decoder")
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What came of an export with a cache.
+
+    Attributes:
+        output: The folder that holds the parts' bundles and ``generation.json``.
+        parts: What came of each part, by name: ``decoder``, and ``encoder`` where there is one.
+        tokens: How the tokens of the files compare with those of ``model.generate``.
+    """
+
+    output: Path
+    parts: Mapping[str, Result]
+    tokens: tuple[Compared, ...]
+
+
+def export_generation(
+    model: nn.Module,
+    prompts: Prompt | Sequence[Prompt],
+    output: str | Path,
+    *,
+    transformations: Transformation | Iterable[Transformation] | None = None,
+    formats: Sequence[str] = FORMATS,
+    new_tokens: int = 64,
+    multiple: float = 4.0,
+    effort: Effort = "standard",
+    opset: int | None = None,
+    stages: Stages | None = None,
+) -> GenerationResult:
+    """Traces, transforms, proves and exports a generative model of transformers with its key/value cache.
+
+    A model without an encoder becomes one part, ``decoder``, which takes tokens, mask and cache, and gives logits and
+    the cache that follows; with a cache of length 0 it is the prefill. One with an encoder has a part ``encoder`` too.
+    Each is proven as every export is, on the caches that it makes of the prompts besides. At last the files must
+    go on from each prompt as ``model.generate`` does, token by token.
+
+    Layers that attend to a sliding window keep all keys in the files, and the mask hides those outside the window: the
+    numbers are the same, and the cache grows.
+
+    Args:
+        model: In eval mode; it is not changed.
+        prompts: One or several batches of what ``model.generate`` takes: ``input_ids`` and ``attention_mask``, padded
+            at the left, or ``input_features``.
+        output: A folder; what an earlier export left there is replaced.
+        transformations: As for `optexport.export`, and so are formats, multiple, effort and opset.
+        new_tokens: How many tokens are compared; fewer where the model has no positions for them.
+        stages: Is told of every stage.
+
+    Raises:
+        ConfigError: An argument cannot be meant.
+        TraceError: The model cannot generate, keeps another kind of cache, or cannot be traced.
+        ParityError: What was made does not compute the same, or goes on with other tokens.
+        ExportError: A file cannot be written in its format.
+    """
+    rules = None if transformations is None else _listed(transformations)
+
+    def make_job(part: Component, place: Path) -> Job:
+        return api.make_job(
+            part.module,
+            list(part.batches),
+            place,
+            transformations=rules,
+            formats=formats,
+            dynamic=part.dynamic,
+            multiple=multiple,
+            effort=effort,
+            opset=opset,
+        )
+
+    given = [prompts] if isinstance(prompts, Mapping) else list(prompts)
+    return produce(model, given, Path(output).resolve(), make_job, new_tokens, stages or Stages())
+
+
+def produce(
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    output: Path,
+    make_job: Callable[[Component, Path], Job],
+    new_tokens: int,
+    stages: Stages,
+) -> GenerationResult:
+    """Exports every part as its job says, and compares tokens. The folder appears when all of it is proven."""
+    _check(model, prompts, new_tokens)
+    check_output(output)
+    found = components(model, prompts)
+    results: dict[str, Result] = {}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with bundle.drafting(output, check_output) as draft:
+        for part in found:
+            # Of its data a quick proof takes the first: the prefill, whose cache is of length 0.
+            job = replace(make_job(part, draft / part.name), beside=output, real=part.batches[1:])
+            announce = _prefixed(part.name, stages)
+            results[part.name] = pipeline.produce(job, announce)
+            stages.seconds.update({f"{part.name}: {name}": spent for name, spent in announce.seconds.items()})
+        with stages.stage("tokens"):
+            start = getattr(found[0].module, "start", None)
+            compared = _compare(model, found, results, prompts, new_tokens, start, draft)
+        sealed_json.write(draft / DOCUMENT, _document(model, results, compared, start))
+    moved = {name: replace(result, output=output / name) for name, result in results.items()}
+    return GenerationResult(output, moved, tuple(compared))
+
+
+def _listed(transformations: Transformation | Iterable[Transformation]) -> list[Transformation]:
+    return [transformations] if isinstance(transformations, Transformation) else list(transformations)
+
+
+def _prefixed(part: str, stages: Stages) -> Stages:
+    return Stages(lambda name, seconds: stages.announce(f"{part}: {name}", seconds))
+
+
+def _compare(
+    model: nn.Module,
+    found: Sequence[Component],
+    results: Mapping[str, Result],
+    prompts: Sequence[Prompt],
+    new_tokens: int,
+    start: int | None,
+    draft: Path,
+) -> list[Compared]:
+    manifests = {name: result.manifest for name, result in results.items()}
+    own = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
+    runs = {part.name: _eager(part.module) for part in found}
+    original = Parts(runs["decoder"], own, runs.get("encoder"), start)
+    limit = manifests["decoder"].parity.bounds["logits"].limit
+    checked = []
+    for case in tokens.cases(prompts):
+        length = 1 if start is not None else case[1]["input_ids"].shape[1]
+        checked.append((case, tokens.likeliest_tokens(model, case[1], min(new_tokens, _positions(model) - length))))
+    compared = []
+    for name in [artifact.format for artifact in manifests["decoder"].artifacts]:
+        candidate = runtime.open_parts(draft, manifests, name, start)
+        compared += [tokens.compare(original, candidate, name, case, ids, limit) for case, ids in checked]
+    return compared
+
+
+def _eager(module: nn.Module) -> Run:
+    def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            outputs = module(**inputs)
+        assert isinstance(outputs, dict)
+        return outputs
+
+    return run
+
+
+def _positions(model: nn.Module) -> int:
+    """How many tokens the decoder has positions for; a large number where nothing limits them."""
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    limits = (getattr(text, name, None) for name in ("max_target_positions", "max_position_embeddings"))
+    return next((int(limit) for limit in limits if limit), 1 << 30)
+
+
+def _document(
+    model: nn.Module, results: Mapping[str, Result], compared: Sequence[Compared], start: int | None
+) -> dict[str, Any]:
+    config: Any = model.generation_config
+    eos = config.eos_token_id
+    ends = [] if eos is None else [int(eos)] if isinstance(eos, int) else [int(token) for token in eos]
+    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
+    return {
+        "version": 1,
+        "parts": {name: sealed_json.read(result.output / MANIFEST)["digest"] for name, result in results.items()},
+        "start": start,
+        "eos": ends,
+        "pad": int(pad),
+        "tokens": [asdict(each) for each in compared],
+    }
+
+
+def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "generation_config"):
+        raise ConfigError(
+            f"a {type(model).__name__} has no generate()", place="model", mend="Give a model of transformers that has."
+        )
+    if new_tokens < 1:
+        raise ConfigError(f"it must be at least 1, not {new_tokens}", place="new_tokens")
+    if not prompts:
+        raise ConfigError("no prompt is given", place="prompts")
+    for index, prompt in enumerate(prompts):
+        if not prompt or not all(isinstance(tensor, torch.Tensor) and tensor.numel() for tensor in prompt.values()):
+            raise ConfigError("it holds no tensors by name, or empty ones", place=f"prompts[{index}]")
+        if set(prompt) != set(prompts[0]):
+            raise ConfigError("it holds other inputs than the first", place=f"prompts[{index}]")
+        config: Any = model.config
+        if not config.is_encoder_decoder:
+            if set(prompt) != {"input_ids", "attention_mask"}:
+                raise ConfigError(
+                    f"it holds {', '.join(sorted(prompt))}, and a decoder takes input_ids and attention_mask",
+                    place=f"prompts[{index}]",
+                )
+            runtime.check_left_padded(prompt, f"prompts[{index}]")
+
+
+def check_output(output: Path) -> None:
+    """Only an empty folder, or an earlier export of the same kind, may be replaced.
+
+    Raises:
+        ConfigError: Something else is there.
+    """
+    names = {path.name for path in output.iterdir()} if output.is_dir() and not output.is_symlink() else set()
+    if DOCUMENT in names and names <= {DOCUMENT, *_PARTS}:
+        for part in names - {DOCUMENT}:
+            check_replaceable(output / part)
+    else:
+        check_place(output)

@@ -1,0 +1,84 @@
+"""Runs a config that asks for generation: the model and the prompts it names, and an MLflow run for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from optexport import inputs, interrupts, pipeline, places, records, tracking
+from optexport.config import Config, load_config
+from optexport.errors import ConfigError, redact
+from optexport.generation import export
+from optexport.generation.components import Component, Prompt
+from optexport.generation.export import GenerationResult
+from optexport.job import Job, resolved, rules_of
+from optexport.pipeline import Result
+from optexport.sources import Loaded
+from optexport.stages import Stages
+
+
+def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | None = None) -> GenerationResult:
+    """Runs a config file that has a table ``[generation]``.
+
+    Each part is tracked as a run of its own, once all is proven.
+
+    Args:
+        without: Rules to leave out.
+        stages: Is told of every stage.
+
+    Raises:
+        OptexportError: One of its kinds, with the exit code of what went wrong.
+    """
+    stages = stages or Stages()
+    config, folder = load_config(path, without), path.parent
+    if config.generation is None:
+        raise ConfigError("it has no such table", place=f"{path.name}: generation", mend="Call optexport.run(path).")
+    rules, new_tokens = rules_of(config, folder, without), config.generation.new_tokens
+    config = resolved(config, rules)
+    output = places.output_of(config, folder)
+    export.check_output(output)
+    text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
+    with interrupts.temporary_folder() as downloads:
+        with stages.stage("load"):
+            loaded = pipeline.load_model(config, folder, downloads)
+        with stages.stage("inputs"):
+            given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
+            prompts = [_prompt(batch, loaded) for batch in given.real or (given.example,)]
+
+        def make_job(part: Component, place: Path) -> Job:
+            first = part.batches[0]
+            own = Loaded(part.module, revision=loaded.revision)
+            return Job(config, own, first, part.batches, part.dynamic, rules, place, text)
+
+        result = export.produce(loaded.model, prompts, output, make_job, new_tokens, stages)
+        with stages.stage("track"):
+            parts = {name: _track(name, part, config, folder, stages, text) for name, part in result.parts.items()}
+    return replace(result, parts=parts)
+
+
+def _prompt(batch: Prompt, loaded: Loaded) -> Prompt:
+    """What ``generate`` is given of a batch: without a decoder's inputs, and padded at the left."""
+    named = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
+    encoded = getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False)
+    if encoded or "input_ids" not in named:
+        return named
+    ids = named["input_ids"]
+    mask = named.get("attention_mask", torch.ones_like(ids))
+    # A tokenizer pads at the right unless it is told otherwise; new tokens come after the last position.
+    turns = [int(row.flip(0).argmax()) for row in mask]
+    rows = [(i.roll(turn), m.roll(turn)) for i, m, turn in zip(ids, mask, turns, strict=True)]
+    return {"input_ids": torch.stack([i for i, _ in rows]), "attention_mask": torch.stack([m for _, m in rows])}
+
+
+def _track(name: str, part: Result, config: Config, folder: Path, stages: Stages, text: str) -> Result:
+    with tracking.tracking(config.tracking, folder) as tracker:
+        tracker.params(config.model_dump(mode="json", exclude_none=True))
+        versions = records.versions()
+        tracker.tags({**tracking.git_tags(folder), **versions, "source": config.model.source, "part": name})
+        spent = {key: seconds for key, seconds in stages.seconds.items() if key.startswith(f"{name}: ")}
+        own = {key.removeprefix(f"{name}: "): seconds for key, seconds in spent.items()}
+        tracker.result(part.manifest, own, part.output, text)
+    return replace(part, run_id=tracker.run_id, run_page=tracker.page, tracking_failure=tracker.failure)

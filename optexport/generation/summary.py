@@ -1,0 +1,45 @@
+"""What a run with a key/value cache says at its end, for people and for machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from optexport import summary
+from optexport.generation.export import GenerationResult
+from optexport.generation.tokens import Compared
+
+
+def show(result: GenerationResult, console: Console) -> None:
+    """Prints the summary of each part, and how the tokens compare."""
+    for name, part in result.parts.items():
+        console.print(f"[bold]Part[/] {name}", highlight=False)
+        summary.show(part, console)
+        console.print()
+    console.print("[bold]Tokens[/] compared with those of model.generate(do_sample=False)", highlight=False)
+    for compared in result.tokens:
+        console.print(f"  {escape(_line(compared))}", soft_wrap=True, highlight=False)
+
+
+def _line(compared: Compared) -> str:
+    ties = [
+        f"row {tie.row} ends at token {tie.token}, a tie: its two best logits are {tie.gap:.2g} apart"
+        for tie in compared.ties
+    ]
+    count = f"{compared.compared} of {compared.rows * compared.tokens} compared, all equal"
+    return "; ".join([f"{compared.format}, {compared.prompt} ({compared.rows} rows): {count}", *ties])
+
+
+def as_json(result: GenerationResult) -> dict[str, Any]:
+    """The result for machines."""
+    parts = {name: summary.as_json(part) for name, part in result.parts.items()}
+    return {
+        "passed": all(part["passed"] for part in parts.values()),
+        "exit_code": max(part["exit_code"] for part in parts.values()),
+        "output": str(result.output),
+        "parts": parts,
+        "tokens": [asdict(compared) for compared in result.tokens],
+    }

@@ -1,0 +1,131 @@
+"""The proof on tokens: files must go on as ``model.generate`` does, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin
+
+from optexport import transformers_exporters
+from optexport.errors import ParityError
+from optexport.generation.components import Prompt
+from optexport.generation.runtime import Parts
+
+# Two logits may each be off by the limit.
+_SIDES = 2
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Where a row went another way, because the original's two best logits are nearer than what rounding may move.
+
+    Attributes:
+        token: The number of the new token, from 0; what comes after it in this row is not compared.
+        gap: How much larger the original's logit of its own token is than that of the file's.
+    """
+
+    row: int
+    token: int
+    gap: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How the tokens of one format compare on one prompt.
+
+    Attributes:
+        prompt: Its number, and which rows of it.
+        compared: How many new tokens were compared, in all rows; all of them are equal.
+    """
+
+    format: str
+    prompt: str
+    rows: int
+    tokens: int
+    compared: int
+    ties: tuple[Tie, ...]
+
+
+def cases(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt]]:
+    """Each prompt, and the first row of those of several rows, alone and without its padding."""
+    for index, prompt in enumerate(prompts):
+        rows = next(iter(prompt.values())).shape[0]
+        yield f"prompt {index}", prompt
+        if rows > 1:
+            alone = {name: tensor[:1] for name, tensor in prompt.items()}
+            if "attention_mask" in alone:
+                kept = alone["attention_mask"][0] != 0
+                alone = {name: tensor[:, kept] for name, tensor in alone.items()}
+            yield f"prompt {index}, first row", alone
+
+
+def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Tensor:
+    """What ``generate`` adds to a prompt when it takes the likeliest token, and nothing ends it: [batch, tokens]."""
+    own: Any = model.generation_config
+    plain = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=tokens,
+        use_cache=True,
+        pad_token_id=0 if own.pad_token_id is None else own.pad_token_id,
+        bos_token_id=own.bos_token_id,
+        decoder_start_token_id=own.decoder_start_token_id,
+    )
+    model.generation_config = plain  # type: ignore[assignment]  # which generate() fills up what is asked for from
+    try:
+        with torch.no_grad(), transformers_exporters.quiet():
+            # Not the model's own: Whisper's also cuts long audio to pieces and forces tokens.
+            ids = GenerationMixin.generate(model, **dict(prompt), generation_config=plain)  # type: ignore[arg-type]
+    finally:
+        model.generation_config = own
+    assert isinstance(ids, torch.Tensor)
+    return ids[:, -tokens:]
+
+
+def compare(
+    original: Parts, candidate: Parts, file_format: str, case: tuple[str, Prompt], expected: torch.Tensor, limit: float
+) -> Compared:
+    """Compares the tokens of the files with those of the original.
+
+    Args:
+        original: The parts as they are in the model, for the logits where tokens differ.
+        expected: What the original adds, [batch, tokens].
+        limit: How far the proof lets a logit be from float64.
+
+    Raises:
+        ParityError: A token is another one, and its logit is not as near the best one as rounding may move it.
+    """
+    name, prompt = case
+    found = candidate.greedy(prompt, expected.shape[1])
+    ties, compared = [], 0
+    for row in range(expected.shape[0]):
+        unlike = (found[row] != expected[row]).nonzero().flatten()
+        first = int(unlike[0]) if len(unlike) else expected.shape[1]
+        compared += first
+        if not len(unlike):
+            continue
+        logits = _logits(original, prompt, expected[:, :first])[row]
+        ours, theirs = int(expected[row, first]), int(found[row, first])
+        gap = float(logits[ours] - logits[theirs])
+        if not gap <= _SIDES * limit:
+            raise ParityError(
+                f"token {first} of row {row} is {theirs}, and model.generate gives {ours}, whose logit is {gap:.2g} "
+                f"larger; rounding accounts for {_SIDES * limit:.2g}",
+                place=f"{file_format}: {name}",
+                mend="The decoder passed by itself: please report this with the model's config.",
+            )
+        ties.append(Tie(row, first, gap))
+    return Compared(file_format, name, expected.shape[0], expected.shape[1], compared, tuple(ties))
+
+
+def _logits(original: Parts, prompt: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """The original's logits after a prompt and some tokens, [batch, vocabulary]."""
+    given = original.begin(prompt)
+    given["input_ids"] = torch.cat([given["input_ids"], tokens], 1)
+    if "attention_mask" in given:
+        given["attention_mask"] = torch.cat([given["attention_mask"], torch.ones_like(tokens)], 1)
+    return original.step(given)[0]

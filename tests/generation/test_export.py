@@ -1,0 +1,130 @@
+"""A model with its cache as files: they go on from any prompt as ``model.generate`` does."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from optexport import export_generation, verify
+from optexport.errors import BundleError, ConfigError
+from optexport.generation import tokens
+from optexport.generation.export import GenerationResult
+from optexport.generation.runtime import Generator
+from tests.generation import models
+
+# Removed when the tests end.
+_PLACE = tempfile.TemporaryDirectory(prefix="optexport-tests-")
+
+# Of other lengths, batch sizes and paddings than those that are exported with.
+_HELD_OUT = [[7], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49], [12, 60, 3], [9, 9, 9, 9]]
+
+
+@functools.cache
+def exported() -> GenerationResult:
+    """What `export_generation` makes of a model; it is shared between tests, so none may change it."""
+    return export_generation(models.make("gpt2"), models.prompts("gpt2"), Path(_PLACE.name) / "gpt2", effort="quick")
+
+
+@pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_files_go_on_from_prompts_they_never_saw_as_generate_does(file_format: str, rows: int) -> None:
+    model, result = models.make("gpt2"), exported()
+    prompt = models.left_padded(_HELD_OUT[:rows])
+    given = {name: tensor.numpy() for name, tensor in prompt.items()}
+    found = Generator.load(result.output, file_format).generate(**given, max_new_tokens=64, eos_token_id=())
+    assert found[:, :-64].tolist() == prompt["input_ids"].tolist()
+    assert found[:, -64:].tolist() == tokens.likeliest_tokens(model, prompt, 64).tolist()
+
+
+def test_a_row_ends_where_generate_ends_it_and_is_padded_from_there() -> None:
+    model, result, prompt = models.make("gpt2"), exported(), models.left_padded(_HELD_OUT)
+    free = tokens.likeliest_tokens(model, prompt, 12)
+    eos = int(free[1, 4])
+    own = model.generate(**prompt, do_sample=False, max_new_tokens=12, eos_token_id=eos)
+    given = {name: tensor.numpy() for name, tensor in prompt.items()}
+    found = Generator.load(result.output).generate(**given, max_new_tokens=12, eos_token_id=eos)
+    assert found.tolist() == own.tolist()
+    assert eos in found[1, 10:15].tolist()
+
+
+def test_one_decoder_is_prefill_and_decode_and_every_prompt_was_followed_for_all_tokens() -> None:
+    result = exported()
+    assert sorted(path.name for path in result.output.iterdir()) == ["decoder", "generation.json"]
+    dims = result.parts["decoder"].manifest.dims
+    assert (dims["past_sequence"].min, dims["sequence"].min, dims["batch"].min) == (0, 1, 1)
+    assert [(each.format, each.rows, each.tokens) for each in result.tokens] == [
+        (name, rows, 64) for name in ("torchscript", "onnx", "pt2") for rows in (3, 1, 1)
+    ]
+    assert all(each.compared == 64 * each.rows or each.ties for each in result.tokens)
+
+
+def test_each_part_is_a_bundle_that_can_be_verified_by_itself() -> None:
+    assert verify(exported().output / "decoder").passed
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("kept")
+    with pytest.raises(ConfigError, match="is no bundle"):
+        export_generation(models.make("gpt2"), models.prompts("gpt2"), tmp_path / "mine")
+    shutil.copytree(exported().output, tmp_path / "old")
+    (tmp_path / "old" / "decoder" / "notes.txt").write_text("kept")
+    with pytest.raises(ConfigError, match="notes.txt"):
+        export_generation(models.make("gpt2"), models.prompts("gpt2"), tmp_path / "old")
+    assert (tmp_path / "old" / "decoder" / "notes.txt").read_text() == "kept"
+
+
+def test_a_changed_part_and_a_part_of_another_export_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(exported().output, folder)
+    document = folder / "generation.json"
+    text = document.read_text()
+    document.write_text(text.replace('"pad": 0', '"pad": 3'))
+    with pytest.raises(BundleError, match="own digest"):
+        Generator.load(folder)
+    document.write_text(text)
+    with (folder / "decoder" / "model.onnx").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(BundleError, match="changed since"):
+        Generator.load(folder)
+
+
+def test_what_cannot_be_generated_from_is_refused(tmp_path: Path) -> None:
+    generator = Generator.load(exported().output)
+    ids = np.array([[5, 6, 0]])
+    with pytest.raises(ConfigError, match="ends with padding"):
+        generator.generate(ids, np.array([[1, 1, 0]]))
+    with pytest.raises(ConfigError, match="at least 1"):
+        generator.generate(ids, max_new_tokens=0)
+    with pytest.raises(ConfigError, match="neither"):
+        generator.generate()
+    with pytest.raises(ConfigError, match="no openvino file was exported"):
+        Generator.load(exported().output, "openvino")
+    with pytest.raises(ConfigError, match=r"holds no generation\.json"):
+        Generator.load(tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_every_family_goes_on_as_generate_does_in_every_format(family: str, tmp_path: Path) -> None:
+    model = models.make(family)
+    result = export_generation(model, models.prompts(family), tmp_path / family)
+    assert {each.format for each in result.tokens} == {"torchscript", "onnx", "pt2"}
+    assert all(each.compared == each.rows * each.tokens == each.rows * 64 for each in result.tokens)
+    if family in models.WITHOUT_ENCODER:
+        prompt = models.left_padded(_HELD_OUT)
+    elif family == "t5":
+        prompt = models.left_padded(_HELD_OUT[:3])
+    else:
+        prompt = {"input_features": torch.linspace(-2, 2, 3 * 8 * 40).reshape(3, 8, 40).exp().sin()}
+    given = {name: tensor.numpy() for name, tensor in prompt.items()}
+    expected = tokens.likeliest_tokens(model, prompt, 64)
+    for file_format in ("onnx", "torchscript", "pt2"):
+        found = Generator.load(result.output, file_format).generate(**given, max_new_tokens=64, eos_token_id=())
+        assert found[:, -64:].tolist() == expected.tolist()

@@ -1,0 +1,100 @@
+"""``[generation]`` in a config: what a run writes and says, and what does not go with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from optexport.config import parse_config
+from optexport.errors import ConfigError
+from optexport.generation.run import _prompt
+from optexport.generation.runtime import Generator
+from optexport.pipeline import run
+from optexport.sources import Loaded
+from tests.calling import CliRunner, cli
+from tests.generation import models
+
+_CONFIG = """
+[model]
+source = "python:tests.generation.models:make"
+arguments = { family = "gpt2" }
+[inputs]
+data = "prompts.jsonl"
+[generation]
+new_tokens = 8
+[parity]
+effort = "quick"
+[export]
+formats = ["onnx"]
+output = "out"
+[tracking]
+enabled = false
+"""
+
+
+def _write(folder: Path) -> Path:
+    (folder / "prompts.jsonl").write_text('{"input_ids": [5, 6, 7, 8]}\n{"input_ids": [9, 10, 11, 12]}\n')
+    (folder / "config.toml").write_text(_CONFIG)
+    return folder / "config.toml"
+
+
+def test_a_run_writes_parts_that_generate_and_tells_of_the_tokens(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["run", "--json", str(_write(tmp_path))])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["passed"]
+    assert [(each["format"], each["rows"], each["compared"]) for each in told["tokens"]] == [
+        ("onnx", 2, 16),
+        ("onnx", 1, 8),
+    ]
+    ids = torch.tensor([[5, 6, 7, 8]])
+    found = Generator.load(tmp_path / "out").generate(ids.numpy(), max_new_tokens=8)
+    own = models.make("gpt2").generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
+    assert found.tolist() == own.tolist()
+
+
+@pytest.mark.parametrize(
+    ("table", "place"),
+    [
+        ("[bench]\nenabled = true", "bench"),
+        ("[tune]", "tune"),
+        ("[gate]\nmax_size_mb = 5.0", "gate"),
+        ("[precision]\ntorchscript = 'bfloat16'\n[parity.decisions]\nargmax_agreement = 0.9", "precision"),
+        ("[parity.decisions]\nargmax_agreement = 0.9", "parity.decisions"),
+        ("[inputs.tensors.input_ids]\nshape = [2, 3]\ndtype = 'int64'", "inputs.tensors"),
+        ("[inputs]\ntexts = ['a']\n[inputs.dynamic]\nbatch = [1, 4]", "inputs.dynamic"),
+    ],
+)
+def test_what_does_not_go_with_generation_is_refused_before_any_work(table: str, place: str, tmp_path: Path) -> None:
+    text = f'[model]\nsource = "python:tests.generation.models:make"\n[generation]\n{table}\n'
+    with pytest.raises(ConfigError, match="does not go with") as raised:
+        parse_config(text, tmp_path / "config.toml")
+    assert raised.value.place == f"config.toml: {place}"
+
+
+@pytest.mark.parametrize("option", [["--tune"], ["--baseline"], ["--dump", "graphs"], ["--junit", "proof.xml"]])
+def test_options_that_do_not_go_with_generation_are_refused(
+    option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["run", *option, str(config)])
+    assert done.exit_code == 2
+    assert option[0] in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_function_of_single_results_refuses_it_and_names_the_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run_generation"):
+        run(_write(tmp_path))
+
+
+def test_prompts_that_a_tokenizer_padded_at_the_right_are_padded_at_the_left() -> None:
+    ids = torch.tensor([[5, 6, 0, 0], [7, 8, 9, 10], [0, 3, 4, 0]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 0]])
+    found = _prompt({"input_ids": ids, "attention_mask": mask}, Loaded(models.make("gpt2")))
+    assert found["input_ids"].tolist() == [[0, 0, 5, 6], [7, 8, 9, 10], [0, 0, 3, 4]]
+    assert found["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]

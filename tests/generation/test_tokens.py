@@ -1,0 +1,75 @@
+"""The proof on tokens: a file that goes on otherwise is found, unless two logits are as near as rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from optexport.errors import ParityError
+from optexport.generation import tokens
+from optexport.generation.runtime import Parts
+from tests.generation import models
+
+_PROMPT = {"input_ids": torch.tensor([[3, 1], [2, 0]]), "attention_mask": torch.ones(2, 2, dtype=torch.int64)}
+
+
+def _counting(nearer: float = 0.0, at: int = 6) -> Parts:
+    """A decoder that counts on from its last token; where that is `at`, another token comes as near, or nearer."""
+
+    def decoder(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = inputs["input_ids"]
+        logits = torch.nn.functional.one_hot((ids + 1) % 10, 10).float()
+        logits[..., 0] = torch.where(ids == at, 1 + nearer, logits[..., 0])
+        return {"logits": logits}
+
+    return Parts(decoder, ())
+
+
+_EXPECTED = _counting(-1e-7).greedy(_PROMPT, 5)
+
+
+def test_equal_tokens_are_counted() -> None:
+    found = tokens.compare(_counting(-1e-7), _counting(-1e-7), "onnx", ("prompt 0", _PROMPT), _EXPECTED, 1e-6)
+    assert _EXPECTED.tolist() == [[2, 3, 4, 5, 6], [1, 2, 3, 4, 5]]
+    assert found == tokens.Compared("onnx", "prompt 0", 2, 5, 10, ())
+
+
+def test_where_two_logits_are_nearer_than_rounding_the_row_is_compared_up_to_there_and_the_tie_is_told() -> None:
+    expected = _counting(-1e-7).greedy(_PROMPT, 7)
+    found = tokens.compare(_counting(-1e-7), _counting(1e-7), "onnx", ("prompt 0", _PROMPT), expected, 1e-6)
+    assert [(tie.row, tie.token) for tie in found.ties] == [(0, 5), (1, 6)]
+    assert found.compared == 5 + 6
+    assert all(0 < tie.gap < 2e-7 for tie in found.ties)
+
+
+def test_another_token_is_a_failure_that_names_where_and_how_far() -> None:
+    with pytest.raises(
+        ParityError, match=r"onnx: prompt 0: token 3 of row 0 is 0, and model.generate gives 5.*1 larger"
+    ):
+        tokens.compare(_counting(-1e-7), _counting(0.5, at=4), "onnx", ("prompt 0", _PROMPT), _EXPECTED, 1e-6)
+
+
+def test_the_expected_tokens_are_those_of_generate_however_its_own_config_would_have_it() -> None:
+    model, prompt = models.make("gpt2"), models.prompts("gpt2")[0]
+    plain = tokens.likeliest_tokens(model, prompt, 20)
+    ids = prompt["input_ids"]
+    mask = prompt["attention_mask"]
+    for step in range(20):  # the same without any cache
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            token = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1].argmax(-1)
+        assert token.tolist() == plain[:, step].tolist()
+        ids, mask = torch.cat([ids, token[:, None]], 1), torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    own = model.generation_config
+    own.do_sample, own.repetition_penalty, own.eos_token_id = True, 5.0, [int(plain[0, 0])]
+    assert torch.equal(tokens.likeliest_tokens(model, prompt, 20), plain)
+    assert model.generation_config is own
+    assert own.repetition_penalty == 5.0
+
+
+def test_each_prompt_is_followed_and_its_first_row_alone_without_padding() -> None:
+    named = dict(tokens.cases(models.prompts("llama")))
+    assert list(named) == ["prompt 0", "prompt 0, first row", "prompt 1"]
+    assert named["prompt 0, first row"]["input_ids"].tolist() == [[5, 6, 7, 9]]
