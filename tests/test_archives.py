@@ -445,6 +445,7 @@ def test_random_damage_is_one_kind_of_error_or_none(archive: Path) -> None:
 
 
 def test_a_size_that_is_piecewise_is_arithmetic_and_a_call_within_it_is_not() -> None:
-    size = "Piecewise(ExprCondPair(Integer(1), Equality(Symbol('u0', integer=True), Integer(1))), ExprCondPair({}, true))"
+    first = "ExprCondPair(Integer(1), Equality(Symbol('u0', integer=True), Integer(1)))"
+    size = f"Piecewise({first}, ExprCondPair({{}}, true))"
     assert archives._is_expression(size.format("Integer(0)"))
     assert not archives._is_expression(size.format("exec('0')"))
