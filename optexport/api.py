@@ -138,8 +138,10 @@ def make_job(
                 place=f"dynamic: {name}",
                 mend='Give a name, as in {0: "batch"}, or a Dim.',
             )
-        for dim in [dim for dim in axes.values() if isinstance(dim, Dim)]:
-            if dim.min < 0 or (dim.max is not None and dim.max < max(dim.min, 1)):
+        for axis, dim in [(axis, dim) for axis, dim in axes.items() if isinstance(dim, Dim)]:
+            # A size of 0 is checked only where a batch has it.
+            least = 0 if any(0 <= axis < rank and batch[name].shape[axis] == 0 for batch in batches) else 1
+            if dim.min < least or (dim.max is not None and dim.max < max(dim.min, 1)):
                 raise ConfigError(f"{dim} holds no size that can be proven", place=f"dynamic: {name}")
         if any(not 0 <= axis < rank for axis in axes):
             raise ConfigError(
