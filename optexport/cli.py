@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from optexport import __version__
 from optexport.applications.command import predict
+from optexport.cli_bench import bench
+from optexport.cli_console import console, progress
 from optexport.cli_group import Group, debug_option, json_option, outcome, print_json
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
-
-if TYPE_CHECKING:
-    from optexport.stages import Stages
 
 _EPILOG = """\b
 Exit codes:
@@ -43,6 +39,7 @@ def cli() -> None:
     """Turns a PyTorch or transformers model into an optimised, portable one, with proof that it is the same."""
 
 
+cli.add_command(bench)
 cli.add_command(predict)
 _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 _JUNIT = click.option(
@@ -84,7 +81,7 @@ def run(
         _run_generation(config, without, [option for option, value in given.items() if value], as_json=as_json)
         return
     try:
-        with _progress(quiet=as_json) as stages:
+        with progress(quiet=as_json) as stages:
             from optexport import pipeline, summary
 
             # What a model's own code prints is none of our result.
@@ -97,7 +94,7 @@ def run(
     if as_json:
         print_json(summary.as_json(result))
     else:
-        summary.show(result, _console())
+        summary.show(result, console())
     if result.tracking_failure is not None:
         raise result.tracking_failure
 
@@ -106,7 +103,7 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
     """Exports the parts of a generative model, and tells of each of them, and of the tokens."""
     if refused:
         raise ConfigError("it does not go with [generation]", place=refused[0], mend="Leave it out.")
-    with _progress(quiet=as_json) as stages:
+    with progress(quiet=as_json) as stages:
         from optexport.generation import run, summary
 
         with contextlib.redirect_stdout(sys.stderr):
@@ -114,7 +111,7 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
     if as_json:
         print_json(summary.as_json(result))
     else:
-        summary.show(result, _console())
+        summary.show(result, console())
     for part in result.parts.values():
         if part.tracking_failure is not None:
             raise part.tracking_failure
@@ -148,7 +145,7 @@ def init(source: str, output: Path, force: bool) -> None:
     """Write a commented starter config for the model at SOURCE.
 
     SOURCE is a folder (the default is this one), a hub id, package:NAME/PATH, python:module:factory,
-    mlflow:models:/NAME@ALIAS, or a .pt2 file.
+    mlflow:models:/NAME@ALIAS, a .pt2 file, or a TorchScript file (.pt, .ts, .jit).
     """
     from optexport.config import parse_config
     from optexport.starter import GUESS, missing_model, starter_config
@@ -285,127 +282,13 @@ def blame(path: Path) -> None:
         click.echo(f"{path}: {blame_bundle(path)}")
         return
     load_config(path)
-    with _progress(quiet=False) as stages:
+    with progress(quiet=False) as stages:
         from optexport import pipeline
         from optexport.blame import failure
 
         with contextlib.redirect_stdout(sys.stderr):
             result = pipeline.run(path, stages=stages, keep=False)
     click.echo(f"{path}: nothing to blame: {failure.standing(result.parity)}")
-
-
-def _sizes(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> list[dict[str, int]]:  # noqa: ARG001
-    """Reads ``batch=8,sequence=128``."""
-    shapes = []
-    for text in given:
-        sizes: dict[str, int] = {}
-        for part in text.split(","):
-            name, _, size = (piece.strip() for piece in part.partition("="))
-            if not name or name in sizes or not size.isdecimal() or not 1 <= int(size) < 2**31:
-                raise click.BadParameter(f'"{text}" is not of the form batch=8,sequence=128.')
-            sizes[name] = int(size)
-        shapes.append(sizes)
-    return shapes
-
-
-_PATH = click.Path(path_type=Path, exists=True)
-
-
-@cli.command()
-@click.argument("paths", nargs=-1, required=True, type=_PATH, metavar="BUNDLE|FILE...")
-@click.option("--against", multiple=True, type=_PATH, metavar="BUNDLE|FILE", help="Compare with it; may be repeated.")
-@click.option("--shape", "shapes", multiple=True, callback=_sizes, metavar="NAME=SIZE,...", help="May be repeated.")
-@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of a process.")
-@click.option("--rounds", type=click.IntRange(1, 10000), default=20, show_default=True, help="Turns of each artifact.")
-@click.option("--seconds", type=click.FloatRange(0, 3600), default=0.1, show_default=True, help="Length of a turn.")
-@click.option(
-    *("--format", "formats"),
-    multiple=True,
-    type=click.Choice(["onnx", "torchscript", "pt2"]),
-    help="Only files of this format; may be repeated.",
-)
-@click.option("--inputs", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A safetensors file.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result there, as JSON.")
-@json_option
-def bench(
-    paths: tuple[Path, ...],
-    against: tuple[Path, ...],
-    shapes: list[dict[str, int]],
-    threads: int,
-    rounds: int,
-    seconds: float,
-    formats: tuple[str, ...],
-    inputs: Path | None,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Measure exported files, and say which is faster.
-
-    Where that cannot be told, it says so.
-
-    Takes bundles, .onnx, .pt (TorchScript) and .pt2 files. Without --against, the first of a format is compared with.
-    """
-    from optexport.bench import command, report
-    from optexport.bench.race import Settings
-    from optexport.machine import machine
-
-    if output is not None and not output.parent.is_dir():
-        raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
-    if output is not None:
-        command.check_output(output, [*paths, *against])
-    with _progress(quiet=as_json) as stages, contextlib.ExitStack() as stack:
-
-        def announce(text: str) -> None:
-            stack.close()
-            stack.enter_context(stages.stage(text))
-
-        settings = Settings(threads, rounds, seconds)
-        found = command.bench(paths, against, shapes, settings, formats, inputs, announce)
-    document = {"machine": machine(), **report.as_json(found)}
-    if output is not None:
-        try:
-            output.write_text(f"{json.dumps(document, indent=2)}\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
-    if as_json:
-        print_json(document)
-    else:
-        report.show(found, _console())
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    # Outside a terminal a table is not cut to 80 columns.
-    return Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 200)
-
-
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Stages]:
-    """Shows the stages on standard error: a spinner on a terminal, plain lines elsewhere."""
-    from optexport.stages import Stages
-
-    def plain(name: str, seconds: float | None) -> None:
-        if seconds is not None:
-            click.echo(f"{name}: {seconds:.1f} s", err=True)
-
-    if quiet:
-        yield Stages()
-    elif sys.stderr is None or not sys.stderr.isatty():
-        yield Stages(plain)
-    else:
-        from rich.console import Console
-
-        console = Console(file=sys.stderr)
-        with console.status("starting") as status:
-
-            def live(name: str, seconds: float | None) -> None:
-                if seconds is None:
-                    status.update(name)
-                else:
-                    console.print(f"  {name:20} {seconds:6.1f} s", highlight=False)
-
-            yield Stages(live)
 
 
 def main() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import re
 import tomllib
 from collections.abc import Collection
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +28,7 @@ from optexport.config_generation import GenerationConfig, check_generation
 from optexport.config_measuring import BenchConfig, GateConfig, TuneConfig, check_measuring
 from optexport.config_mistakes import explained
 from optexport.config_precision import PrecisionConfig, check_precision
+from optexport.config_source import SourceKind, check_files, check_module, source_kind
 from optexport.errors import ConfigError, did_you_mean
 from optexport.tasks import AUTO_CLASSES
 
@@ -238,36 +236,6 @@ class Config(_Table):
         return list(self.transformations)
 
 
-# What files of TorchScript are called.
-TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")
-
-
-class SourceKind(StrEnum):
-    """Where a model comes from."""
-
-    PACKAGE = "package"
-    PYTHON = "python"
-    MLFLOW = "mlflow"
-    PT2 = "pt2"
-    TORCHSCRIPT = "torchscript"
-    FOLDER = "folder"
-    HUB = "hub"
-
-
-def source_kind(source: str, folder: Path) -> SourceKind:
-    """Reads a model's source as one of its kinds, relative to the config's folder."""
-    prefix = source.partition(":")[0]
-    if prefix in ("package", "python", "mlflow") and ":" in source:
-        return SourceKind(prefix)
-    if source.endswith(".pt2"):
-        return SourceKind.PT2
-    if source.endswith(TORCHSCRIPT_SUFFIXES):
-        return SourceKind.TORCHSCRIPT
-    if source.startswith((".", "/", "~")) or _is_dir(folder, source):
-        return SourceKind.FOLDER
-    return SourceKind.HUB
-
-
 def load_config(path: Path, without: Collection[str] = ()) -> Config:
     """Reads and checks a config file, without importing torch.
 
@@ -301,13 +269,13 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
         place = f"{path.name}: transformations[{index}]"
         registry.check(rule.use, rule.options, place)
         if rule.use.startswith(registry.PLUGIN):
-            _check_module(rule.use.removeprefix(registry.PLUGIN), path.parent, f"{place}.use")
+            check_module(rule.use.removeprefix(registry.PLUGIN), path.parent, f"{place}.use")
     for name in config.parity.decisions or ():
         if name.startswith(METRIC):
-            _check_module(name.removeprefix(METRIC), path.parent, f"{path.name}: parity.decisions.{name}")
+            check_module(name.removeprefix(METRIC), path.parent, f"{path.name}: parity.decisions.{name}")
     check_formats(config, path.name)
     check_measuring(config.bench, config.gate, config.export.formats, config.inputs.dynamic, path.name)
-    _check_files(config, path)
+    check_files(config, path)
     of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
     check_inputs(config.inputs, of_program=of_program, place=path.name)
     check_tolerance(config, without, path.name)
@@ -326,89 +294,3 @@ def checked_settings(raw: dict[str, Any], place: str) -> Config:
         return Config.model_validate(raw)
     except ValidationError as error:
         raise explained(error, Config, place) from error
-
-
-def _check_files(config: Config, path: Path) -> None:
-    folder, source = path.parent, config.model.source
-    place = f"{path.name}: model.source"
-    kind = source_kind(source, folder)
-    _, _, rest = source.partition(":")
-    if kind is SourceKind.PACKAGE:
-        package, _, inner = rest.partition("/")
-        location = package_folder(package)
-        if location is None:
-            raise ConfigError(f"the package {package} is not installed", place=place, mend="pip install it.")
-        if not (_is_dir(location, inner) or _is_file(location, inner)):
-            raise ConfigError(f"the package {package} has no {inner}", place=place, mend=f"Look in {location}.")
-    if kind is SourceKind.PYTHON:
-        module, _, name = rest.partition(":")
-        if not module or not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
-        _check_module(rest, folder, place)
-    if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
-        raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
-    if kind in (SourceKind.PT2, SourceKind.TORCHSCRIPT) and not _is_file(folder, source):
-        raise ConfigError(f"there is no file {source}", place=place)
-    if kind is SourceKind.FOLDER and not _is_dir(folder, source):
-        raise ConfigError(f"there is no folder {source}", place=place)
-    if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
-        raise ConfigError(
-            f'"{source}" is no folder here, and no hub id either',
-            place=place,
-            mend='Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".',
-        )
-    if config.model.arguments and kind is not SourceKind.PYTHON:
-        raise ConfigError("only a python: source takes arguments", place=f"{path.name}: model.arguments")
-    if config.model.adapter is not None and kind in (SourceKind.PYTHON, SourceKind.PT2):
-        raise ConfigError("only a model of transformers takes one", place=f"{path.name}: model.adapter")
-    if config.model.adapter is not None and not _is_dir(folder, config.model.adapter):
-        raise ConfigError(f"there is no folder {config.model.adapter}", place=f"{path.name}: model.adapter")
-    try:
-        Path(config.export.output).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(str(error), place=f"{path.name}: export.output") from error
-    if config.inputs.data is not None and not _is_file(folder, config.inputs.data):
-        raise ConfigError(f"there is no file {config.inputs.data}", place=f"{path.name}: inputs.data")
-    for image in config.inputs.images or []:
-        if not _is_file(folder, image):
-            raise ConfigError(f"there is no file {image}", place=f"{path.name}: inputs.images")
-
-
-def package_folder(package: str) -> Path | None:
-    """The folder of an installed package, found without importing it; None where there is no such package."""
-    try:
-        spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    except (ImportError, ValueError):
-        return None
-    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
-
-
-def _check_module(location: str, folder: Path, place: str) -> None:
-    """Refuses ``module:name`` where there is no such module, without importing it."""
-    module = location.partition(":")[0].partition(".")[0]
-    if not module:
-        raise ConfigError(
-            f'"{location}" names no module', place=place, mend='Write "python:package.module:name", without a path.'
-        )
-    try:
-        found = _is_file(folder, f"{module}.py") or _is_dir(folder, module) or importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        found = None
-    if not module.isidentifier() or not found:
-        raise ConfigError(
-            f"there is no module {module}", place=place, mend=f"Install it, or put {module}.py beside the config."
-        )
-
-
-def _is_file(folder: Path, name: str) -> bool:
-    try:
-        return (folder / Path(name).expanduser()).is_file()
-    except (OSError, RuntimeError, ValueError):  # no file can be called so
-        return False
-
-
-def _is_dir(folder: Path, name: str) -> bool:
-    try:
-        return (folder / Path(name).expanduser()).is_dir()
-    except (OSError, RuntimeError, ValueError):
-        return False

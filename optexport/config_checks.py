@@ -22,7 +22,7 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:
     """Checks the names in ``[inputs]``, as far as the model's inputs are known from it.
 
     Args:
-        of_program: Whether the model is a ``.pt2`` file, which has no tokenizer and no image processor.
+        of_program: Whether the model is a ``.pt2`` or TorchScript file, which has no tokenizer and no image processor.
         place: The config's name.
 
     Raises:
@@ -31,7 +31,9 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:
     for key, what in (("texts", "tokenizer"), ("images", "image processor")):
         if of_program and getattr(inputs, key) is not None:
             raise ConfigError(
-                f"a .pt2 file has no {what}", place=f"{place}: inputs.{key}", mend="Give its inputs as data instead."
+                f"a .pt2 or TorchScript file has no {what}",
+                place=f"{place}: inputs.{key}",
+                mend="Give its inputs as data instead.",
             )
     if inputs.tensors is not None:
         for name in inputs.axes:

@@ -15,8 +15,9 @@ from optexport.arguments import arguments_of
 from optexport.bench import exports, report
 from optexport.bench.measuring import Report
 from optexport.blame import failure
-from optexport.config import Config, SourceKind, load_config, source_kind
+from optexport.config import Config, load_config
 from optexport.config_measuring import TuneConfig
+from optexport.config_source import SourceKind, source_kind
 from optexport.errors import ConfigError, TrackingError, redact
 from optexport.job import Job, resolved, rules_of, unmeasured
 from optexport.manifest import Manifest

@@ -19,7 +19,8 @@ from torch.export import ExportedProgram
 from optexport import adapters, archives, program_signature, registry, torchscript_source, transformers_exporters
 from optexport.applications import sentence_embedding
 from optexport.arguments import Arguments, Constant, taking_tensors
-from optexport.config import TORCHSCRIPT_SUFFIXES, ModelConfig, SourceKind, source_kind
+from optexport.config import ModelConfig
+from optexport.config_source import TORCHSCRIPT_SUFFIXES, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.formats import torch_lowerings
 from optexport.raising import unlift

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from optexport.config import SourceKind, package_folder, source_kind
+from optexport.config_source import TORCHSCRIPT_SUFFIXES, SourceKind, package_folder, source_kind
 from optexport.registry import PRESET, RULES
 from optexport.tasks import AUTO_CLASSES
 
@@ -42,10 +42,11 @@ def starter_config(source: str, folder: Path) -> str:
     known = _config_json(source, kind, folder)
     path = (folder / source).resolve().name if kind is SourceKind.FOLDER else source.rstrip("/").rpartition("/")[2]
     name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
-    name = name.removesuffix(".pt2") or name  # which is a file, and the output a folder
+    for suffix in (".pt2", *TORCHSCRIPT_SUFFIXES):
+        name = name.removesuffix(suffix) or name  # which is a file, and the output a folder
     lines = [
         "# What to export. A folder, a hub id, package:NAME/PATH, python:module:factory,",
-        "# mlflow:models:/NAME@ALIAS, or a .pt2 file. Paths are relative to this file.",
+        "# mlflow:models:/NAME@ALIAS, a .pt2 or a TorchScript file. Paths are relative to this file.",
         "[model]",
         f"source = {_quoted(source)}",
         *_task(known),

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from optexport import __version__
 from optexport.cli import cli
-from optexport.config import SourceKind
+from optexport.config_source import SourceKind
 from optexport.errors import OptexportError
 from optexport.registry import RULES
 from tests.calling import Caller, message
@@ -229,9 +229,9 @@ def test_every_option_is_described_and_no_command_is_cut_short_in_the_list(name:
 
 def test_init_names_every_kind_of_source() -> None:
     told = " ".join(CliRunner().invoke(cli, ["init", "--help"]).stdout.split())
-    for kind in ("a folder", "a hub id", "package:", "python:", "mlflow:", ".pt2"):
+    for kind in ("a folder", "a hub id", "package:", "python:", "mlflow:", ".pt2", "TorchScript"):
         assert kind in told
-    assert len(SourceKind) == 6
+    assert len(SourceKind) == 7
 
 
 # In a process of its own

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from optexport.config import Config, SourceKind, load_config, source_kind
+from optexport.config import Config, load_config
+from optexport.config_source import SourceKind, source_kind
 from optexport.errors import ConfigError
 from optexport.registry import PRESET, RULES
 from optexport.tasks import AUTO_CLASSES
