@@ -127,7 +127,7 @@ def test_check_says_that_only_a_model_of_transformers_needs_no_inputs(call: Call
 def test_check_refuses_texts_for_a_file_that_has_no_tokenizer(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "model.pt2").touch()
     told = message(call("check", '[model]\nsource = "model.pt2"\n[inputs]\ntexts = ["a"]\n'), 2)
-    assert told.startswith("mine.toml: inputs.texts: a .pt2 file has no tokenizer")
+    assert told.startswith("mine.toml: inputs.texts: a .pt2 or TorchScript file has no tokenizer")
 
 
 def test_every_rule_is_listed_for_people_and_for_machines() -> None:
