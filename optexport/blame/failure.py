@@ -36,6 +36,9 @@ _OPEN = {
     ".pt": "torch.jit.load(FOLDER / {name!r})(**arguments)",
     ".onnx": "run_onnx(FOLDER / {name!r})",
 }
+_NAME_ARGUMENTS = """
+arguments = {{re.sub(r"\\W", "_", name): value for name, value in inputs.items()}}
+"""
 _RUN_ONNX = """
 def run_onnx(path):
     options = onnxruntime.SessionOptions()
@@ -47,7 +50,6 @@ def run_onnx(path):
 """
 _SCRIPT = '''\
 """{title}"""
-import re
 import sys
 from pathlib import Path
 {imports}
@@ -56,7 +58,6 @@ FOLDER = Path(__file__).parent
 OUTPUTS = {outputs}  # the distance that is allowed, and the dtype
 tensors = load_file(FOLDER / {tensors!r})
 inputs = {{key.removeprefix("inputs."): value for key, value in tensors.items() if key.startswith("inputs.")}}
-arguments = {{re.sub(r"\\W", "_", name): value for name, value in inputs.items()}}
 {functions}
 expected = {expected}
 found = {found}
@@ -104,10 +105,10 @@ class Reproduction:
         suffix = Path(self.expected).suffix
         return _SCRIPT.format(
             title=textwrap.shorten(self.title.replace('"', "'").replace("\\", "/"), 110),
-            imports="import onnxruntime\nimport torch" if onnx else "import torch",
+            imports="import onnxruntime\nimport torch" if onnx else "import re\nimport torch",
             outputs={name: (limit, str(dtype)) for name, (limit, dtype) in self.outputs.items()},
             tensors=_CASE if self.tensors is None else _PIECE,
-            functions=_RUN_ONNX.format(level=self.level).strip() if onnx else "",
+            functions=(_RUN_ONNX if onnx else _NAME_ARGUMENTS).format(level=self.level).strip(),
             expected=_OPEN[suffix].format(name=self.expected) if suffix else results,
             found=_OPEN[Path(self.found).suffix].format(name=self.found),
         ).replace("\n\n", "\n")
