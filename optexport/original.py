@@ -15,7 +15,7 @@ from optexport.proof.reference import Call, Reference, run_original
 from optexport.proof.special_values import special_cases
 from optexport.runtimes import Run
 from optexport.signature import as_arguments, flatten_outputs
-from optexport.trace import Traced, trace
+from optexport.trace import Traced, check_no_vmap, trace
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import no_cache
 
@@ -23,6 +23,7 @@ from optexport.transformers_exporters import no_cache
 def trace_original(job: Job) -> tuple[Traced, Call]:
     """Traces the model; says which outputs the rules leave, and how to run it, or a graph of it, for these."""
     traced = trace(job.loaded.to_trace, job.example, job.dynamic)
+    check_no_vmap(traced)
     wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
     everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
 

@@ -137,6 +137,8 @@ def drop_exclusions(
             for sizes in _candidates(expression, list(free), dims, traced)
         )
     }
+    if not doubted:
+        return
     for node in list(program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default)):
         asserted = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
         if isinstance(asserted, torch.SymBool) and asserted.node.expr.xreplace(renamed) in doubted:

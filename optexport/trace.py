@@ -112,7 +112,6 @@ def trace(
         example = _in_order(model, example)
     program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
     signature, fixed, symbols = _signature(program, dynamic, example)
-    _check_no_vmap(program)
     held = held_sizes(program, symbols, signature.dims, signature.sizes(example))
     if held and not isinstance(model, ExportedProgram):
         if dynamic is not None:
@@ -135,8 +134,13 @@ def trace(
     return Traced(graph_module, signature, fixed, doubtful)
 
 
-def _check_no_vmap(program: ExportedProgram) -> None:
-    for node in program.graph.find_nodes(op="call_function", target=_vmap_increment_nesting):
+def check_no_vmap(traced: Traced) -> None:
+    """Refuses a graph that holds what ``torch.vmap`` computes, which no file format does.
+
+    Raises:
+        TraceError: It does.
+    """
+    for node in traced.graph_module.graph.find_nodes(op="call_function", target=_vmap_increment_nesting):
         line = next((row.strip() for row in reversed((node.stack_trace or "").splitlines()) if "vmap(" in row), None)
         raise TraceError(
             f"it calls torch.vmap, which no file format holds{f': {line}' if line else ''}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel, masking_utils
 
+from optexport.api import export
 from optexport.errors import TraceError
 from optexport.trace import trace
 from tests.models import randomise
@@ -50,8 +52,8 @@ class Mapped(nn.Module):
         return torch.vmap(lambda row: row.cumsum(0))(x)
 
 
-def test_vmap_in_a_models_own_code_is_an_error_that_names_it() -> None:
+def test_vmap_in_a_models_own_code_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"torch\.vmap") as raised:
-        trace(Mapped(), {"x": torch.ones(3, 4)})
+        export(Mapped().eval(), {"x": torch.ones(3, 4)}, tmp_path / "bundle")
     assert raised.value.exit_code == 3
     assert raised.value.mend

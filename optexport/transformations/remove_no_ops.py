@@ -152,24 +152,38 @@ def _module(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
 
 def _conjunction(graph_module: GraphModule, node: Node) -> Pass | None:
     """A mask that is joined with one that hides nothing."""
-    masks = node.all_input_nodes
-    values = [operand.meta.get("val") for operand in (node, *masks)]
-    if len(masks) != 2 or any(not isinstance(v, torch.Tensor) or v.dtype != torch.bool for v in values):
-        return None
-    for mask, other in (masks, masks[::-1]):
-        hides_nothing = bounds.bounds(graph_module, other) == (1, 1)
-        if hides_nothing and (_same_shape(node, mask) or _only_masks_attention(node, mask)):
+    for mask in _kept_masks(graph_module, node):
+        if _same_shape(node, mask) or (_broadcasts_alike(node, mask) and _only_masks_attention(graph_module, node)):
             return None if memory.changed_in_place(graph_module, node) else Pass((node,), mask)
     return None
 
 
-def _only_masks_attention(node: Node, mask: Node) -> bool:
-    """Whether attention is all that reads a mask, and another does as well that has one row in place of many."""
+def _kept_masks(graph_module: GraphModule, node: Node) -> list[Node]:
+    """The operands that a conjunction is the same as, but for its shape; none of any other node."""
+    masks = node.all_input_nodes
+    values = [operand.meta.get("val") for operand in (node, *masks)]
+    if len(masks) != 2 or modules.operator_name(node) not in _CONJUNCTIONS:
+        return []
+    if any(not isinstance(value, torch.Tensor) or value.dtype != torch.bool for value in values):
+        return []
+    return [mask for mask, other in (masks, masks[::-1]) if bounds.bounds(graph_module, other) == (1, 1)]
+
+
+def _broadcasts_alike(node: Node, mask: Node) -> bool:
+    """Whether attention takes the one mask as well as the other, which may have one row in place of many."""
     one, other = node.meta["val"].shape, mask.meta["val"].shape
-    if len(one) != len(other) or not statically_known_true(one[-1] == other[-1]):
-        return False
+    return len(one) == len(other) and statically_known_true(one[-1] == other[-1])
+
+
+def _only_masks_attention(graph_module: GraphModule, node: Node) -> bool:
+    """Whether attention is all that reads a mask, or what goes too, and that attention alone reads."""
     attention = aten.scaled_dot_product_attention.default
-    return all(user.target is attention and node not in (*user.args[:3], *user.args[4:]) for user in node.users)
+    return all(
+        node not in (*user.args[:3], *user.args[4:])
+        if user.target is attention
+        else isinstance(_found(graph_module, user), Pass) and _only_masks_attention(graph_module, user)
+        for user in node.users
+    )
 
 
 def _view(graph_module: GraphModule, node: Node, source: Node) -> Pass | Skip | None:
@@ -180,7 +194,7 @@ def _view(graph_module: GraphModule, node: Node, source: Node) -> Pass | Skip | 
     )
     if any(map(_may_squeeze, squeezes)):
         return None  # from there on shapes are not those of the trace
-    if _changes_nothing(node, source):
+    if _changes_nothing(graph_module, node, source):
         found = Pass((node,), source)
     elif isinstance(before, Node) and _cancels(node, source, before):
         found = Pass((source, node) if len(source.users) == 1 else (node,), before)
@@ -199,7 +213,13 @@ def _may_squeeze(node: Node) -> bool:
     return any(not modules.is_fixed(sizes[axis]) for axis in squeezed if sizes)
 
 
-def _changes_nothing(node: Node, source: Node) -> bool:
+def _changes_nothing(graph_module: GraphModule, node: Node, source: Node) -> bool:
+    if (
+        node.target is aten.expand.default
+        and source.meta["val"].dtype == torch.bool
+        and _broadcasts_alike(node, source)
+    ):
+        return _same_shape(node, source) or _only_masks_attention(graph_module, node)
     if order := _permutation(node):
         return order == sorted(order)
     return node.target in _SAME_SHAPE and _same_shape(node, source)
