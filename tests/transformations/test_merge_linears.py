@@ -280,6 +280,7 @@ def _seconds(graph_module: GraphModule, reverse: bool) -> float:
         gc.enable()
 
 
+@pytest.mark.nightly
 def test_time_grows_with_the_number_of_linears_of_one_input_and_not_with_its_square() -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([layer(x) for layer in m.layers])
@@ -294,6 +295,7 @@ def test_time_grows_with_the_number_of_linears_of_one_input_and_not_with_its_squ
     assert str(many.graph) == before
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reverse", [False, True], ids=["apply", "undo"])
 def test_time_grows_with_the_number_of_groups_and_not_with_its_square(reverse: bool) -> None:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:

@@ -381,6 +381,7 @@ def test_the_repvgg_block_of_rt_detr_becomes_one_convolution() -> None:
     assert_close(outputs(merged, x), outputs(graph_module, x), "merged")
 
 
+@pytest.mark.nightly
 def test_all_repvgg_blocks_of_rt_detr() -> None:
     backbone = RTDetrResNetConfig(
         embedding_size=8,
