@@ -7,6 +7,7 @@ another in float32, in which ONNX computes it, than in float64, in which Python 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -195,10 +196,17 @@ def _broken(condition: Any, sizes: dict[sympy.Symbol, int]) -> bool:
     evaluate = _evaluator(condition)
     try:
         if evaluate is not None:
-            return not evaluate(sizes)
+            with contextlib.suppress(NameError):  # in a branch that no size before this one led to
+                return not evaluate(sizes)
         return bool(condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.false)
     except ZeroDivisionError:
         return True  # what divides by zero does not hold
+
+
+_ARITHMETIC = {
+    "__builtins__": {function.__name__: function for function in (abs, bool, float, int, max, min, round)},
+    "math": math,
+}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -208,8 +216,8 @@ def _evaluator(condition: Any) -> Callable[[Mapping[sympy.Symbol, int]], Any] | 
     plain = {symbol: sympy.Symbol(f"z{i}", integer=True, positive=True) for i, symbol in enumerate(free)}
     text = PythonPrinter().doprint(condition.xreplace(plain))
     try:
-        # Of arithmetic that torch itself prints, and of names that were just given.
-        evaluate = eval(f"lambda {', '.join(map(str, plain.values()))}: {text}", {"math": math})  # noqa: S307
+        # Arithmetic that torch prints, on names that were just given. A .pt2 file may bring functions of other names.
+        evaluate = eval(f"lambda {', '.join(map(str, plain.values()))}: {text}", dict(_ARITHMETIC))  # noqa: S307
         evaluate(*[64] * len(free))
     except ZeroDivisionError:
         pass
