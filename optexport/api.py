@@ -75,45 +75,8 @@ def export(
         GateError: It computes the same as far as atol and rtol tell, but does not decide as the gates demand.
         ExportError: A file cannot be written in its format.
     """
-    job = make_job(
-        model,
-        inputs,
-        output,
-        transformations=transformations,
-        formats=formats,
-        dynamic=dynamic,
-        multiple=multiple,
-        atol=atol,
-        rtol=rtol,
-        decisions=decisions,
-        precision=precision,
-        effort=effort,
-        opset=opset,
-    )
-    return pipeline.produce(job, stages or Stages())
-
-
-def make_job(
-    model: nn.Module | ExportedProgram,
-    inputs: Inputs | list[Inputs],
-    output: str | Path,
-    *,
-    transformations: Transformation | Iterable[Transformation] | None = None,
-    formats: Sequence[str] = FORMATS,
-    dynamic: Dynamic | None = None,
-    multiple: float = 4.0,
-    atol: float | None = None,
-    rtol: float | None = None,
-    decisions: Mapping[str, Any] | None = None,
-    precision: Mapping[str, Any] | None = None,
-    effort: Effort = "standard",
-    opset: int | None = None,
-) -> Job:
-    """Checks the arguments of `export`, and says what is to be done."""
-    if transformations is not None:
-        single = isinstance(transformations, Transformation | str)
-        transformations = [transformations] if single else list(transformations)  # type: ignore[list-item, arg-type]
-    _check_arguments(model, transformations, dynamic)
+    _check_arguments(model, dynamic)
+    rules = named_rules(transformations)
     output = Path(output).resolve()
     bundle.check_output(output)
     if isinstance(model, ExportedProgram):
@@ -138,10 +101,8 @@ def make_job(
                 place=f"dynamic: {name}",
                 mend='Give a name, as in {0: "batch"}, or a Dim.',
             )
-        for axis, dim in [(axis, dim) for axis, dim in axes.items() if isinstance(dim, Dim)]:
-            # A size of 0 is checked only where a batch has it.
-            least = 0 if any(0 <= axis < rank and batch[name].shape[axis] == 0 for batch in batches) else 1
-            if dim.min < least or (dim.max is not None and dim.max < max(dim.min, 1)):
+        for dim in [dim for dim in axes.values() if isinstance(dim, Dim)]:
+            if dim.min < 1 or (dim.max is not None and dim.max < dim.min):
                 raise ConfigError(f"{dim} holds no size that can be proven", place=f"dynamic: {name}")
         if any(not 0 <= axis < rank for axis in axes):
             raise ConfigError(
@@ -166,9 +127,28 @@ def make_job(
     )
     check_precision(config, "export")
     metrics = load_metrics(config.parity.decisions, Path())
-    rules = preset() if transformations is None else NamedRule.of(transformations)
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
-    return Job(config, loaded, example, batches, dynamic, rules, output, metrics=metrics)
+    job = Job(config, loaded, example, batches, dynamic, rules, output, metrics=metrics)
+    return pipeline.produce(job, stages or Stages())
+
+
+def named_rules(transformations: Transformation | Iterable[Transformation] | None) -> tuple[NamedRule, ...]:
+    """The rules that transformations are, by the names that reports give them; the preset by default.
+
+    Raises:
+        ConfigError: Something else is among them.
+    """
+    if transformations is None:
+        return preset()
+    listed = [transformations] if isinstance(transformations, Transformation | str) else [*transformations]
+    for transformation in listed:
+        if not isinstance(transformation, Transformation):
+            raise ConfigError(
+                f"{transformation!r} is no transformation",
+                place="transformations",
+                mend="Give instances, such as optexport.transformations.MergeLinears().",
+            )
+    return NamedRule.of([each for each in listed if isinstance(each, Transformation)])
 
 
 def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
@@ -187,16 +167,9 @@ def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batc
     return loaded.called_with(flat[0][0], first), tuple(tensors for tensors, _ in flat)
 
 
-def _check_arguments(model: Any, transformations: Any, dynamic: Any) -> None:
+def _check_arguments(model: Any, dynamic: Any) -> None:
     if not isinstance(model, nn.Module | ExportedProgram):
         raise ConfigError(f"it is a {type(model).__name__}, not a module", place="model")
-    for transformation in transformations or ():
-        if not isinstance(transformation, Transformation):
-            raise ConfigError(
-                f"{transformation!r} is no transformation",
-                place="transformations",
-                mend="Give instances, such as optexport.transformations.MergeLinears().",
-            )
     for name, axes in (dynamic or {}).items():
         if not isinstance(axes, Mapping):
             raise ConfigError(f"{axes!r} is no mapping", place=f"dynamic: {name}", mend='Write {0: "batch"}.')

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from optexport import api, bundle, pipeline, sealed_json
-from optexport.config import FORMATS, Effort
+from optexport.config import FORMATS, Effort, checked_settings
 from optexport.errors import ConfigError
 from optexport.generation import runtime, tokens
 from optexport.generation.components import Component, Prompt, components
@@ -21,6 +21,7 @@ from optexport.job import Job
 from optexport.pipeline import Result
 from optexport.places import MANIFEST, check_place, check_replaceable
 from optexport.runtimes import Run
+from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.transformations import Transformation
 
@@ -80,20 +81,18 @@ def export_generation(
         ParityError: What was made does not compute the same, or goes on with other tokens.
         ExportError: A file cannot be written in its format.
     """
-    rules = None if transformations is None else _listed(transformations)
+    rules = api.named_rules(transformations)
+    config = checked_settings(
+        {
+            "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
+            "parity": {"multiple": multiple, "effort": effort},
+            "export": {"formats": list(formats), "output": Path(output).name, "opset": opset},
+        },
+        "export_generation",
+    )
 
     def make_job(part: Component, place: Path) -> Job:
-        return api.make_job(
-            part.module,
-            list(part.batches),
-            place,
-            transformations=rules,
-            formats=formats,
-            dynamic=part.dynamic,
-            multiple=multiple,
-            effort=effort,
-            opset=opset,
-        )
+        return Job(config, Loaded(part.module), part.batches[0], part.batches, part.dynamic, rules, place)
 
     given = [prompts] if isinstance(prompts, Mapping) else list(prompts)
     return produce(model, given, Path(output).resolve(), make_job, new_tokens, stages or Stages())
@@ -126,10 +125,6 @@ def produce(
         sealed_json.write(draft / DOCUMENT, _document(model, results, compared, start))
     moved = {name: replace(result, output=output / name) for name, result in results.items()}
     return GenerationResult(output, moved, tuple(compared))
-
-
-def _listed(transformations: Transformation | Iterable[Transformation]) -> list[Transformation]:
-    return [transformations] if isinstance(transformations, Transformation) else list(transformations)
 
 
 def _prefixed(part: str, stages: Stages) -> Stages:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow import MlflowClient
 
 from optexport.config import parse_config
 from optexport.errors import ConfigError
@@ -16,6 +17,7 @@ from optexport.pipeline import run
 from optexport.sources import Loaded
 from tests.calling import CliRunner, cli
 from tests.generation import models
+from tests.stores import store
 
 _CONFIG = """
 [model]
@@ -54,6 +56,21 @@ def test_a_run_writes_parts_that_generate_and_tells_of_the_tokens(tmp_path: Path
     found = Generator.load(tmp_path / "out").generate(ids.numpy(), max_new_tokens=8)
     own = models.make("gpt2").generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
     assert found.tolist() == own.tolist()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:mlflow", "ignore::DeprecationWarning:mlflow")
+def test_each_part_is_a_run_of_its_own_in_mlflow(tmp_path: Path) -> None:
+    uri = store(tmp_path)
+    text = _CONFIG.replace('"gpt2"', '"t5"').replace("enabled = false", f'uri = "{uri}"\nexperiment = "generation"')
+    _write(tmp_path).write_text(text)
+    done = CliRunner().invoke(cli, ["run", "--json", str(tmp_path / "config.toml")])
+    assert done.exit_code == 0, done.output
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("generation")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    assert {run.data.tags["part"]: run.info.status for run in runs} == {"encoder": "FINISHED", "decoder": "FINISHED"}
+    assert all(any(key.startswith("parity") for key in run.data.metrics) for run in runs)
 
 
 @pytest.mark.parametrize(
