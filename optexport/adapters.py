@@ -87,6 +87,6 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
     try:
         with torch.no_grad(), transformers_exporters.quiet():
             merged: nn.Module = adapted.merge_and_unload(safe_merge=True)
-    except Exception as error:  # likewise; NaN among them
+    except Exception as error:  # peft raises many kinds; NaN among what it sums is one
         raise SourceError(f"peft could not merge it: {first_line(error)}", place=place) from error
     return merged

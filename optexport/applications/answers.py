@@ -61,7 +61,7 @@ def _probabilities(logits: Array, kind: str | None) -> Array:
     logits = logits.astype(np.float64)
     if kind == "softmax":
         shifted = np.exp(logits - logits.max(-1, keepdims=True))
-        return shifted / shifted.sum(-1, keepdims=True)  # type: ignore[no-any-return]
+        return shifted / shifted.sum(-1, keepdims=True)  # type: ignore[no-any-return]  # numpy's arithmetic is
     return 1 / (1 + np.exp(-logits)) if kind == "sigmoid" else logits
 
 

@@ -166,4 +166,4 @@ def pad_token(tokenizer: Any) -> str | None:
     """What a tokenizer pads with: its own token, or else that of the end, as models without one do."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer.pad_token  # type: ignore[no-any-return]
+    return tokenizer.pad_token  # type: ignore[no-any-return]  # a tokenizer of any class

@@ -182,7 +182,7 @@ def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str
         _, info = type(model).from_pretrained(
             name, subfolder=entry["path"], config=model.config, output_loading_info=True, **options
         )
-        read = module.modality_config["text"]["method_output_name"]  # type: ignore[index]
+        read = module.modality_config["text"]["method_output_name"]  # type: ignore[index]  # an attribute of its own
         missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
         if read == "last_hidden_state":  # of which no pooler is a part
             missing = [key for key in missing if not key.startswith("pooler.")]
