@@ -15,13 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from optexport import interrupts, sealed_json
-from optexport.bundle_files import MANIFEST as MANIFEST
-from optexport.bundle_files import MEASUREMENTS as MEASUREMENTS
-from optexport.bundle_files import file_records as file_records
-from optexport.bundle_files import read_manifest as read_manifest
 from optexport.errors import BundleError, ConfigError
 from optexport.manifest import Manifest
-from optexport.places import check_place, check_replaceable
+from optexport.places import MANIFEST, MEASUREMENTS, check_place, check_replaceable
 from optexport.proof.cases import Case
 from optexport.proof.reference import Outputs, Reference
 

@@ -8,8 +8,7 @@ from pathlib import Path, PurePosixPath
 from optexport import sealed_json
 from optexport.errors import BundleError, ConfigError
 from optexport.manifest import FileRecord, Manifest
-from optexport.places import MANIFEST as MANIFEST
-from optexport.places import MEASUREMENTS as MEASUREMENTS
+from optexport.places import MANIFEST, MEASUREMENTS
 
 
 def file_records(folder: Path) -> list[FileRecord]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from optexport import branch, bundle, inputs, interrupts, places, records, sources, tracking
+from optexport import branch, bundle, bundle_files, inputs, interrupts, places, records, sources, tracking
 from optexport.applications.describe import describe
 from optexport.arguments import arguments_of
 from optexport.bench import exports, report
@@ -196,7 +196,7 @@ def produce(job: Job, stages: Stages) -> Result:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
             application = describe(job.config.model.task, job.loaded, traced.signature, draft)
             manifest = records.manifest(job.config, job.loaded, traced, made, nodes_before, found, stored).model_copy(
-                update={"application": application, "files": bundle.file_records(draft)}
+                update={"application": application, "files": bundle_files.file_records(draft)}
             )
             bundle.write_manifest(draft, manifest)
         measured: dict[str, Any] = {} if bench is None else {"bench": report.as_json(bench)}

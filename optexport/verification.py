@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from optexport import bundle, runtimes, sealed_json
+from optexport import bundle, bundle_files, runtimes, sealed_json
 from optexport.config_decisions import MEASURES, METRIC
 from optexport.errors import BundleError, ExportError
 from optexport.manifest import BoundRecord, GateRecord, Manifest
+from optexport.places import MANIFEST
 from optexport.proof.decisions import CaseDecision, Gate, pooled
 from optexport.proof.floor import Bound
 from optexport.proof.parity import Proof
@@ -30,7 +31,7 @@ def verify(folder: Path) -> Proof:
         ConfigError: The folder is no bundle.
         BundleError: A file is missing, added, changed, or cannot be loaded.
     """
-    manifest = bundle.read_manifest(folder)
+    manifest = bundle_files.read_manifest(folder)
     _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
     reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
@@ -49,7 +50,7 @@ def verify(folder: Path) -> Proof:
 
 def unchecked_gates(folder: Path) -> list[str]:
     """The gates of a bundle that `verify` does not hold its files against, and which say nothing of them now."""
-    manifest = Manifest.model_validate(sealed_json.read(folder / bundle.MANIFEST))
+    manifest = Manifest.model_validate(sealed_json.read(folder / MANIFEST))
     checked = [(gate.measure, gate.output) for gate in gates_of(manifest)]
     left = [record for record in manifest.parity.gates if (record.measure, record.output) not in checked]
     return [record.measure if record.output is None else f"{record.output}, {record.measure}" for record in left]
@@ -68,7 +69,7 @@ def _check_precisions(manifest: Manifest) -> None:
         precision = None if artifact.precision is None else artifact.precision.precision
         if proven.get(artifact.format) != precision or (precision is not None and not manifest.parity.gates):
             told = "of the model's own precision" if precision is None else precision
-            raise BundleError(f"it calls {artifact.format} {told}, and holds no proof of that", place=bundle.MANIFEST)
+            raise BundleError(f"it calls {artifact.format} {told}, and holds no proof of that", place=MANIFEST)
 
 
 def gates_of(manifest: Manifest) -> list[Gate]:
@@ -80,7 +81,7 @@ def gates_of(manifest: Manifest) -> list[Gate]:
     outputs = [output.name for output in manifest.outputs]
     records = [record for record in manifest.parity.gates if not record.measure.startswith(METRIC)]
     if not all(record.measure in MEASURES and record.output in outputs for record in records):
-        raise BundleError("it has a gate on what is no measure, or no output", place=bundle.MANIFEST)
+        raise BundleError("it has a gate on what is no measure, or no output", place=MANIFEST)
     gates = [_gate(record, manifest) for record in records]
     return [gate for gate in gates if gate is not None]
 

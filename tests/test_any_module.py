@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from torch import fx, nn
 
-from optexport import bundle, export, runtimes
+from optexport import bundle_files, export, runtimes
 from optexport.arguments import arguments_of, flat_inputs, taking_tensors
 from optexport.cli import cli
 from optexport.errors import ConfigError
@@ -403,7 +403,7 @@ def test_a_config_gives_nested_inputs_and_constants_by_flat_names(tmp_path: Path
     finally:
         sys.modules.pop("nested_factory", None)
     assert result.exit_code == 0, result.output
-    manifest = bundle.read_manifest(tmp_path / "out")
+    manifest = bundle_files.read_manifest(tmp_path / "out")
     assert {spec.name: spec.shape for spec in manifest.inputs} == {
         "x": ["batch", 4], "features.bias": [3], "states.0": ["batch", 3], "states.1": ["batch", 3],
     }  # fmt: skip

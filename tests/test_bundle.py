@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport import bundle, export
+from optexport import bundle, bundle_files, export
 from optexport.errors import BundleError, ConfigError, OptexportError
 from optexport.proof.cases import Case
 from optexport.proof.reference import Reference
@@ -156,7 +156,7 @@ def test_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path, mask: int) -> 
 
 def test_a_whole_bundle_is_read(copied: Path) -> None:
     assert sorted(path.name for path in copied.iterdir()) == sorted(exports.FILES)
-    manifest = bundle.read_manifest(copied)
+    manifest = bundle_files.read_manifest(copied)
     assert manifest.model_dump(exclude={"digest"}) == exports.exported().manifest.model_dump(exclude={"digest"})
 
 
@@ -171,11 +171,11 @@ def test_a_changed_byte_in_any_file_is_noticed_and_the_file_named(copied: Path, 
             changed[position] ^= bit
             path.write_bytes(changed)
             with pytest.raises(BundleError) as caught:
-                bundle.read_manifest(copied)
+                bundle_files.read_manifest(copied)
             assert caught.value.place == name
             assert caught.value.exit_code == 4
     path.write_bytes(content)
-    bundle.read_manifest(copied)
+    bundle_files.read_manifest(copied)
 
 
 @pytest.mark.parametrize("name", exports.FILES)
@@ -184,7 +184,7 @@ def test_a_file_cut_short_emptied_or_made_longer_is_noticed(copied: Path, name: 
     for changed in (content[:-1], b"", content + b"\n", content + content):
         (copied / name).write_bytes(changed)
         with pytest.raises(BundleError) as caught:
-            bundle.read_manifest(copied)
+            bundle_files.read_manifest(copied)
         assert caught.value.place == name
 
 
@@ -192,7 +192,7 @@ def test_a_file_cut_short_emptied_or_made_longer_is_noticed(copied: Path, name: 
 def test_a_folder_that_is_no_bundle_is_said_to_be_none(tmp_path: Path, name: str) -> None:
     OTHERS[name](tmp_path / "bundle")
     with pytest.raises((ConfigError, BundleError)):
-        bundle.read_manifest(tmp_path / "bundle")
+        bundle_files.read_manifest(tmp_path / "bundle")
 
 
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -232,14 +232,14 @@ def test_anything_more_less_or_elsewhere_is_noticed_and_named(copied: Path, name
     spoil, place = SPOILED[name]
     spoil(copied)
     with pytest.raises(BundleError) as caught:
-        bundle.read_manifest(copied)
+        bundle_files.read_manifest(copied)
     assert str(caught.value.place).startswith(place)
 
 
 def test_a_bundle_of_a_later_version_is_not_read_as_if_it_were_of_this(copied: Path) -> None:
     exports.edit_json(copied / "manifest.json", lambda document: document.update(manifest_version=2))
     with pytest.raises(BundleError, match="its version is 2, and this program reads 1"):
-        bundle.read_manifest(copied)
+        bundle_files.read_manifest(copied)
 
 
 @pytest.mark.parametrize("path", ["../outside.txt", "/etc/hostname", "inner/../../outside.txt", ""])
@@ -247,13 +247,13 @@ def test_a_manifest_cannot_name_files_elsewhere(copied: Path, path: str) -> None
     (copied.parent / "outside.txt").write_text("outside")
     exports.edit_json(copied / "manifest.json", lambda document: document["files"][0].update(path=path))
     with pytest.raises(BundleError):
-        bundle.read_manifest(copied)
+        bundle_files.read_manifest(copied)
 
 
 def test_a_model_that_the_manifest_does_not_vouch_for_is_not_run(copied: Path) -> None:
     exports.edit_json(copied / "manifest.json", lambda document: document["artifacts"][0].update(path="other.pt"))
     with pytest.raises(BundleError, match=r"other\.pt"):
-        bundle.read_manifest(copied)
+        bundle_files.read_manifest(copied)
 
 
 def _reference(sizes: list[int], dtype: torch.dtype = torch.float32) -> Reference:

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from optexport import bundle, export
+from optexport import bundle_files, export
 from optexport.archives import load_pt2
 from optexport.cli import cli
 from optexport.errors import ConfigError
@@ -94,7 +94,7 @@ def test_a_run_on_a_pt2_file_with_nested_inputs_needs_nothing_but_its_name(tmp_p
     config.write_text('[model]\nsource = "model.pt2"\n[export]\nformats = ["pt2"]\n[tracking]\nenabled = false\n')
     result = CliRunner().invoke(cli, ["run", str(config)])
     assert result.exit_code == 0, result.output
-    manifest = bundle.read_manifest(tmp_path / "build" / "model")
+    manifest = bundle_files.read_manifest(tmp_path / "build" / "model")
     assert [spec.name for spec in manifest.inputs] == NAMES
 
 

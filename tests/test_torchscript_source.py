@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from optexport import bundle, export
+from optexport import bundle_files, export
 from optexport.cli import cli
 from optexport.errors import SourceError
 from optexport.torchscript_source import convert, load
@@ -97,7 +97,7 @@ def test_a_run_on_a_torchscript_file_proves_it(suffix: str, tmp_path: Path) -> N
     )
     result = CliRunner().invoke(cli, ["run", str(config)])
     assert result.exit_code == 0, result.output
-    manifest = bundle.read_manifest(tmp_path / "out")
+    manifest = bundle_files.read_manifest(tmp_path / "out")
     assert [spec.name for spec in manifest.inputs] == ["x", "states.0", "states.1"]
     assert manifest.inputs[0].shape == ["batch", 4, "length"]
     assert manifest.constants == {"times": 3}

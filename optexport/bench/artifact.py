@@ -65,7 +65,7 @@ def open_target(path: Path) -> Target:
     """
     folder = path if path.is_dir() else path.parent
     if path.is_dir() or in_bundle(path):
-        from optexport.bundle import read_manifest
+        from optexport.bundle_files import read_manifest
 
         manifest = read_manifest(folder)
         inputs = [spec.name for spec in manifest.inputs]

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from torch import fx
 
-from optexport import archives, bundle, runtimes, sealed_json
+from optexport import archives, bundle, bundle_files, runtimes, sealed_json
 from optexport.blame import failure
 from optexport.blame.failure import Finding
 from optexport.blame.files import blame_files
 from optexport.errors import BundleError, ExportError
 from optexport.manifest import Manifest
+from optexport.places import MANIFEST
 from optexport.proof.parity import Proof
 from optexport.verification import bound_of, gates_of
 
@@ -30,7 +31,7 @@ def blame_bundle(folder: Path) -> str:
     folder = folder.resolve()
     damage: BundleError | None = None
     try:
-        manifest = bundle.read_manifest(folder)
+        manifest = bundle_files.read_manifest(folder)
     except BundleError as error:
         damage, manifest = error, _read_anyway(folder, error)
     outputs = [output.name for output in manifest.outputs]
@@ -63,7 +64,7 @@ def blame_bundle(folder: Path) -> str:
 def _read_anyway(folder: Path, damage: BundleError) -> Manifest:
     """The manifest of a bundle whose files are no longer what it vouches for."""
     try:
-        return Manifest.model_validate(sealed_json.read(folder / bundle.MANIFEST))
+        return Manifest.model_validate(sealed_json.read(folder / MANIFEST))
     except ValueError as error:
         raise damage from error
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from optexport import bundle, runtimes, sealed_json
+from optexport import bundle_files, runtimes, sealed_json
 from optexport.errors import BundleError, ConfigError
 from optexport.generation.names import next_past
 from optexport.manifest import Manifest, TensorRecord
@@ -107,7 +107,7 @@ class Generator:
         if not (folder / DOCUMENT).is_file():
             raise ConfigError(f"it holds no {DOCUMENT}", place=str(folder), mend="Give what export_generation wrote.")
         document = sealed_json.read(folder / DOCUMENT)
-        manifests = {name: bundle.read_manifest(folder / name) for name in document["parts"]}
+        manifests = {name: bundle_files.read_manifest(folder / name) for name in document["parts"]}
         for name, digest in document["parts"].items():
             if manifests[name].digest != digest:
                 raise BundleError("it belongs to another export", place=name)

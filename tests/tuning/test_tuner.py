@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from optexport import bundle
+from optexport import bundle_files
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
 from optexport.bench.gates import check_never_slower
@@ -110,7 +110,7 @@ def test_what_was_tried_is_in_the_measurements_and_what_was_chosen_in_the_manife
     (tuned,) = json.loads((result.output / "measurements.json").read_text())["tune"]
     assert tuned["chosen"]["rules"] == []
     assert {trial["change"] for trial in tuned["trials"]} >= {"plain export", "as configured"}
-    manifest = bundle.read_manifest(result.output)
+    manifest = bundle_files.read_manifest(result.output)
     assert manifest.config["transformations"] == []
     assert "tune" not in manifest.config
     (artifact,) = manifest.artifacts
