@@ -17,7 +17,7 @@ def main() -> None:
     add = parser.add_argument
     add("model_types", nargs="*", metavar="MODEL_TYPE", help="by default all, in an order that mixes families")
     add("--jobs", type=int, default=1, help="how many at a time")
-    add("--timeout", type=float, default=240, help="seconds for each")
+    add("--timeout", type=float, default=240, help="seconds of CPU time for each")
     add("--results", type=Path, default=Path("build/zoo.jsonl"), help="what is in it already is not run again")
     add("--build", action="store_true", help="only build each, and run it eagerly")
     add("--again", action="store_true", help="run also what is in the results")

@@ -1,4 +1,7 @@
-"""Runs many model types, each in a process of its own with a time limit, and keeps the results as JSON lines."""
+"""Runs many model types, each in a process of its own with a limit of CPU time, and keeps the results as JSON lines.
+
+CPU time, so that a machine that does other things beside makes no model type fail.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 # A child is forked off a process that has imported everything, which takes longer than many a model.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["tests.zoo.child"]
+# A process that waits for what never comes spends no CPU time: this many times the limit of it is the end by the clock.
+_PATIENCE = 20
 
 
 @dataclass
@@ -58,7 +65,7 @@ def run(
 
     Args:
         jobs: How many run at a time.
-        timeout: Seconds after which one is ended.
+        timeout: Seconds of CPU time after which one is ended.
         build_only: Whether to only build each and run it eagerly.
         tell: Called with each result.
     """
@@ -91,7 +98,6 @@ def _start(model_type: str, build_only: bool) -> _Running:
 
 def _result(running: _Running, timeout: float) -> dict[str, Any] | None:
     """What came of a model type; None while it runs."""
-    elapsed = time.monotonic() - running.since
     while running.answer.poll():
         try:
             running.last = running.answer.recv()
@@ -99,7 +105,8 @@ def _result(running: _Running, timeout: float) -> dict[str, Any] | None:
             break
     last = running.last
     if running.process.is_alive():
-        if elapsed < timeout:
+        elapsed = time.monotonic() - running.since
+        if elapsed < timeout or (elapsed < _PATIENCE * timeout and _cpu_seconds(running.process) < timeout):
             return None
         running.process.kill()
         running.process.join()
@@ -108,6 +115,14 @@ def _result(running: _Running, timeout: float) -> dict[str, Any] | None:
     if running.process.exitcode == 0 and last is not None and last.get("finished"):
         return last
     return _cut_short(running.model_type, last, "crash", f"the process ended with {running.process.exitcode}")
+
+
+def _cpu_seconds(process: BaseProcess) -> float:
+    """What a process has spent so far, with its children that have ended."""
+    try:
+        return sum(psutil.Process(process.pid).cpu_times()[:4])
+    except psutil.NoSuchProcess:  # it has just ended
+        return 0.0
 
 
 def _cut_short(model_type: str, last: dict[str, Any] | None, how: str, reason: str) -> dict[str, Any]:
