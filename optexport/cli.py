@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import math
 import os
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import click
 
-from optexport import __version__
+from optexport import __version__, foreign_code
 from optexport.applications.command import predict
 from optexport.cli_bench import bench
 from optexport.cli_console import console, progress
@@ -47,12 +49,28 @@ _JUNIT = click.option(
 )
 
 
+def _forbid_code(context: click.Context, parameter: click.Parameter, given: bool) -> None:  # noqa: ARG001
+    if given:
+        os.environ[foreign_code.VARIABLE] = "1"
+
+
+_NO_CODE = click.option(
+    "--no-code",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_forbid_code,
+    help=f"Refuse what runs code of others, as {foreign_code.VARIABLE}=1 does.",
+)
+
+
 @cli.command()
 @_CONFIG
 @click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be given more than once.")
 @click.option("--tune", is_flag=True, help="Search for the rules and lowerings that make the files faster.")
 @click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
+@_NO_CODE
 @_JUNIT
 @json_option
 def run(
@@ -118,17 +136,39 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
 
 
 @cli.command()
-@_CONFIG
-def check(config: Path) -> None:
-    """Check the whole of CONFIG, without loading anything."""
+@click.argument(
+    "configs", nargs=-1, required=True, metavar="CONFIG...", type=click.Path(path_type=Path, dir_okay=False)
+)
+@_NO_CODE
+def check(configs: tuple[Path, ...]) -> None:
+    """Check the whole of each CONFIG, without loading anything."""
     from optexport.config import load_config
     from optexport.config_checks import check_output, open_question
 
-    read = load_config(config)
-    check_output(read, config.parent)
-    click.echo(f"{config}: good. Rules: {', '.join(rule.use for rule in read.rules()) or 'none'}.")
-    if (question := open_question(read)) is not None:
-        click.echo(question)
+    mistakes = []
+    for config in configs:
+        try:
+            read = load_config(config)
+            check_output(read, config.parent)
+        except ConfigError as error:  # the next one is checked all the same
+            mistakes.append(error)
+            continue
+        click.echo(f"{config}: good. Rules: {', '.join(rule.use for rule in read.rules()) or 'none'}.")
+        if (question := open_question(read)) is not None:
+            click.echo(question)
+    if len(mistakes) > 1:
+        told = "\n".join(textwrap.indent(str(mistake), "  ") for mistake in mistakes)
+        raise ConfigError(f"{len(mistakes)} of {len(configs)} configs are wrong\n{told}")
+    for mistake in mistakes:
+        raise mistake
+
+
+@cli.command()
+def schema() -> None:
+    """Print the JSON schema of a config, for editors."""
+    from optexport.config_schema import config_schema
+
+    click.echo(json.dumps(config_schema(), indent=2))
 
 
 @cli.command()
@@ -268,6 +308,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
 
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True))
+@_NO_CODE
 def blame(path: Path) -> None:
     """Say what a failed proof is to be blamed on.
 

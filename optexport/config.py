@@ -30,6 +30,7 @@ from optexport.config_mistakes import explained
 from optexport.config_precision import PrecisionConfig, check_precision
 from optexport.config_source import SourceKind, check_files, check_module, source_kind
 from optexport.errors import ConfigError, did_you_mean
+from optexport.foreign_code import check_foreign_code
 from optexport.tasks import AUTO_CLASSES
 
 Format = Literal["torchscript", "onnx", "pt2"]
@@ -96,7 +97,7 @@ class ModelConfig(_Table):
 class TensorConfig(_Table):
     """``[inputs.tensors.NAME]``: an input made of random numbers (the same every time)."""
 
-    shape: list[Annotated[int | str, PlainValidator(_size)]]
+    shape: list[Annotated[int | str, PlainValidator(_size, json_schema_input_type=int | str)]]
     dtype: Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"] = "float32"
     low: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
     high: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
@@ -265,6 +266,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     except (ValueError, RecursionError) as error:  # also for numbers of too many digits, and endless nesting
         raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
     config = checked_settings(raw, path.name)
+    check_foreign_code(config, path.name)
     for index, rule in enumerate(config.rules()):
         place = f"{path.name}: transformations[{index}]"
         registry.check(rule.use, rule.options, place)

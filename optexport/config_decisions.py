@@ -56,7 +56,7 @@ def _known(gates: dict[str, DecisionConfig]) -> dict[str, DecisionConfig]:
 
 
 Decisions = Annotated[
-    dict[str, Annotated[DecisionConfig, BeforeValidator(_as_table)]],
+    dict[str, Annotated[DecisionConfig, BeforeValidator(_as_table, json_schema_input_type=float | DecisionConfig)]],
     Field(min_length=1),
     AfterValidator(_known),
 ]

@@ -78,7 +78,7 @@ def _as_table(value: Any) -> Any:
     return {"every": value} if is_number else value
 
 
-Bar = Annotated[BarConfig, BeforeValidator(_as_table)]
+Bar = Annotated[BarConfig, BeforeValidator(_as_table, json_schema_input_type=Annotated[float, Field(gt=0)] | BarConfig)]
 
 
 class GateConfig(_Table):

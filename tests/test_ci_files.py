@@ -1,16 +1,69 @@
-"""The CI files under ``pipelines`` keep what a job leaves, also of one that fails, and name what is there."""
+"""The CI files under ``pipelines`` follow their hosts' schemas, keep what a job leaves, and name what is there."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
+import pytest
 import yaml
+
+from optexport.config import parse_config
+from tests.calling import CliRunner, cli
 
 ROOT = Path(__file__).parents[1]
 GITHUB = yaml.safe_load((ROOT / "pipelines" / "github-actions.yml").read_text(encoding="utf-8"))
 GITLAB = yaml.safe_load((ROOT / "pipelines" / "gitlab-ci.yml").read_text(encoding="utf-8"))
+KUBERNETES = list(yaml.safe_load_all((ROOT / "pipelines" / "kubernetes-job.yml").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("pipelines/github-actions.yml", ["vendor.github-workflows"]),
+        ("pipelines/gitlab-ci.yml", ["vendor.gitlab-ci", "--data-transform", "gitlab-ci"]),
+    ],
+)
+def test_it_follows_the_schema_of_its_host(name: str, schema: list[str]) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", *schema, str(ROOT / name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("document", KUBERNETES, ids=lambda document: document["kind"])
+def test_kubernetes_would_take_it(document: dict[str, Any]) -> None:
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_job_of_kubernetes_runs_a_config_that_check_takes(tmp_path: Path) -> None:
+    config_map, _, job = KUBERNETES
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    program, *options, path = container["args"]
+    assert program in cli.commands
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    assert Path(path).parent == Path(mounts["config"])
+    config = parse_config(config_map["data"][Path(path).name], tmp_path / "config.toml")
+    assert Path(config.export.output).parent == Path(mounts["work"]), "a draft takes its name beside itself"
+    assert not config.tracking.uri.startswith("sqlite:"), "the folder of the config cannot be written"
+    (policy,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert policy["onExitCodes"]["containerName"] == container["name"]
+    help_text = CliRunner().invoke(cli, ["--help"]).stdout.partition("Exit codes:")[2]
+    codes = {int(line.split()[0]) for line in help_text.splitlines() if line.strip()}
+    assert set(policy["onExitCodes"]["values"]) == codes - {0, 1, 130}, "1 may be a full disk"
+
+
+def test_the_hook_of_pre_commit_is_a_command_that_takes_many_files() -> None:
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    program, command, *options = hook["entry"].split()
+    assert program == "optexport"
+    done = CliRunner().invoke(cli, [command, *options, *map(str, sorted(ROOT.glob("pipelines/*.toml")))])
+    assert done.exit_code == 0, done.output
 
 
 def test_the_bundle_that_they_keep_is_the_output_of_their_config() -> None:

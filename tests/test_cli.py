@@ -210,6 +210,17 @@ def test_a_call_that_is_wrong_ends_with_2(
     message(CliRunner().invoke(cli, arguments), 2)
 
 
+def test_check_tells_of_each_config_and_goes_on_after_a_wrong_one(tmp_path: Path) -> None:
+    for name, text in (("a", "[model]"), ("b", '[model]\nsource = "org/name"'), ("c", "x = 1")):
+        (tmp_path / f"{name}.toml").write_text(text)
+    done = CliRunner().invoke(cli, ["check", *(str(tmp_path / f"{name}.toml") for name in "abc")])
+    assert done.exit_code == 2
+    assert "b.toml: good" in done.stdout
+    assert "2 of 3 configs are wrong" in done.stderr
+    assert "  a.toml: model.source: it is required" in done.stderr
+    assert "there is no such key" in done.stderr
+
+
 def test_every_error_has_an_exit_code_that_the_help_explains() -> None:
     help_text = CliRunner().invoke(cli, ["--help"]).stdout
     explained = {line.split()[0] for line in help_text.partition("Exit codes:")[2].splitlines() if line.strip()}
