@@ -17,7 +17,7 @@ import click
 from optexport import __version__, foreign_code
 from optexport.applications.command import predict
 from optexport.cli_bench import bench
-from optexport.cli_console import console, progress
+from optexport.cli_console import console, echo, progress
 from optexport.cli_group import Group, debug_option, json_option, outcome, print_json
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
@@ -153,9 +153,9 @@ def check(configs: tuple[Path, ...]) -> None:
         except ConfigError as error:  # the next one is checked all the same
             mistakes.append(error)
             continue
-        click.echo(f"{config}: good. Rules: {', '.join(rule.use for rule in read.rules()) or 'none'}.")
+        echo(f"{config}: good. Rules: {', '.join(rule.use for rule in read.rules()) or 'none'}.")
         if (question := open_question(read)) is not None:
-            click.echo(question)
+            echo(question)
     if len(mistakes) > 1:
         told = "\n".join(textwrap.indent(str(mistake), "  ") for mistake in mistakes)
         raise ConfigError(f"{len(mistakes)} of {len(configs)} configs are wrong\n{told}")
@@ -204,11 +204,11 @@ def init(source: str, output: Path, force: bool) -> None:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
-    click.echo(f"Wrote {output}. Read it, then: optexport run {output}")
+    echo(f"Wrote {output}. Read it, then: optexport run {output}")
     if GUESS in text:
-        click.echo(f"The inputs are a guess: edit [inputs] in {output}.")
+        echo(f"The inputs are a guess: edit [inputs] in {output}.")
     if (missing := missing_model(source, output.parent)) is not None:
-        click.echo(f"{missing}.")
+        echo(f"{missing}.")
 
 
 @cli.command()
@@ -220,7 +220,7 @@ def transformations(as_json: bool) -> None:
     if as_json:
         print_json(listing.rules())
     else:
-        click.echo(listing.rules_as_text())
+        echo(listing.rules_as_text())
 
 
 @cli.command()
@@ -232,7 +232,7 @@ def lowerings(as_json: bool) -> None:
     if as_json:
         print_json(listing.lowerings())
     else:
-        click.echo(listing.lowerings_as_text())
+        echo(listing.lowerings_as_text())
 
 
 @cli.command("new-rule")
@@ -248,8 +248,8 @@ def new_rule(name: str, folder: Path) -> None:
     from optexport.new_rule import write_rule
 
     rule, test, config = write_rule(name, folder)
-    click.echo(f"Wrote {rule}, {test} and {config}. Then:")
-    click.echo(f"  pip install pytest; python -m pytest {test}; optexport run {config}")
+    echo(f"Wrote {rule}, {test} and {config}. Then:")
+    echo(f"  pip install pytest; python -m pytest {test}; optexport run {config}")
 
 
 @cli.command()
@@ -303,7 +303,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
             gated = "decide as the gates demand" if proof.gates else "give numbers, which no gate could be held against"
             held.append(f"{', '.join(lowered)} {gated}")
         held += [f"not checked again: {'; '.join(unchecked)}"] if unchecked else []
-        click.echo(f"{bundle}: unchanged, and {'; '.join(held)}.")
+        echo(f"{bundle}: unchanged, and {'; '.join(held)}.")
 
 
 @cli.command()
@@ -320,7 +320,7 @@ def blame(path: Path) -> None:
     if path.is_dir():
         from optexport.blame.bundle import blame_bundle
 
-        click.echo(f"{path}: {blame_bundle(path)}")
+        echo(f"{path}: {blame_bundle(path)}")
         return
     load_config(path)
     with progress(quiet=False) as stages:
@@ -329,7 +329,7 @@ def blame(path: Path) -> None:
 
         with contextlib.redirect_stdout(sys.stderr):
             result = pipeline.run(path, stages=stages, keep=False)
-    click.echo(f"{path}: nothing to blame: {failure.standing(result.parity)}")
+    echo(f"{path}: nothing to blame: {failure.standing(result.parity)}")
 
 
 def main() -> None:

@@ -5,20 +5,29 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from optexport.errors import printable
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from optexport.stages import Stages
 
 
-def console() -> Any:
+def echo(text: str, *, err: bool = False) -> None:
+    """Prints text in which names of models, rules and files may stand: none of them steers a terminal."""
+    click.echo(printable(text), err=err)
+
+
+def console() -> Console:
     """Where tables go."""
-    from rich.console import Console
+    from optexport.printable_console import PrintableConsole
 
     # Outside a terminal a table is not cut to 80 columns.
-    return Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 200)
+    return PrintableConsole(width=None if sys.stdout is not None and sys.stdout.isatty() else 200)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from optexport import interrupts
+from optexport.cli_console import echo
 from optexport.errors import OptexportError
 
 # What a command was asked for, in the part of click's contexts that the program's and the command's share.
@@ -112,7 +113,7 @@ class Group(click.Group):
 def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> NoReturn:
     if ctx.meta.get(_DEBUG):
         traceback.print_exc()
-    click.echo(f"Error: {message}", err=True)
+    echo(f"Error: {message}", err=True)
     _tell_machine(ctx, message, code, error)
     ctx.exit(code)
 

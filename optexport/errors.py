@@ -35,6 +35,11 @@ def on_one_line(name: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
+def printable(text: str) -> str:
+    """Lines in which characters that would steer a terminal, or turn the order of letters, are written as in Python."""
+    return "\n".join(map(on_one_line, text.split("\n")))
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint at the nearest known word, or at all of them."""
     names = list(known)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from optexport.cli_console import echo
 from optexport.cli_group import Command, json_option, print_json
 
 
@@ -49,8 +50,8 @@ def predict(bundle: Path, inputs: tuple[str, ...], data: Path | None, file_forma
         )
         return
     for one, answer in zip(given, found, strict=True):
-        click.echo(one.shown)
+        echo(one.shown)
         for line in answers.as_text(answer):
-            click.echo(f"  {line}")
+            echo(f"  {line}")
     for line in [] if table is None else answers.similarities_as_text(table):
-        click.echo(line)
+        echo(line)
