@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,9 @@ import torch
 import transformers
 
 torch.set_num_threads(1)
+# As the program sets it; and what the imports have made stays, so that no collection looks at it.
+gc.set_threshold(20_000, 50, 100)
+gc.freeze()
 transformers.logging.set_verbosity_error()
 
 hypothesis.settings.register_profile(

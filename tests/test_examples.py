@@ -93,6 +93,7 @@ def test_a_bundle_verifies(minilm: Mapping[str, Any]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_mobilenet_folds_every_batch_norm(copied: Path) -> None:
     result = run(copied / "mobilenet.toml")
     assert len(result["transformed_nodes"]["fuse-batch-norm"]) == 52
@@ -100,6 +101,7 @@ def test_mobilenet_folds_every_batch_norm(copied: Path) -> None:
     assert "batch_norm" not in graph
 
 
+@pytest.mark.nightly
 def test_albert_and_a_plugin_run(copied: Path) -> None:
     result = run(copied / "plugin" / "plugin.toml")
     # Three linears, called once in each of twelve layers, always together.

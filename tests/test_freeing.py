@@ -73,6 +73,7 @@ def test_modules_that_refer_to_each_other_go_at_once() -> None:
         gc.enable()
 
 
+@pytest.mark.nightly
 def test_a_bundle_is_the_same_whether_its_model_counts_as_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

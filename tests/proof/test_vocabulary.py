@@ -55,7 +55,6 @@ def test_an_embedding_is_found_through_what_hands_ids_on(way: str, count: int | 
     [
         ("bert", {"input_ids"}),
         ("bart", {"input_ids", "decoder_input_ids"}),
-        ("groupvit", {"input_ids"}),
         ("llama", {"input_ids"}),
         ("vit", set()),
     ],

@@ -353,7 +353,7 @@ def _example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, A
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", ["bert", "convolutional"])
+@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.nightly), "convolutional"])
 def test_exports_pass_within_a_tolerance_that_is_declared_and_not_without(
     name: str, dtype: str, tmp_path: Path
 ) -> None:

@@ -146,9 +146,7 @@ def test_signatures_are_equal_in_every_process() -> None:
     program = "from tests.transformations.test_signature import examples; print(*(e.signature for e in examples()))"
     paths = os.pathsep.join(["."] + [path for path in sys.path if path])
     mine = [transformation.signature for transformation in examples()]
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
-        command = [sys.executable, "-c", program]
-        theirs = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
-        differing = [_described(e) for e, a, b in zip(examples(), mine, theirs, strict=True) if a != b]
-        assert not differing, f"with PYTHONHASHSEED={seed}"
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": paths}  # this process has another seed
+    command = [sys.executable, "-c", program]
+    theirs = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    assert [_described(e) for e, a, b in zip(examples(), mine, theirs, strict=True) if a != b] == []
