@@ -14,6 +14,7 @@ import json
 import re
 import struct
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ _TORCHSCRIPT_MEMBER = re.compile(
     r"code/[\w/.-]+\.py(\.debug_pkl)?|(data|constants|traced_inputs)(/\d+|\.pkl)|version|byteorder|\.data/[\w-]+"
     r"|\.format_version|\.storage_alignment|extra/.*"
 )
+# Of what is compressed, which in files of torch is code alone.
+_MOST_UNPACKED = 256 << 20
 # The records at the end of an archive: 56, 20 and 22 bytes.
 _ENDS_SIZE = 98
 # The texts that torch keeps and never evaluates: messages, stack traces, the paths of modules.
@@ -56,6 +59,7 @@ _SYNTAX = (
     *(ast.Expression, ast.keyword, ast.Subscript, ast.Tuple, ast.List, ast.Load),
     *(ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.cmpop, ast.boolop, ast.operator, ast.unaryop),
 )
+_LARGEST_EXPONENT = 64
 _WORD = re.compile(r"[A-Za-z_]\w*|-?\d+(\.\d+)?(e[+-]?\d+)?")
 _MEND = "Only load files that you or people you trust have made; export the model again from its source."
 
@@ -115,6 +119,11 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     folders = {info.filename.partition("/")[0] for info in archive.infolist()}
     if len(folders) != 1 or len({name.casefold() for name in members}) != len(archive.infolist()):
         raise SourceError("two of its members go by one name", place=str(path), mend=_MEND)
+    unpacked = sum(info.file_size for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED)
+    if unpacked > _MOST_UNPACKED:
+        raise SourceError(
+            f"it unpacks to {unpacked} bytes, which torch would not compress", place=str(path), mend=_MEND
+        )
     return members
 
 
@@ -174,12 +183,16 @@ def _check_texts(value: Any, place: str, key: str = "") -> None:
     elif isinstance(value, str) and value and key in _JSON:
         _check_texts(json.loads(value), place)
     elif isinstance(value, str) and not (_is_expression(value) if key in _EXPRESSIONS else _NAME.fullmatch(value)):
-        raise SourceError(f"{value!r} is neither a name nor a size", place=place, mend=_MEND)
+        shown = value if len(value) <= 200 else f"{value[:200]}..."
+        raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=_MEND)
 
 
 def _is_expression(text: str) -> bool:
     """Whether a text is arithmetic on sizes, such as ``Mul(Integer(2), Symbol('s0', integer=True))``."""
-    tree = ast.parse(text.strip(), mode="eval")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError):  # the last two of brackets in brackets
+        return False
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         match node:
@@ -197,7 +210,33 @@ def _is_expression(text: str) -> bool:
                 allowed = isinstance(node, _SYNTAX)
         if not allowed:
             return False
-    return True
+    return all(map(_is_small, _exponents(tree)))
+
+
+def _exponents(tree: ast.AST) -> Iterator[ast.AST]:
+    """What something is raised to, or shifted by."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.BinOp(op=ast.Pow() | ast.LShift(), right=exponent):
+                yield exponent
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[*_, exponent]):
+                if "pow" in name.lower() or name == "LShift":
+                    yield exponent
+
+
+def _is_small(exponent: ast.AST) -> bool:
+    """Whether an exponent is a small number: that of others would take forever to compute."""
+    names = [node.id for node in ast.walk(exponent) if isinstance(node, ast.Name)]
+    numbers = [node.value for node in ast.walk(exponent) if isinstance(node, ast.Constant)]
+    plain = isinstance(exponent, ast.Constant | ast.UnaryOp | ast.Call)
+    return plain and set(names) <= {"Integer", "Rational", "Float"} and all(_is_small_number(n) for n in numbers)
+
+
+def _is_small_number(value: object) -> bool:
+    try:
+        return value is None or (isinstance(value, int | float | str) and abs(float(value)) <= _LARGEST_EXPONENT)
+    except ValueError:
+        return False
 
 
 def load_torchscript(path: Path) -> torch.jit.ScriptModule:

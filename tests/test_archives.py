@@ -321,6 +321,13 @@ def _spelled(code: str) -> str:
         "Symbol",
         "Integer(*exit())",
         "Integer(**exit())",
+        "9 ** 9 ** 9 ** 9",
+        "Pow(Integer(9), Pow(Integer(9), Integer(9)))",
+        "PowByNatural(Integer(9), Integer(999999999999))",
+        "Pow(Integer(2), Symbol('s0', integer=True))",
+        "LShift(Integer(1), Integer(999999999999))",
+        "1 << 999999999999",
+        "L['x'].pow(999999999)",
     ],
 )
 def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, code: str) -> None:
@@ -334,6 +341,39 @@ def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, co
     )
     with pytest.raises(SourceError, match="neither a name nor a size|Python|damaged"):
         archives.load_pt2(archive)
+
+
+def test_brackets_in_brackets_are_refused(archive: Path) -> None:
+    text = "(" * 100_000 + "1" + ")" * 100_000
+    rezip(
+        archive,
+        lambda name, content: (
+            json.dumps(_everywhere(json.loads(content), "expr_str", text)).encode()
+            if name.endswith("models/model.json")
+            else content
+        ),
+    )
+    with pytest.raises(SourceError, match="neither a name nor a size") as raised:
+        archives.load_pt2(archive)
+    assert len(str(raised.value)) < 500
+
+
+def test_an_archive_that_unpacks_to_more_than_memory_is_refused_before_it_is_unpacked(
+    archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "_MOST_UNPACKED", 1 << 20)
+    with zipfile.ZipFile(archive) as whole:
+        members = {info.filename: whole.read(info) for info in whole.infolist()}
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name, content in members.items():
+            bomb.writestr(name, content + b" " * (2 << 20) if name.endswith("models/model.json") else content)
+    with pytest.raises(SourceError, match="unpacks to"):
+        archives.load_pt2(archive)
+
+
+def test_powers_with_small_exponents_are_arithmetic() -> None:
+    for text in ("Pow(Symbol('s0', integer=True), Integer(2))", "Pow(Symbol('s0'), Rational(1, 2))", "s0 ** -1"):
+        assert archives._is_expression(text.replace("s0 **", "L['x'].size()[0] **"))
 
 
 def test_sizes_that_are_fractions_are_arithmetic(tmp_path: Path) -> None:
