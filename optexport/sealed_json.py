@@ -10,6 +10,8 @@ from typing import Any
 
 from optexport.errors import BundleError
 
+# In bytes; the manifest of MiniLM has 40,000.
+LARGEST = 256 << 20
 _MEND = "The bundle was changed after it was written: get it again, or export it again."
 
 
@@ -25,6 +27,8 @@ def read(path: Path) -> dict[str, Any]:
         BundleError: It is missing, is not JSON, or is not byte for byte what was written.
     """
     try:
+        if path.stat().st_size > LARGEST:
+            raise BundleError(f"it is larger than {LARGEST} bytes", place=path.name, mend=_MEND)
         content = path.read_bytes()
         document = json.loads(content)
         whole = (
