@@ -1,12 +1,9 @@
-"""The bundle: a directory that appears under its name only when it is whole."""
+"""The bundle: what a run writes into it beside the exported files, and reads again."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from optexport import interrupts, sealed_json
+from optexport import sealed_json
 from optexport.errors import BundleError, ConfigError
 from optexport.manifest import Manifest
-from optexport.places import MANIFEST, MEASUREMENTS, check_place, check_replaceable
+from optexport.places import MANIFEST, MEASUREMENTS, check_place
 from optexport.proof.cases import Case
 from optexport.proof.reference import Outputs, Reference
 
@@ -40,43 +37,6 @@ def check_output(output: Path) -> None:
             pass
     except (OSError, ValueError) as error:
         raise ConfigError(f"nothing can be written there: {error}", place=f"export.output: {output}") from error
-
-
-@contextmanager
-def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) -> Iterator[Path]:
-    """Gives a folder to write a bundle in; it takes its final name when the block ends well, and goes when it fails.
-
-    A bundle of an earlier run stays under the name until then.
-
-    Args:
-        check: Raises where something is there that may not be replaced.
-    """
-    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
-    try:
-        yield draft
-        mask = _umask()
-        for path in (draft, *draft.rglob("*")):  # some writers keep their files to themselves
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-        check(output)  # once more: the work took its time
-        with interrupts.deferred():
-            interrupts.check()
-            if output.exists():
-                replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
-                output.rename(replaced / output.name)
-                draft.rename(output)
-                shutil.rmtree(replaced)
-            else:
-                draft.rename(output)
-    except BaseException:
-        with interrupts.deferred():
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

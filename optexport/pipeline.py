@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from optexport import branch, bundle, bundle_files, inputs, interrupts, places, records, sources, tracking
+from optexport import branch, bundle, bundle_files, drafts, inputs, interrupts, places, records, sources, tracking
 from optexport.applications.describe import describe
 from optexport.arguments import arguments_of
 from optexport.bench import exports, report
@@ -169,7 +169,7 @@ def run(
 def produce(job: Job, stages: Stages) -> Result:
     """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before."""
     with (
-        bundle.drafting(job.output) as draft,
+        drafts.drafting(job.output) as draft,
         torch.random.fork_rng(devices=[]),
         interrupts.temporary_folder() as scratch,
     ):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport import bundle, bundle_files, export
+from optexport import bundle, bundle_files, drafts, export
 from optexport.errors import BundleError, ConfigError, OptexportError
 from optexport.proof.cases import Case
 from optexport.proof.reference import Reference
@@ -38,7 +38,7 @@ def copied(tmp_path: Path) -> Path:
 
 def test_a_draft_takes_its_name_when_it_is_done(tmp_path: Path) -> None:
     output = tmp_path / "bundle"
-    with bundle.drafting(output) as draft:
+    with drafts.drafting(output) as draft:
         assert draft.parent == tmp_path
         assert draft.name.startswith(".bundle.partial-")
         (draft / "model.onnx").write_bytes(b"new")
@@ -61,7 +61,7 @@ def test_a_file_that_was_added_to_a_bundle_is_named_and_stays(copied: Path) -> N
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), bundle.drafting(tmp_path / "bundle") as draft:
+    with pytest.raises(error), drafts.drafting(tmp_path / "bundle") as draft:
         (draft / "inner").mkdir()
         (draft / "inner" / "file").write_bytes(b"half")
         raise error
@@ -71,7 +71,7 @@ def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcep
 def test_an_earlier_bundle_stays_when_a_run_fails(tmp_path: Path) -> None:
     output = earlier_bundle(tmp_path / "bundle")
     before = {path.name: path.read_bytes() for path in output.iterdir()}
-    with pytest.raises(RuntimeError), bundle.drafting(output) as draft:
+    with pytest.raises(RuntimeError), drafts.drafting(output) as draft:
         (draft / "model.onnx").write_bytes(b"half")
         raise RuntimeError
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
@@ -81,7 +81,7 @@ def test_an_earlier_bundle_stays_when_a_run_fails(tmp_path: Path) -> None:
 def test_an_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
     output = earlier_bundle(tmp_path / "bundle")
     bundle.check_output(output)
-    with bundle.drafting(output) as draft:
+    with drafts.drafting(output) as draft:
         (draft / "manifest.json").write_bytes(b"new")
     assert [path.name for path in output.iterdir()] == ["manifest.json"]
     assert leftovers(tmp_path) == []
@@ -90,7 +90,7 @@ def test_an_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
     (tmp_path / "bundle").mkdir()
     bundle.check_output(tmp_path / "bundle")
-    with bundle.drafting(tmp_path / "bundle") as draft:
+    with drafts.drafting(tmp_path / "bundle") as draft:
         (draft / "file").touch()
     assert (tmp_path / "bundle" / "file").exists()
 
@@ -119,7 +119,7 @@ def test_something_else_under_the_name_is_refused_before_any_work(tmp_path: Path
 def test_what_appears_under_the_name_meanwhile_is_not_replaced(tmp_path: Path, name: str) -> None:
     output = tmp_path / "bundle"
     bundle.check_output(output)
-    with pytest.raises(OptexportError), bundle.drafting(output):
+    with pytest.raises(OptexportError), drafts.drafting(output):
         OTHERS[name](output)
     assert output.is_file() or any(output.iterdir())
     assert leftovers(tmp_path) == []

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from optexport import bundle
+from optexport import drafts
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, first_line, on_one_line
 from optexport.proof import distances
 from optexport.proof.parity import PlaceParity, Proof
@@ -193,7 +193,7 @@ def leave(folder: Path, proof: Proof, finding: Finding | None, config_text: str 
     """
     _check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with bundle.drafting(folder, _check_replaceable) as draft:
+    with drafts.drafting(folder, _check_replaceable) as draft:
         if config_text is not None:
             (draft / "config.toml").write_text(config_text, encoding="utf-8")
         record = parity_record(proof).model_dump(mode="json")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optexport import api, bundle, pipeline, sealed_json
+from optexport import api, drafts, pipeline, sealed_json
 from optexport.config import FORMATS, Effort, checked_settings
 from optexport.errors import ConfigError
 from optexport.generation import runtime, tokens
@@ -112,7 +112,7 @@ def produce(
     found = components(model, prompts)
     results: dict[str, Result] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with bundle.drafting(output, check_output) as draft:
+    with drafts.drafting(output, check_output) as draft:
         for part in found:
             # Of its data a quick proof takes the first: the prefill, whose cache is of length 0.
             job = replace(make_job(part, draft / part.name), beside=output, real=part.batches[1:])
