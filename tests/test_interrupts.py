@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from optexport import interrupts
+from optexport import drafts, interrupts
 from tests.calling import Caller, config, message
 
 SIGNALS = pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -121,7 +121,7 @@ def test_a_signal_while_a_bundle_takes_its_name_leaves_one_whole_bundle_there(
 ) -> None:
     assert call("run", config()).exit_code == 0
     before = (tmp_path / "build" / "model" / "manifest.json").read_bytes()
-    monkeypatch.setattr(Path, "rename", sends_first(Path.rename, signal.SIGINT))
+    monkeypatch.setattr(drafts, "_exchange", sends_first(drafts._exchange, signal.SIGINT))
     assert message(call("run", config()), 130) == "interrupted\n"
     assert left(tmp_path / "build") == ["model"]
     assert (tmp_path / "build" / "model" / "manifest.json").read_bytes() == before
