@@ -83,17 +83,17 @@ def run(
     as_json: bool,
 ) -> None:
     """Transform, prove and export the model that CONFIG names."""
-    from optexport import reports
+    from optexport import ci_reports
     from optexport.config import load_config
     from optexport.places import kept, output_of
 
     try:
         read = load_config(config, without)  # a mistake in the file is told before torch is imported
     except ConfigError as error:
-        reports.start(junit, [config])
-        reports.publish(config.name, None, error, junit)
+        ci_reports.start(junit, [config])
+        ci_reports.publish(config.name, None, error, junit)
         raise
-    reports.start(junit, [config, *kept(output_of(read, config.parent))])
+    ci_reports.start(junit, [config, *kept(output_of(read, config.parent))])
     if read.generation is not None:
         given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--junit": junit is not None}
         _run_generation(config, without, [option for option, value in given.items() if value], as_json=as_json)
@@ -106,9 +106,9 @@ def run(
             with contextlib.redirect_stdout(sys.stderr):
                 result = pipeline.run(config, without=without, tune=tune, baseline=baseline, dump=dump, stages=stages)
     except OptexportError as error:
-        reports.publish(config.name, None, error, junit)
+        ci_reports.publish(config.name, None, error, junit)
         raise
-    reports.publish(config.name, result.manifest.parity, result.tracking_failure, junit)
+    ci_reports.publish(config.name, result.manifest.parity, result.tracking_failure, junit)
     if as_json:
         print_json(summary.as_json(result))
     else:
@@ -261,9 +261,9 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
 
     Its files are run on the stored inputs, and compared with the stored outputs.
     """
-    from optexport import reports
+    from optexport import ci_reports
 
-    reports.start(junit, [bundle])
+    ci_reports.start(junit, [bundle])
     try:
         from optexport.proof.record import parity_record
         from optexport.verification import unchecked_gates
@@ -273,7 +273,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         unchecked = unchecked_gates(bundle)
         record = parity_record(proof)
     except OptexportError as error:
-        reports.publish(bundle.name, None, error, junit)
+        ci_reports.publish(bundle.name, None, error, junit)
         raise
     places = proof.places[1:]
     failures = [
@@ -286,7 +286,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         failed = ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
     elif gates:
         failed = GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
-    reports.publish(bundle.name, record, failed, junit)
+    ci_reports.publish(bundle.name, record, failed, junit)
     if as_json:
         rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs,
                  "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}

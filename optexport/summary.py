@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optexport import reports
+from optexport import ci_reports
 from optexport.bench import report
 from optexport.errors import on_one_line
 from optexport.manifest import ChangeRecord, GateValueRecord, Manifest, TensorRecord
@@ -83,7 +83,7 @@ def _where(change: ChangeRecord) -> str:
 def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Console) -> None:
     proof = manifest.parity
     verdict = "[bold green]passed[/]" if all(place.passed for place in places) else "[bold red]failed[/]"
-    batches = escape(reports.batches(proof.cases))
+    batches = escape(ci_reports.batches(proof.cases))
     console.print(
         f"\n[bold]Parity[/] {verdict}, on {len(proof.cases)} batches: {batches}", soft_wrap=True, highlight=False
     )
