@@ -34,6 +34,7 @@ FILES = (
     "model.pt2",
     "model.torchscript.pt",
     "reference.safetensors",
+    "report.html",
 )
 
 DYNAMIC = {"x": {0: Dim("batch", 1, 32), 1: Dim("sequence", 2, 64)}, "mask": {0: "batch", 1: "sequence"}}
