@@ -19,7 +19,7 @@ from optexport.applications.command import predict
 from optexport.cli_bench import bench
 from optexport.cli_console import console, echo, progress
 from optexport.cli_group import Group, debug_option, json_option, outcome, print_json
-from optexport.cli_report import report
+from optexport.cli_report import diff, report
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 _EPILOG = """\b
@@ -45,6 +45,7 @@ def cli() -> None:
 cli.add_command(bench)
 cli.add_command(predict)
 cli.add_command(report)
+cli.add_command(diff)
 _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 _JUNIT = click.option(
     "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."

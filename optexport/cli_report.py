@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from optexport.cli_group import Command
+from optexport.cli_console import console
+from optexport.cli_group import Command, json_option, print_json
 from optexport.errors import ConfigError
 
 
@@ -46,3 +47,27 @@ def report(bundle: Path, output: Path | None) -> None:
                 f"it cannot be written: {error}", place=str(bundle / REPORT), mend="Name a file: --output FILE"
             ) from error
     click.echo(f"Wrote {output or bundle / REPORT}")
+
+
+@click.command(cls=Command)
+@click.argument("one", metavar="A", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("other", metavar="B", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write the comparison to an HTML file.")
+@json_option
+def diff(one: Path, other: Path, html: Path | None, as_json: bool) -> None:
+    """Say how the bundles A and B differ.
+
+    First whether they compute the same; then their configs, versions, rules, parity, sizes and times.
+    """
+    from optexport.html_report import difference, page
+    from optexport.places import check_outside
+
+    if html is not None:
+        check_outside("--html", html, [one, other])
+    found = difference.compare(difference.read_side(one), difference.read_side(other))
+    if html is not None:
+        _write(html, page.render_difference(found), "--html")
+    if as_json:
+        print_json(difference.as_json(found))
+    else:
+        difference.show(found, console())

@@ -75,13 +75,18 @@ class RuleChanges:
 
 def read_changes(folder: Path, manifest: Manifest) -> list[RuleChanges]:
     """What each rule of a bundle changed, in the order of their application."""
-    before = read_graph(folder / "graph_before.txt")
+    listed = {file.path for file in manifest.files}
+
+    def graph(name: str) -> Graph:
+        return read_graph(folder / name) if name in listed else Graph("")
+
+    before = graph("graph_before.txt")
     branches: dict[tuple[str, ...], list[TransformationRecord]] = {}
     for rule in manifest.transformations:
         branches.setdefault(tuple(rule.formats), []).append(rule)
     found, drawn = [], 0
     for formats, rules in branches.items():
-        after = read_graph(folder / f"graph_after{'.' if formats else ''}{'-'.join(formats)}.txt")
+        after = graph(f"graph_after{'.' if formats else ''}{'-'.join(formats)}.txt")
         history = _History(before, after, rules)
         for index, rule in enumerate(rules):
             groups = history.groups(index)

@@ -64,5 +64,5 @@ class Graph:
 
 
 def read_graph(path: Path) -> Graph:
-    """Reads ``graph_before.txt`` or a ``graph_after*.txt``; an empty graph where the file is not there."""
-    return Graph(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
+    """Reads ``graph_before.txt`` or a ``graph_after*.txt``."""
+    return Graph(path.read_text(encoding="utf-8", errors="replace"))

@@ -18,6 +18,7 @@ from optexport.bundle_files import sha256
 from optexport.errors import on_one_line
 from optexport.html_report import changes, contents, figures
 from optexport.html_report.changes import View
+from optexport.html_report.difference import Difference, shown
 from optexport.html_report.drawing import draw
 from optexport.html_report.measured import read_measured
 from optexport.manifest import Manifest
@@ -58,6 +59,11 @@ def render(folder: Path, manifest: Manifest) -> str:
     )  # fmt: skip
 
 
+def render_difference(difference: Difference) -> str:
+    """Two bundles side by side, as one HTML document that needs nothing else."""
+    return _environment().get_template("difference.html.j2").render(difference=difference)
+
+
 def write(folder: Path) -> None:
     """Writes a bundle's report into it, in place of an earlier one; the measurements then hold its digest.
 
@@ -82,7 +88,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": _number, "percent": _percent, "bytes": size_in_words}
+    environment.filters |= {"number": _number, "percent": _percent, "bytes": size_in_words, "shown": shown}
     script = _FOLDER.joinpath("page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals |= {
