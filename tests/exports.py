@@ -37,6 +37,9 @@ FILES = (
     "report.html",
 )
 
+# What may differ between two equal runs.
+UNEQUAL = {"measurements.json", "report.html"}
+
 DYNAMIC = {"x": {0: Dim("batch", 1, 32), 1: Dim("sequence", 2, 64)}, "mask": {0: "batch", 1: "sequence"}}
 
 # What a config says of a block's inputs.

@@ -35,7 +35,7 @@ class Graph:
     def __init__(self, text: str) -> None:
         self.nodes: dict[str, GraphNode] = {}
         self.users: dict[str, list[str]] = {}
-        for line in text.splitlines():
+        for line in text.split("\n"):  # a name may hold what other systems end a line with
             if (node := self._read(line)) is not None:
                 self.nodes[node.name] = node
                 self.users[node.name] = []
@@ -65,4 +65,4 @@ class Graph:
 
 def read_graph(path: Path) -> Graph:
     """Reads ``graph_before.txt`` or a ``graph_after*.txt``."""
-    return Graph(path.read_text(encoding="utf-8", errors="replace"))
+    return Graph(path.read_bytes().decode("utf-8", errors="replace"))
