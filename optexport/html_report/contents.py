@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from optexport.ci_reports import batches
+from optexport.errors import on_one_line
 from optexport.html_report.figures import Interval
 from optexport.html_report.measured import Measured
 from optexport.manifest import CaseRecord, Manifest, OutputRecord, ParityRecord, PlaceRecord
@@ -15,8 +16,8 @@ from optexport.tuning.outcome import AS_CONFIGURED, Trial
 
 MOST_ROWS = 200
 _MOST_NAMES = 12
-# What pip needs to make the environment again; Python itself is no package.
-_NO_PACKAGES = ("python",)
+# Python is no package, and this one is installed from its repository.
+_NOT_BY_NAME = ("python", "optexport")
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,24 @@ def trial_told(trial: Trial) -> str:
     return trial.comparison.told
 
 
-def requirements(manifest: Manifest) -> str:
-    """The packages of the run as pip takes them."""
-    return " ".join(f"{name}=={version}" for name, version in manifest.versions.items() if name not in _NO_PACKAGES)
+def commands(manifest: Manifest, *, from_file: bool) -> list[str]:
+    """What to type to make the bundle again, and to check it; what the manifest says is quoted for the shell.
+
+    Args:
+        from_file: Whether there was a config file.
+    """
+    versions = manifest.versions
+    packages = [f"{name}=={version}" for name, version in versions.items() if name not in _NOT_BY_NAME]
+    _, built, label = versions.get("torch", "").partition("+")
+    index = f"--extra-index-url {shlex.quote(f'https://download.pytorch.org/whl/{label}')} " if built else ""
+    python = shlex.quote(f"python{'.'.join(versions.get('python', '3').split('.')[:2])}")
+    return [
+        f"{python} -m venv .venv",
+        f".venv/bin/pip install {index}{' '.join(map(shlex.quote, packages))}",
+        f".venv/bin/pip install PATH/TO/OPTEXPORT  # version {on_one_line(manifest.optexport_version)}",
+        *([".venv/bin/optexport run config.toml"] if from_file else []),
+        ".venv/bin/optexport verify BUNDLE",
+    ]
 
 
 def named(manifest: Manifest) -> str:
@@ -225,11 +241,3 @@ def sizes(manifest: Manifest) -> dict[str, int]:
     """The bytes of each exported model, with the weights that ONNX keeps beside it, by format."""
     by_path = {file.path: file.size for file in manifest.files}
     return {a.format: by_path.get(a.path, 0) + by_path.get(f"{a.path}.data", 0) for a in manifest.artifacts}
-
-
-def changed_by_rule(manifest: Manifest) -> Counter[str]:
-    """How many changes each rule made, over all graphs."""
-    counts: Counter[str] = Counter()
-    for rule in manifest.transformations:
-        counts[rule.rule] += len(rule.changes)
-    return counts

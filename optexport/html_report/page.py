@@ -36,7 +36,7 @@ def render(folder: Path, manifest: Manifest) -> str:
     Args:
         folder: The bundle, of which the measurements and the graphs are read.
     """
-    measured = read_measured(folder)
+    measured, from_file = read_measured(folder), (folder / "config.toml").is_file()
     return _environment().get_template("report.html.j2").render(
         manifest=manifest,
         measured=measured,
@@ -48,13 +48,13 @@ def render(folder: Path, manifest: Manifest) -> str:
         skipped=contents.skipped(manifest, measured),
         sizes=contents.sizes(manifest),
         config=_config(folder, manifest),
-        from_file=(folder / "config.toml").is_file(),
-        requirements=contents.requirements(manifest),
+        from_file=from_file,
+        commands=contents.commands(manifest, from_file=from_file),
         parity_plot=figures.parity_plot(manifest.parity),
         latency_plot=None if measured.bench is None else figures.latency_plot(measured.bench),
         speedup_plot=figures.ratio_plot(contents.speedups(measured), "times as fast (95 % interval)", "speedup"),
         tuning_plot=figures.ratio_plot(
-            contents.trials(measured), "times as fast as what it is compared with (95 % interval)", "tuning"
+            contents.trials(measured), "times as fast (95 % interval)", "tuning"
         ),
     )  # fmt: skip
 

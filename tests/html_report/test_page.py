@@ -6,6 +6,7 @@ import base64
 import hashlib
 import itertools
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from optexport.html_report import page
+from optexport.html_report import contents, page
 from tests import exports
 from tests.html_report import bundles
 from tests.html_report.reading import Page
@@ -77,7 +78,8 @@ def test_the_verdict_comes_first_and_every_part_is_there(read: Page) -> None:
         *(rule.rule for rule in manifest.transformations),
         *(node for rule in manifest.transformations for change in rule.changes for node in change.nodes),
         *(file.sha256 for file in manifest.files),
-        *(f"{name}=={version}" for name, version in manifest.versions.items() if name != "python"),
+        *(f"{name} {version}" for name, version in manifest.versions.items()),
+        f"onnx=={manifest.versions['onnx']}",
         manifest.model.weights_sha256,
         "9 to 11",  # the interval of the median
         "1.2 (1.1 to 1.3)",
@@ -86,6 +88,22 @@ def test_the_verdict_comes_first_and_every_part_is_there(read: Page) -> None:
         "with sum-residuals",
     ):
         assert told in read.text, told
+
+
+def test_the_commands_hold_no_command_of_a_manifest(tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["versions"] |= {"torch": "2.13+cpu;reboot", "onnx": "1 $(reboot)", "python": "3.11`reboot`.2"}
+        document["optexport_version"] = "0.1\nreboot"
+
+    manifest = bundles.manifest_of(bundles.edit(bundles.copied(tmp_path / "bundle"), change))
+    lines = contents.commands(manifest, from_file=True)
+    assert len(lines) == 5
+    for line in lines:
+        told = shlex.split(line, comments=True)
+        assert all(re.search(r"reboot", word) is None or shlex.quote(word) in line for word in told)
+        assert "reboot" not in told
+    assert "'onnx==1 $(reboot)'" in lines[1]
+    assert "--extra-index-url 'https://download.pytorch.org/whl/cpu;reboot'" in lines[1]
 
 
 def test_a_bundle_without_times_says_so(tmp_path: Path) -> None:
