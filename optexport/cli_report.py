@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optexport.cli_console import console
+from optexport.cli_console import console, echo
 from optexport.cli_group import Command, json_option, print_json
 from optexport.errors import ConfigError
 
@@ -46,7 +46,7 @@ def report(bundle: Path, output: Path | None) -> None:
             raise ConfigError(
                 f"it cannot be written: {error}", place=str(bundle / REPORT), mend="Name a file: --output FILE"
             ) from error
-    click.echo(f"Wrote {output or bundle / REPORT}")
+    echo(f"Wrote {output or bundle / REPORT}")
 
 
 @click.command(cls=Command)

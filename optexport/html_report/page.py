@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from optexport import interrupts, sealed_json
 from optexport.bench.report import size_in_words
 from optexport.bundle_files import sha256
-from optexport.errors import on_one_line
+from optexport.errors import on_one_line, printable
 from optexport.html_report import changes, contents, figures
 from optexport.html_report.changes import View
 from optexport.html_report.difference import Difference, shown
@@ -121,8 +121,7 @@ def _config(folder: Path, manifest: Manifest) -> Markup:
     """The config as it was given, or as it was resolved of a run from Python; its lines stay lines."""
     path = folder / "config.toml"
     text = path.read_text(encoding="utf-8") if path.is_file() else json.dumps(manifest.config, indent=2)
-    lines = [on_one_line(line.replace("\t", "    ")) for line in text[:_LONGEST_CONFIG].split("\n")]
-    return escape("\n".join(lines))
+    return escape(printable(text[:_LONGEST_CONFIG].replace("\t", "    ")))
 
 
 def _number(value: float | None) -> str:
