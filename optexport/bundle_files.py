@@ -8,25 +8,29 @@ from pathlib import Path, PurePosixPath
 from optexport import sealed_json
 from optexport.errors import BundleError, ConfigError
 from optexport.manifest import FileRecord, Manifest
-from optexport.places import MANIFEST, MEASUREMENTS
+from optexport.places import MANIFEST, MEASUREMENTS, REPORT, UNLISTED
 
 
 def file_records(folder: Path) -> list[FileRecord]:
     """Path, size and digest of every file that a manifest vouches for."""
     return [
-        FileRecord(path=path.relative_to(folder).as_posix(), size=path.stat().st_size, sha256=_sha256(path))
+        FileRecord(path=path.relative_to(folder).as_posix(), size=path.stat().st_size, sha256=sha256(path))
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).as_posix() not in (MANIFEST, MEASUREMENTS)
+        if path.is_file() and path.relative_to(folder).as_posix() not in UNLISTED
     ]
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
     """Reads and checks the manifest, and that the bundle holds its files and no others, unchanged.
+
+    Args:
+        report: Whether to check the report too; not where it is to be written again.
 
     Raises:
         ConfigError: The folder is no bundle.
@@ -49,7 +53,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate(document)
     except ValueError as error:
         raise BundleError(f"it does not follow the schema: {error}", place=MANIFEST) from error
-    if sealed_json.read(folder / MEASUREMENTS).get("manifest") != manifest.digest:
+    measurements = sealed_json.read(folder / MEASUREMENTS)
+    if measurements.get("manifest") != manifest.digest:
         raise BundleError("it belongs to another bundle", place=MEASUREMENTS)
     if not manifest.artifacts or set(manifest.parity.bounds) != {output.name for output in manifest.outputs}:
         raise BundleError("it names no file, or not a bound for every output", place=MANIFEST)
@@ -60,13 +65,24 @@ def read_manifest(folder: Path) -> Manifest:
     folders = {parent.as_posix() for name in expected for parent in PurePosixPath(name).parents}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if name not in folders if path.is_dir() else name not in expected and name not in (MANIFEST, MEASUREMENTS):
+        if name not in folders if path.is_dir() else name not in expected and name not in UNLISTED:
             what = "folder" if path.is_dir() else "file"
             raise BundleError(f"the manifest does not know this {what}", place=name, mend="Remove it.")
     for name, record in expected.items():
         path = folder / name
         if not path.is_file():
             raise BundleError("it is missing", place=name)
-        if path.stat().st_size != record.size or _sha256(path) != record.sha256:
+        if path.stat().st_size != record.size or sha256(path) != record.sha256:
             raise BundleError("it was changed since the bundle was written", place=name)
+    if report:
+        _check_report(folder, measurements.get("report_sha256"))
     return manifest
+
+
+def _check_report(folder: Path, digest: object) -> None:
+    """Checks the report against the measurements, which it is made of; bundles of earlier versions have none."""
+    path = folder / REPORT
+    found = sha256(path) if path.is_file() else None
+    if found != digest:
+        what = "missing" if found is None else "of no run" if digest is None else "not the one that was written"
+        raise BundleError(f"it is {what}", place=REPORT, mend="Write it again: optexport report BUNDLE")

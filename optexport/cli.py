@@ -19,6 +19,7 @@ from optexport.applications.command import predict
 from optexport.cli_bench import bench
 from optexport.cli_console import console, echo, progress
 from optexport.cli_group import Group, debug_option, json_option, outcome, print_json
+from optexport.cli_report import diff, report
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 _EPILOG = """\b
@@ -43,6 +44,8 @@ def cli() -> None:
 
 cli.add_command(bench)
 cli.add_command(predict)
+cli.add_command(report)
+cli.add_command(diff)
 _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 _JUNIT = click.option(
     "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."
@@ -83,17 +86,17 @@ def run(
     as_json: bool,
 ) -> None:
     """Transform, prove and export the model that CONFIG names."""
-    from optexport import reports
+    from optexport import ci_reports
     from optexport.config import load_config
     from optexport.places import kept, output_of
 
     try:
         read = load_config(config, without)  # a mistake in the file is told before torch is imported
     except ConfigError as error:
-        reports.start(junit, [config])
-        reports.publish(config.name, None, error, junit)
+        ci_reports.start(junit, [config])
+        ci_reports.publish(config.name, None, error, junit)
         raise
-    reports.start(junit, [config, *kept(output_of(read, config.parent))])
+    ci_reports.start(junit, [config, *kept(output_of(read, config.parent))])
     if read.generation is not None:
         given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--junit": junit is not None}
         _run_generation(config, without, [option for option, value in given.items() if value], as_json=as_json)
@@ -106,9 +109,9 @@ def run(
             with contextlib.redirect_stdout(sys.stderr):
                 result = pipeline.run(config, without=without, tune=tune, baseline=baseline, dump=dump, stages=stages)
     except OptexportError as error:
-        reports.publish(config.name, None, error, junit)
+        ci_reports.publish(config.name, None, error, junit)
         raise
-    reports.publish(config.name, result.manifest.parity, result.tracking_failure, junit)
+    ci_reports.publish(config.name, result.manifest.parity, result.tracking_failure, junit)
     if as_json:
         print_json(summary.as_json(result))
     else:
@@ -261,9 +264,9 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
 
     Its files are run on the stored inputs, and compared with the stored outputs.
     """
-    from optexport import reports
+    from optexport import ci_reports
 
-    reports.start(junit, [bundle])
+    ci_reports.start(junit, [bundle])
     try:
         from optexport.proof.record import parity_record
         from optexport.verification import unchecked_gates
@@ -273,7 +276,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         unchecked = unchecked_gates(bundle)
         record = parity_record(proof)
     except OptexportError as error:
-        reports.publish(bundle.name, None, error, junit)
+        ci_reports.publish(bundle.name, None, error, junit)
         raise
     places = proof.places[1:]
     failures = [
@@ -286,7 +289,7 @@ def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
         failed = ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
     elif gates:
         failed = GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
-    reports.publish(bundle.name, record, failed, junit)
+    ci_reports.publish(bundle.name, record, failed, junit)
     if as_json:
         rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs,
                  "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}

@@ -306,6 +306,14 @@ class Manifest(_Record):
     files: list[FileRecord]
     digest: str | None = None
 
+    @property
+    def ungated(self) -> list[str]:
+        """The outputs of which nothing is demanded where a file is of lower precision: no gate, and no tolerance."""
+        gated, bounds = {gate.output for gate in self.parity.gates}, self.parity.bounds
+        real = [output.name for output in self.outputs if "float" in output.dtype]
+        free = [name for name in real if bounds[name].atol is None and bounds[name].rtol is None]
+        return [] if None in gated else [name for name in free if name not in gated]
+
 
 def json_schema() -> dict[str, Any]:
     """The document's JSON schema, as it is published in the package."""

@@ -19,6 +19,7 @@ from optexport.config import Config, load_config
 from optexport.config_measuring import TuneConfig
 from optexport.config_source import SourceKind, source_kind
 from optexport.errors import ConfigError, TrackingError, redact
+from optexport.html_report import page
 from optexport.job import Job, resolved, rules_of, unmeasured
 from optexport.manifest import Manifest
 from optexport.original import run_reference, trace_original
@@ -202,6 +203,8 @@ def produce(job: Job, stages: Stages) -> Result:
         measured: dict[str, Any] = {} if bench is None else {"bench": report.as_json(bench)}
         measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
         bundle.write_measurements(draft, records.measurements(stages.seconds, measured))
+        with stages.stage("report"):
+            page.write(draft)
     failure.remove(job.failure)
     return Result(job.output, tuple(proof.places), manifest, bench=bench, tuned=tuned)
 

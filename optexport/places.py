@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.json"
+REPORT = "report.html"
+# What a manifest does not vouch for: itself, what may differ between two equal runs, and what is made of both.
+UNLISTED = (MANIFEST, MEASUREMENTS, REPORT)
 
 
 def output_of(config: Config, folder: Path) -> Path:
@@ -98,7 +101,7 @@ def check_replaceable(output: Path) -> None:
         if isinstance(document, dict) and {"manifest_version", "digest", "files"} <= document.keys():
             names = {path.relative_to(output).as_posix() for path in output.rglob("*")}
             files = [PurePosixPath(str(file.get("path"))) for file in document["files"]]
-            ours = {MANIFEST, MEASUREMENTS, *(str(path) for file in files for path in (file, *file.parents))}
+            ours = {*UNLISTED, *(str(path) for file in files for path in (file, *file.parents))}
             if names <= ours:
                 return
             added = sorted(names - ours)

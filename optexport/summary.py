@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optexport import reports
+from optexport import ci_reports
 from optexport.bench import report
 from optexport.errors import on_one_line
 from optexport.manifest import ChangeRecord, GateValueRecord, Manifest, TensorRecord
@@ -83,7 +83,7 @@ def _where(change: ChangeRecord) -> str:
 def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Console) -> None:
     proof = manifest.parity
     verdict = "[bold green]passed[/]" if all(place.passed for place in places) else "[bold red]failed[/]"
-    batches = escape(reports.batches(proof.cases))
+    batches = escape(ci_reports.batches(proof.cases))
     console.print(
         f"\n[bold]Parity[/] {verdict}, on {len(proof.cases)} batches: {batches}", soft_wrap=True, highlight=False
     )
@@ -147,7 +147,7 @@ def _show_precision(manifest: Manifest, console: Console) -> None:
         text = f"{artifact.format} is {record.precision}, and held to the gates: {_told(record.chosen)}"
         console.print(f"[bold]Precision[/] {escape(text)}", soft_wrap=True, highlight=False)
         console.print(f"  {len(lowered)} of {len(record.layers)} layers are lowered", highlight=False)
-        if ungated := _ungated(manifest):
+        if ungated := manifest.ungated:
             console.print(f"  held to nothing: {escape(', '.join(ungated))}", soft_wrap=True, highlight=False)
         if len(lowered) < len(record.layers):
             console.print(f"  with all lowered: {escape(_told(record.lowered))}", soft_wrap=True, highlight=False)
@@ -155,14 +155,6 @@ def _show_precision(manifest: Manifest, console: Console) -> None:
             if layer.kept is not None:
                 why = layer.kept if not layer.alone else f"{layer.kept}; lowered alone: {_told(layer.alone)}"
                 console.print(f"  in float32: {escape(f'{layer.layer} ({why})')}", soft_wrap=True, highlight=False)
-
-
-def _ungated(manifest: Manifest) -> list[str]:
-    """The outputs of which nothing is demanded where a file is of lower precision: no gate, and no tolerance."""
-    gated, bounds = {gate.output for gate in manifest.parity.gates}, manifest.parity.bounds
-    real = [output.name for output in manifest.outputs if "float" in output.dtype]
-    free = [name for name in real if bounds[name].atol is None and bounds[name].rtol is None]
-    return [] if None in gated else [name for name in free if name not in gated]
 
 
 def _told(values: Sequence[GateValueRecord]) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from optexport.config import TrackingConfig
 from optexport.errors import SourceError, TrackingError, first_line, redact
 from optexport.manifest import Manifest, TensorRecord
+from optexport.places import REPORT
 
 _LONGEST_PARAM = 500
 _NUMPY_NAMES = {"bool": "bool_"}
@@ -124,6 +125,7 @@ class Tracker:
         if config_text is not None:
             mlflow.log_text(config_text, "config.toml")
         mlflow.log_artifacts(str(folder), "bundle")
+        mlflow.log_artifact(str(folder / REPORT))  # once more, where it is seen at once
         for artifact in manifest.artifacts:
             if artifact.format == "onnx":
                 _log_onnx(mlflow, folder / artifact.path, manifest)

@@ -34,7 +34,11 @@ FILES = (
     "model.pt2",
     "model.torchscript.pt",
     "reference.safetensors",
+    "report.html",
 )
+
+# What may differ between two equal runs.
+UNEQUAL = {"measurements.json", "report.html"}
 
 DYNAMIC = {"x": {0: Dim("batch", 1, 32), 1: Dim("sequence", 2, 64)}, "mask": {0: "batch", 1: "sequence"}}
 

@@ -203,6 +203,8 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe more": (lambda b: os.mkfifo(b / "pipe"), "pipe"),
     "a model less": (lambda b: (b / "model.onnx").unlink(), "model.onnx"),
     "the measurements less": (lambda b: (b / "measurements.json").unlink(), "measurements.json"),
+    "the report less": (lambda b: (b / "report.html").unlink(), "report.html"),
+    "a word of the report": (lambda b: (b / "report.html").write_text("passed"), "report.html"),
     "a folder for a file": (lambda b: ((b / "model.onnx").unlink(), (b / "model.onnx").mkdir()), "model.onnx"),
     "a link in place of a file": (
         lambda b: ((b / "model.onnx").rename(b.parent / "aim"), (b / "model.onnx").symlink_to(b.parent / "aim")),

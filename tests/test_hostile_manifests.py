@@ -25,16 +25,16 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def every_place(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where each value inside a document is."""
     if place:
         yield place
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
-        yield from _places(each, (*place, key))
+        yield from every_place(each, (*place, key))
 
 
-def _put(document: Any, place: tuple[Any, ...], value: Any) -> None:
+def put(document: Any, place: tuple[Any, ...], value: Any) -> None:
     *parents, last = place
     for key in parents:
         document = document[key]
@@ -54,11 +54,13 @@ def test_a_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObj
     kept = {name: (small / name).read_bytes() for name in (MANIFEST, MEASUREMENTS)}
     document = json.loads(kept[MANIFEST])
     # What tells of results is where the harm is; the rest is prose.
-    guarded = [p for p in _places(document) if p[0] in ("parity", "artifacts", "files", "inputs", "outputs", "dims")]
+    guarded = [
+        p for p in every_place(document) if p[0] in ("parity", "artifacts", "files", "inputs", "outputs", "dims")
+    ]
     place = data.draw(st.sampled_from(guarded))
     value = data.draw(ANYTHING)
     try:
-        exports.edit_json(small / MANIFEST, lambda manifest: _put(manifest, place, value))
+        exports.edit_json(small / MANIFEST, lambda manifest: put(manifest, place, value))
         verify(small)
         unchecked_gates(small)
     except OptexportError:

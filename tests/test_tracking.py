@@ -123,6 +123,7 @@ def test_the_artifacts_hold_the_bundle_the_config_and_the_changed_nodes(tracked:
     here = {path.name: path.read_bytes() for path in tracked.result.output.iterdir()}
     assert {path.name: path.read_bytes() for path in downloaded.iterdir()} == here
     assert all(place.passed for place in verify(downloaded).places)
+    assert tracked.artifact("report.html").read_bytes() == (downloaded / "report.html").read_bytes()
     assert tracked.artifact("config.toml").read_text() == tracked.config.read_text()
     table = json.loads(tracked.artifact("transformed_nodes.json").read_text())
     (row,) = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from optexport.bench.artifact import Artifact
-from optexport.bench.comparison import Comparison, compare, percentiles
+from optexport.bench.comparison import Comparison, compare, interval, percentiles
 from optexport.bench.race import Settings, Timing, race
 from optexport.bench.workload import Workload
+from optexport.config_measuring import LEAST_ROUNDS
 
 Pair = tuple[Artifact, Artifact]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What an artifact takes on one workload; times are in seconds, memory is in bytes."""
+    """What an artifact takes on one workload; times are in seconds, memory is in bytes.
+
+    Attributes:
+        low: The lower end of the 95 % interval of the median turn; None of fewer rounds than make one.
+        high: Its upper end.
+    """
 
     artifact: Artifact
     workload: Workload
     p50: float
     p90: float
     p99: float
+    low: float | None
+    high: float | None
     rows_per_second: float
     load: float
     peak_memory: int | None
@@ -113,12 +124,17 @@ def _groups(artifacts: Sequence[Artifact], pairs: Sequence[Pair]) -> list[list[A
 
 def _figures(timing: Timing) -> Figures:
     p50, p90, p99 = percentiles(timing.calls)
+    logs, low, high = np.log(np.asarray(timing.medians, dtype=np.float64)), None, None
+    if logs.size >= LEAST_ROUNDS:
+        low, high = (math.exp(end) for end in interval(logs))
     return Figures(
         timing.artifact,
         timing.workload,
         p50,
         p90,
         p99,
+        low,
+        high,
         timing.workload.rows / statistics.fmean(timing.calls),
         statistics.median(timing.load_seconds),
         timing.peak_memory,

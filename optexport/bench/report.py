@@ -51,6 +51,8 @@ def _row(figures: Figures) -> dict[str, Any]:
         "p50_ms": 1e3 * figures.p50,
         "p90_ms": 1e3 * figures.p90,
         "p99_ms": 1e3 * figures.p99,
+        "low_ms": None if figures.low is None else 1e3 * figures.low,
+        "high_ms": None if figures.high is None else 1e3 * figures.high,
         "rows_per_second": figures.rows_per_second,
         "load_seconds": figures.load,
         "peak_memory_bytes": figures.peak_memory,

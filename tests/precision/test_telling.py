@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from optexport import reports
+from optexport import ci_reports
 from optexport.cli import cli
 from optexport.manifest import Manifest
 from optexport.precision import int8
@@ -74,10 +74,10 @@ def test_blame_has_nothing_against_a_bundle_that_keeps_to_its_gates(folder: Path
 @pytest.mark.usefixtures("told")
 def test_reports_name_the_precision_and_show_no_limit_that_there_is_not(folder: Path) -> None:
     manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
-    rows = [line for line in reports.markdown(manifest.parity, "bundle").splitlines() if "(int8)" in line]
+    rows = [line for line in ci_reports.markdown(manifest.parity, "bundle").splitlines() if "(int8)" in line]
     assert len(rows) == 4
     assert "| gates |" in rows[0]
-    suites = ElementTree.fromstring(reports.junit(manifest.parity))
+    suites = ElementTree.fromstring(ci_reports.junit(manifest.parity))
     classes = {case.get("classname") for case in suites.iter("testcase")}
     assert {"optexport.onnx (int8)", "optexport.onnx in float32"} <= classes
 
@@ -110,7 +110,7 @@ def test_an_output_that_nothing_is_demanded_of_is_named(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "held to nothing: output_1\n" in done.output
     manifest = Manifest.model_validate_json((tmp_path / "bundle" / "manifest.json").read_bytes())
-    rows = [line for line in reports.markdown(manifest.parity, "bundle").splitlines() if "| onnx (int8) |" in line]
+    rows = [line for line in ci_reports.markdown(manifest.parity, "bundle").splitlines() if "| onnx (int8) |" in line]
     assert ["| gates |" in row for row in rows[:2]] == [True, False]
     assert "| none |" in rows[1]
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 
-from optexport import reports
+from optexport import ci_reports
 from optexport.cli import cli
 from optexport.manifest import ParityRecord
 from tests import exports
@@ -38,7 +38,7 @@ def proof(bundle: Path) -> ParityRecord:
 
 def test_a_bundle_that_passes_has_a_test_case_for_each_output_place_and_batch() -> None:
     record = proof(exports.exported().output)
-    root = ElementTree.fromstring(reports.junit(record))
+    root = ElementTree.fromstring(ci_reports.junit(record))
     cases = root.findall("testsuite/testcase")
     assert {(c.get("classname"), c.get("name")) for c in cases} == {
         (f"optexport.{place.place}", f"{output} at {case}")
@@ -97,7 +97,7 @@ def test_a_tolerance_is_told_up_to_a_tenth_of_the_largest_value(tolerance: float
     bounds = {output.output: record.bounds[output.output].model_copy(update={"largest": 2.0})}
     places = [place.model_copy(update={"outputs": [output], "decisions": []})]
     record = record.model_copy(update={"places": places, "bounds": bounds})
-    for said in (reports.junit(record), "".join(reports.error_lines(record))):
+    for said in (ci_reports.junit(record), "".join(ci_reports.error_lines(record))):
         assert (f"With atol={tolerance} against the original" in said) is told
         assert ("would prove nothing" in said) is (tolerance == 0.21)
 
@@ -305,9 +305,9 @@ def test_what_xml_cannot_hold_is_replaced(call: Caller, tmp_path: Path) -> None:
 
 def test_of_many_batches_of_data_the_first_and_the_last_are_named() -> None:
     few = ["traced", "data 1", "data 2", "batch 1"]
-    assert reports.batches(few) == "traced; data 1; data 2; batch 1"
+    assert ci_reports.batches(few) == "traced; data 1; data 2; batch 1"
     many = ["traced", *(f"data {index}" for index in range(1, 250)), "batch 1"]
-    assert reports.batches(many) == "traced; data 1 to 249; batch 1"
+    assert ci_reports.batches(many) == "traced; data 1 to 249; batch 1"
 
 
 GONE = """

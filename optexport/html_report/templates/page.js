@@ -1,0 +1,59 @@
+"use strict";
+// The page is whole without this: it adds zoom to the drawings, a search for nodes, and opens everything for printing.
+(() => {
+  for (const bar of document.querySelectorAll(".zoom")) {
+    const drawing = bar.parentElement.querySelector(".graph");
+    const width = Number(drawing.getAttribute("width")), height = Number(drawing.getAttribute("height"));
+    let scale = 1;
+    const zoom = (wanted) => {
+      scale = Math.min(4, Math.max(0.25, wanted));
+      drawing.setAttribute("width", width * scale);
+      drawing.setAttribute("height", height * scale);
+    };
+    const fit = () => zoom((drawing.parentElement.clientWidth - 24) / width);
+    const steps = { in: () => zoom(scale * 1.25), out: () => zoom(scale / 1.25), fit, whole: () => zoom(1) };
+    for (const button of bar.querySelectorAll("button")) button.addEventListener("click", steps[button.dataset.zoom]);
+    drawing.parentElement.addEventListener("keydown", (event) => {
+      const step = { "+": "in", "=": "in", "-": "out", "0": "whole", "f": "fit" }[event.key];
+      if (step && !event.ctrlKey && !event.metaKey && !event.altKey) { steps[step](); event.preventDefault(); }
+    });
+    bar.hidden = false;
+    if (drawing.parentElement.clientWidth > 0) zoom(Math.min(1, Math.max(0.7, (drawing.parentElement.clientWidth - 24) / width)));
+  }
+
+  const field = document.querySelector("#find");
+  if (field) {
+    const told = document.querySelector("#found");
+    const groups = [...document.querySelectorAll("details.change")];
+    const opened = new Map(groups.map((group) => [group, group.open]));
+    const find = () => {
+      const text = field.value.trim().toLowerCase();
+      let changes = 0;
+      for (const group of groups) {
+        const rows = [...group.querySelectorAll("tr[data-find]")];
+        const found = rows.filter((row) => row.textContent.toLowerCase().includes(text));
+        for (const row of rows) row.hidden = !found.includes(row);
+        let hits = 0;
+        for (const node of group.querySelectorAll(".node")) {
+          const hit = text !== "" && node.textContent.toLowerCase().includes(text);
+          node.classList.toggle("hit", hit);
+          hits += hit;
+        }
+        changes += found.length;
+        if (found.length === 0 && hits > 0) for (const row of rows) row.hidden = false;
+        group.hidden = text !== "" && found.length + hits === 0;
+        group.open = text === "" ? opened.get(group) : !group.hidden;
+      }
+      told.textContent = text === "" ? "" : changes === 1 ? "1 change" : `${changes} changes`;
+    };
+    field.addEventListener("input", find);
+    field.closest(".tools").hidden = false;
+  }
+
+  // Older browsers print closed parts closed.
+  const closed = [];
+  addEventListener("beforeprint", () => {
+    for (const part of document.querySelectorAll("details:not([open])")) { closed.push(part); part.open = true; }
+  });
+  addEventListener("afterprint", () => { for (const part of closed.splice(0)) part.open = false; });
+})();
