@@ -19,6 +19,7 @@ from optexport.applications.command import predict
 from optexport.cli_bench import bench
 from optexport.cli_console import console, echo, progress
 from optexport.cli_group import Group, debug_option, json_option, outcome, print_json
+from optexport.cli_lock import lock
 from optexport.cli_report import diff, report
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
@@ -44,6 +45,7 @@ def cli() -> None:
 
 cli.add_command(bench)
 cli.add_command(predict)
+cli.add_command(lock)
 cli.add_command(report)
 cli.add_command(diff)
 _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
@@ -73,6 +75,7 @@ _NO_CODE = click.option(
 @click.option("--tune", is_flag=True, help="Search for the rules and lowerings that make the files faster.")
 @click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
+@click.option("--locked", is_flag=True, help="Refuse what is not in CONFIG.lock (optexport lock).")
 @_NO_CODE
 @_JUNIT
 @json_option
@@ -82,6 +85,7 @@ def run(
     tune: bool,
     baseline: bool,
     dump: Path | None,
+    locked: bool,
     junit: Path | None,
     as_json: bool,
 ) -> None:
@@ -98,7 +102,8 @@ def run(
         raise
     ci_reports.start(junit, [config, *kept(output_of(read, config.parent))])
     if read.generation is not None:
-        given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--junit": junit is not None}
+        given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--locked": locked}
+        given |= {"--junit": junit is not None}
         _run_generation(config, without, [option for option, value in given.items() if value], as_json=as_json)
         return
     try:
@@ -107,7 +112,9 @@ def run(
 
             # What a model's own code prints is none of our result.
             with contextlib.redirect_stdout(sys.stderr):
-                result = pipeline.run(config, without=without, tune=tune, baseline=baseline, dump=dump, stages=stages)
+                result = pipeline.run(
+                    config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, stages=stages
+                )
     except OptexportError as error:
         ci_reports.publish(config.name, None, error, junit)
         raise

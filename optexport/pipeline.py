@@ -9,7 +9,19 @@ from typing import Any
 
 import torch
 
-from optexport import branch, bundle, bundle_files, drafts, inputs, interrupts, places, records, sources, tracking
+from optexport import (
+    branch,
+    bundle,
+    bundle_files,
+    drafts,
+    inputs,
+    interrupts,
+    lockfile,
+    places,
+    records,
+    sources,
+    tracking,
+)
 from optexport.applications.describe import describe
 from optexport.arguments import arguments_of
 from optexport.bench import exports, report
@@ -87,6 +99,7 @@ def run(
     tune: bool = False,
     baseline: bool = False,
     dump: Path | None = None,
+    locked: bool = False,
     stages: Stages | None = None,
     keep: bool = True,
 ) -> Result:
@@ -97,6 +110,7 @@ def run(
         tune: Whether to tune also where the config does not ask for it.
         baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
         dump: A folder to write the graph to, before and after every transformation.
+        locked: Whether to refuse packages, a model or files other than those in the config's lock.
         stages: Is told of every stage.
         keep: Whether the bundle stays and the run is tracked; else it is only proven.
 
@@ -111,6 +125,10 @@ def run(
             place=f"{path.name}: generation",
             mend="Call optexport.run_generation(path), or: optexport run",
         )
+    lock = lockfile.read(path) if locked else None
+    if lock is not None:
+        lockfile.check_surroundings(lock, config, path, records.versions())
+        config = lockfile.pinned(config, lock, folder)
     rules = rules_of(config, folder, without)
     metrics = decisions.load_metrics(config.parity.decisions, folder)
     config = resolved(config, rules)
@@ -135,6 +153,8 @@ def run(
         tracker.tags({**tracking.git_tags(folder), **records.versions(), "source": config.model.source})
         with stages.stage("load"):
             loaded = load_model(config, folder, downloads)
+            if lock is not None:
+                lockfile.check_model(lock, loaded, path)
         with stages.stage("inputs"):
             given = inputs.prepare(
                 config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
