@@ -128,7 +128,7 @@ class Bundle:
     def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None) -> Arrays:
         """Makes inputs of texts, of images, or of both.
 
-        Several texts are padded to the longest, and cut to what the model takes.
+        Several texts are padded to the longest, at the right, and cut to what the model takes.
 
         Args:
             texts: One, or several.
@@ -183,7 +183,7 @@ class Bundle:
         limit = min(most, tokenizer.model_max_length)
         cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
         texts = [self.application.prompt + text for text in texts]
-        encoded = tokenizer(texts, **cut)
+        encoded = _encoded(tokenizer, texts, **cut)
         lengths = [len(ids) for ids in encoded["input_ids"]]
         width = max(least, *lengths)
         if min(lengths) < width and "attention_mask" not in names:
@@ -196,7 +196,9 @@ class Bundle:
         if min(lengths) < width and preprocessors.pad_token(tokenizer) is None:
             raise ConfigError("the tokenizer has no token to pad with", place="texts", mend="Give one at a time.")
         if min(lengths) < width:
-            encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=width)
+            # At the right, whatever the tokenizer prefers: before a text padding would change its positions.
+            pad = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": width}
+            encoded = _encoded(tokenizer, texts, **pad)
         arrays = {name: np.asarray(rows) for name, rows in encoded.items()}
         return {"token_type_ids": np.zeros_like(arrays["input_ids"]), **arrays}
 
@@ -217,6 +219,13 @@ class Bundle:
             raise
         except Exception as error:  # transformers raises many kinds
             raise ConfigError(f"they cannot be processed: {first_line(error)}", place="images") from error
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
+    try:
+        return tokenizer(texts, **options)
+    except Exception as error:  # half a surrogate pair, as a broken encoding leaves it, is one that they refuse
+        raise ConfigError(f"the tokenizer does not take them: {first_line(error)}", place="texts") from error
 
 
 def _image(image: Any) -> Any:
