@@ -64,9 +64,7 @@ def test_a_tensor_that_no_file_takes_is_an_error_that_names_it(tensor: torch.Ten
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0, False)])
-def test_constants_that_are_equal_and_of_other_kinds_are_other_constants(
-    one: Any, other: Any, tmp_path: Path
-) -> None:
+def test_constants_that_are_equal_and_of_other_kinds_are_other_constants(one: Any, other: Any, tmp_path: Path) -> None:
     batches = [{"x": X, "times": one}, {"x": X, "times": other}]
     with pytest.raises(ConfigError, match=r"inputs\[1\]: its arguments are other ones"):
         quick(randomise(Asking()), batches, tmp_path / "bundle")

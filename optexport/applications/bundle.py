@@ -92,7 +92,7 @@ class Bundle:
                 raise ConfigError("the model takes no such input", place=name, mend=did_you_mean(name, specs))
         if absent := [name for name in specs if name not in inputs]:
             raise ConfigError(f"the model needs {', '.join(absent)} too", place="inputs", mend=self._signature)
-        arrays = {name: _array(spec, inputs[name]) for name, spec in specs.items()}
+        arrays = {name: as_input(spec, inputs[name]) for name, spec in specs.items()}
         self._check_sizes(arrays)
         try:
             return self._run(arrays)
@@ -251,8 +251,15 @@ def _dtype(spec: TensorRecord) -> np.dtype[Any]:
     return np.dtype(spec.dtype)
 
 
-def _array(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
-    """An input as a runtime takes it, after checking its dtype and rank."""
+def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
+    """An input as a runtime takes it.
+
+    Args:
+        value: A numpy array, or a tensor of torch.
+
+    Raises:
+        ConfigError: It is neither, or not of the dtype or rank that the model takes.
+    """
     if hasattr(value, "detach"):  # a tensor of torch, which is not imported for this
         value = value.detach().cpu()
         if str(value.dtype) == "torch.bfloat16":  # which numpy does not hold, and float32 holds all of

@@ -74,9 +74,10 @@ def _row(bundle: Bundle, record: Any, place: str) -> Arrays:
         raise ConfigError('it is no object such as {"text": ...} or {"input_ids": [...]}', place=place)
     row: Arrays = {}
     for name, value in record.items():
+        where = f'{place}, "{name}"'
         if name not in specs:
-            raise ConfigError("the model takes no such input", place=f'{place}, "{name}"', mend=did_you_mean(name, specs))
-        array = _numbers(value, specs[name], f'{place}, "{name}"')
+            raise ConfigError("the model takes no such input", place=where, mend=did_you_mean(name, specs))
+        array = _numbers(value, specs[name], where)
         row[name] = array[np.newaxis] if specs[name].shape else array
     if "attention_mask" in specs and "attention_mask" not in row and "input_ids" in row:
         row["attention_mask"] = np.ones_like(row["input_ids"])
@@ -84,7 +85,7 @@ def _row(bundle: Bundle, record: Any, place: str) -> Arrays:
 
 
 def _numbers(value: Any, spec: TensorRecord, place: str) -> npt.NDArray[Any]:
-    """Numbers of JSON as an input holds them; fractions are no whole numbers, and neither null nor a text is a number."""
+    """Numbers of JSON as an input holds them; null and texts are no numbers, and fractions no whole ones."""
     try:
         array = np.asarray(value)
         if array.dtype.kind in ("biu" if np.dtype(spec.dtype).kind in "biu" else "biuf"):
