@@ -7,7 +7,7 @@ transformers where texts or images are to be made inputs of.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 
 # Tokenizers that know no longest sequence say 1e30.
 _UNLIMITED = 10**9
+# So many channels has an image that is transparent in places.
+_WITH_ALPHA = 4
 
 
 class Bundle:
@@ -142,7 +144,9 @@ class Bundle:
         """
         arrays: Arrays = {}
         if texts is not None:
-            arrays |= self._from_texts([texts] if isinstance(texts, str) else list(texts))
+            arrays |= self._from_texts(
+                list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [texts]
+            )
         if images is not None:
             arrays |= self._from_images(list(images) if isinstance(images, list | tuple) else [images])
         specs = {spec.name: spec for spec in self.manifest.inputs}
@@ -212,6 +216,8 @@ class Bundle:
         return (1, _UNLIMITED) if dim is None else (dim.min, dim.max or _UNLIMITED)
 
     def _from_images(self, images: Sequence[Any]) -> Arrays:
+        if not images:
+            raise ConfigError("there must be one at least", place="images")
         processor = self.image_processor
         try:
             return dict(processor(images=[_image(image) for image in images], return_tensors="np"))
@@ -230,14 +236,21 @@ def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
 
 def _image(image: Any) -> Any:
     """An image as the processors take it: red, green and blue."""
-    if isinstance(image, np.ndarray):
+    if isinstance(image, np.ndarray) and image.dtype != np.uint8:
+        raise ConfigError(f"it is {image.dtype}", place="images", mend="Give uint8, from 0 to 255.")
+    if isinstance(image, np.ndarray) and image.ndim > 2 and image.shape[-1] != _WITH_ALPHA:
         return image
     try:
         from PIL import Image
     except ImportError as error:
         raise ConfigError("reading images needs Pillow", place="images", mend="pip install pillow") from error
+    if isinstance(image, np.ndarray):
+        return Image.fromarray(image).convert("RGB")
     if isinstance(image, Image.Image):
         return image.convert("RGB")
+    if not isinstance(image, str | os.PathLike):
+        kind = type(image).__name__
+        raise ConfigError(f"it is a {kind}, and neither a path nor an image of PIL or numpy", place="images")
     try:
         with Image.open(image) as opened:
             return opened.convert("RGB")
@@ -258,7 +271,7 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
         value: A numpy array, or a tensor of torch.
 
     Raises:
-        ConfigError: It is neither, or not of the dtype or rank that the model takes.
+        ConfigError: It is neither, or not of the dtype or rank that the model takes, or holds tokens below 0.
     """
     if hasattr(value, "detach"):  # a tensor of torch, which is not imported for this
         value = value.detach().cpu()
@@ -274,6 +287,9 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     if array.ndim != len(spec.shape):
         shape = ", ".join(map(str, spec.shape))
         raise ConfigError(f"its shape is {list(array.shape)}, and the model takes [{shape}]", place=spec.name)
+    # Where PyTorch refuses a token below 0, ONNX counts it from the vocabulary's end.
+    if spec.name.endswith("input_ids") and array.size and array.min() < 0:
+        raise ConfigError("a token is below 0", place=spec.name)
     return np.ascontiguousarray(array, dtype=wanted).reshape(array.shape)
 
 
