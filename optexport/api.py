@@ -154,17 +154,31 @@ def named_rules(transformations: Transformation | Iterable[Transformation] | Non
 def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
     """The model as it is called with the first batch, and the tensors of all by name."""
     if loaded.program is not None:
-        return loaded, tuple(program_signature.named_tensors(loaded.program, batch) for batch in given)
+        return loaded, tuple(_own(program_signature.named_tensors(loaded.program, batch)) for batch in given)
     flat = [flat_inputs(loaded.model, batch) for batch in given]
     (_, first), *others = flat
     for index, (_, arguments) in enumerate(others, start=1):
-        if arguments != first:
+        if repr(arguments) != repr(first):  # 1 and True are equal, and not the same to every model
             raise ConfigError(
                 "its arguments are other ones, or other constants, than those of the first batch",
                 place=f"inputs[{index}]",
                 mend="Export once for each way of calling the model.",
             )
-    return loaded.called_with(flat[0][0], first), tuple(tensors for tensors, _ in flat)
+    batches = tuple(_own(tensors) for tensors, _ in flat)
+    return loaded.called_with(batches[0], first), batches
+
+
+def _own(batch: Mapping[str, torch.Tensor]) -> Batch:
+    """The same tensors without gradients, none of which shares memory with another: a model may change its inputs."""
+    for name, tensor in batch.items():
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise ConfigError(
+                f"it is a {layout} tensor on the device {tensor.device}",
+                place=f"inputs: {name}",
+                mend="Give an ordinary tensor on the CPU: tensor.to_dense().cpu().",
+            )
+    return {name: tensor.detach().clone() for name, tensor in batch.items()}
 
 
 def _check_arguments(model: Any, dynamic: Any) -> None:

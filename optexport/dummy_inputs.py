@@ -13,6 +13,7 @@ from torch import nn
 from optexport.dummy_media import BATCH, MEDIA, Maker, find
 from optexport.dummy_vision_text import with_image_tokens
 from optexport.errors import TraceError, first_line
+from optexport.positions import most_tokens
 from optexport.transformers_exporters import computed_outside, no_cache, quiet
 
 Batch = dict[str, torch.Tensor]
@@ -24,7 +25,7 @@ _MOST_TRIES = 100
 
 
 def _length(config: Any, longest: int = _SEQUENCE) -> int:
-    return min(longest, int(getattr(config.get_text_config(), "max_position_embeddings", None) or longest))
+    return min(longest, most_tokens(config) or longest)
 
 
 def _vocabulary(config: Any) -> int:

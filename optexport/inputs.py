@@ -19,6 +19,7 @@ from optexport.config import InputsConfig, TensorConfig
 from optexport.data_lines import read_lines, stack_records, texts_of
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, did_you_mean, first_line
+from optexport.positions import most_tokens
 from optexport.program_inputs import program_inputs
 from optexport.proof.cases import Batch, at_least_two, traceable
 from optexport.proof.shards import shards
@@ -223,9 +224,8 @@ def _from_texts(
             "its tokenizer has no token to pad with", place=place, mend="Give one text, or token ids as data."
         )
     config: Any = model.config
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     # RoBERTa counts more positions than it takes tokens; only its tokenizer says so.
-    limit = max_length or min(positions or _UNLIMITED, tokenizer.model_max_length)
+    limit = max_length or min(most_tokens(config) or _UNLIMITED, tokenizer.model_max_length)
     cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
     encoded = tokenizer(
         [pretrained.prompt + text for text in texts], padding=len(texts) > 1, return_tensors="pt", **cut

@@ -41,6 +41,7 @@ class Job:
         rows: How many rows the user's data have, where they were cut into batches.
         metrics: The user's own metrics that gates are on, by name.
         beside: What a failed proof leaves its folder beside, where that is not the output.
+        declared: Whether the sizes in ``dynamic`` are what somebody asked for.
     """
 
     config: Config
@@ -55,6 +56,7 @@ class Job:
     rows: int = 0
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     beside: Path | None = None
+    declared: bool = True
 
     @property
     def failure(self) -> Path:
@@ -84,7 +86,8 @@ class Job:
     @property
     def sizes_declared(self) -> bool:
         """Whether somebody said which sizes the model takes, rather than leaving it to be found out."""
-        return any(isinstance(dim, Dim) for axes in (self.dynamic or {}).values() for dim in axes.values())
+        dims = [dim for axes in (self.dynamic or {}).values() for dim in axes.values()]
+        return self.declared and any(isinstance(dim, Dim) for dim in dims)
 
 
 def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[NamedRule, ...]:

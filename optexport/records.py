@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import math
 import platform
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from optexport import __version__
+from optexport.arguments import Constant
 from optexport.config import Config
 from optexport.errors import redact
 from optexport.machine import machine
@@ -98,7 +100,7 @@ def manifest(
             weights_sha256=loaded.weights_sha256,
         ),
         inputs=[_tensor(spec) for spec in traced.signature.inputs],
-        constants=dict(loaded.constants),
+        constants={name: _constant(value) for name, value in loaded.constants.items()},
         outputs=[_tensor(spec) for spec in traced.signature.outputs],
         dims={name: DimRecord(min=dim.min, max=dim.max) for name, dim in traced.signature.dims.items()},
         fixed_axes=list(traced.fixed),
@@ -137,6 +139,11 @@ def _transformation(applied: Applied, formats: Sequence[str]) -> TransformationR
 
 def _tensor(spec: TensorSpec) -> TensorRecord:
     return TensorRecord(name=spec.name, dtype=spec.dtype, shape=list(spec.shape))
+
+
+def _constant(value: Constant) -> Constant:
+    """A constant as JSON holds it: NaN and infinity as texts."""
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def _portable(config: Config) -> dict[str, Any]:

@@ -26,11 +26,13 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from optexport.signature import Dim
 
-# Of every dimension, all sizes up to so many are tried; beyond it powers of two, the numbers that the assertion names,
-# and what is next to them.
+# Of every dimension, all sizes up to so many are tried, of one whose range is declared more; beyond it powers of two,
+# the numbers that the assertion names, their products, and what is next to them.
 _ALL_UP_TO = 512
+_ALL_DECLARED_UP_TO = 4096
 _ALL_PAIRS_UP_TO = 64
 _MOST_COMBINATIONS = 8192
+_MOST_NUMBERS = 6
 _LARGEST = 2**20
 
 
@@ -266,12 +268,25 @@ def _candidates(
         few = {name: sizes[name][:_ALL_PAIRS_UP_TO] + sizes[name][-8:] for name in free}
         for combination in itertools.islice(itertools.product(*few.values()), _MOST_COMBINATIONS):
             yield dict(zip(free, combination, strict=True))
+    if len(free) == 2:  # of which an equation about a product has no solution among small sizes
+        one, other = free
+        for product, size in itertools.product(_products(expression), sizes[one]):
+            if product % size == 0 and dims[other].min <= product // size <= (dims[other].max or product):
+                yield {one: size, other: product // size}
+
+
+def _products(expression: Any) -> list[int]:
+    """The numbers that an expression names, and the products of two and three of them where they are few."""
+    numbers = {abs(int(number)) for number in expression.atoms(sympy.Integer)} - {0}
+    counts = (1, 2, 3) if len(numbers) <= _MOST_NUMBERS else (1,)
+    several = (itertools.combinations_with_replacement(sorted(numbers), count) for count in counts)
+    return sorted({product for chosen in several for each in chosen if (product := math.prod(each)) <= _LARGEST})
 
 
 def _sizes(dim: Dim, expression: Any) -> list[int]:
     most = _LARGEST if dim.max is None else dim.max
-    numbers = [abs(int(number)) for number in expression.atoms(sympy.Integer) if abs(int(number)) < _LARGEST]
-    near = {number * times + step for number in numbers for times in (1, 2) for step in (-1, 0, 1)}
-    tried = {*range(1, _ALL_UP_TO + 1), *(2**power + step for power in range(9, 31) for step in (-1, 0, 1)), *near}
+    every = _ALL_DECLARED_UP_TO if dim.max is not None and expression.is_Boolean else _ALL_UP_TO
+    near = {product * times + step for product in _products(expression) for times in (1, 2) for step in (-1, 0, 1)}
+    tried = {*range(1, every + 1), *(2**power + step for power in range(9, 31) for step in (-1, 0, 1)), *near}
     ends = set() if dim.max is None else {dim.max}
     return sorted(size for size in tried | ends if max(dim.min, 1) <= size <= most)

@@ -5,6 +5,7 @@ The original that everything is compared with stays the TorchScript program itse
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -66,7 +67,28 @@ def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mappi
         if parameter.default is None or isinstance(parameter.default, bool | int | float | str):
             placeholder.args = (parameter.default,)
     graph_module.recompile()
-    return plain(graph_module, _name(script)).eval()
+    converted = plain(graph_module, _name(script)).eval()
+    _check_runs(script, converted, bound.args)
+    return converted
+
+
+def _check_runs(script: torch.jit.ScriptModule, converted: nn.Module, args: tuple[Any, ...]) -> None:
+    """Refuses a graph that fails where its program does not: the converter has errors of its own."""
+    failures: list[Exception | None] = []
+    for module in (converted, script):
+        try:
+            with torch.no_grad(), transformers_exporters.quiet():
+                module(*copy.deepcopy(args))
+            failures.append(None)
+        except Exception as error:  # a program's own code may raise anything, and is called again when it is traced
+            failures.append(error)
+    ours, theirs = failures
+    if ours is not None and theirs is None:
+        raise SourceError(
+            f"the graph that torch.export's converter makes of it does not run: {first_line(ours)}",
+            place=_name(script),
+            mend=_MEND,
+        ) from ours
 
 
 def load(path: Path) -> torch.jit.ScriptModule:

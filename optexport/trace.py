@@ -108,6 +108,8 @@ def trace(
 
     Sizes of 0 or 1 are always taken as fixed by ``torch.export``: a dynamic axis needs at least 2 in the example.
     """
+    # One tensor that is given for two inputs would be traced as one input.
+    example = {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in example.items()}
     if isinstance(model, fx.GraphModule):
         example = _in_order(model, example)
     program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
@@ -346,7 +348,7 @@ def _free_symbol(program: ExportedProgram, size: int | torch.SymInt) -> Any:
     if symbol is None or not symbol.is_Symbol:
         return None
     limits = program.range_constraints.get(symbol)
-    return None if limits is not None and limits.lower == limits.upper else symbol
+    return None if limits is not None and _is_fixed(limits) else symbol
 
 
 def input_names(program: ExportedProgram) -> list[str]:
@@ -385,14 +387,25 @@ def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[Tensor
     for name, value in tensors.items():
         if value.is_complex():
             raise TraceError("it is complex, which no file format here holds", place=f"output {name}")
-        shape = tuple(_renamed(n.node.expr, names) if isinstance(n, torch.SymInt) else int(n) for n in value.shape)
+        shape = tuple(_size(program, size, names) for size in value.shape)
         specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
     return tuple(specs)
 
 
-def _renamed(expression: Any, names: Mapping[Any, str]) -> str:
-    """A size in the names of dimensions: ``s70*2`` becomes ``batch*2``."""
+def _size(program: ExportedProgram, size: int | torch.SymInt, names: Mapping[Any, str]) -> int | str:
+    """A size of an output, in the names of dimensions: ``s70*2`` becomes ``batch*2``."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    limits = program.range_constraints
+    fixed = {s: limits[s].lower for s in size.node.expr.free_symbols if s in limits and _is_fixed(limits[s])}
+    expression = size.node.expr.xreplace(fixed)
+    if expression.is_Integer:
+        return int(expression)
     return re.sub(r"\bs\d+\b", lambda found: _lookup(found.group(), names), str(expression))
+
+
+def _is_fixed(limits: Any) -> bool:
+    return bool(limits.lower == limits.upper)
 
 
 def _lookup(symbol: str, names: Mapping[Any, str]) -> str:

@@ -15,14 +15,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import nn
-from transformers import BertTokenizerFast, RobertaConfig, RobertaModel, T5Config, T5Model
+from transformers import BertTokenizerFast, RobertaConfig, RobertaModel, T5Config, T5Model, XLNetConfig, XLNetModel
 
 from optexport.config import InputsConfig
 from optexport.errors import ConfigError
 from optexport.inputs import prepare
 from optexport.signature import Dim
 from optexport.sources import Pretrained
-from tests.preparing import LONGEST, TINY, Maker, Rows, save_processors, shapes
+from tests.preparing import LONGEST, TINY, WORDS, Maker, Rows, save_processors, shapes
 
 
 class Anything(nn.Module):
@@ -59,6 +59,14 @@ def test_texts_are_cut_to_what_the_tokenizer_allows(made: Maker, tmp_path: Path)
     model = RobertaModel(RobertaConfig(**TINY, pad_token_id=1)).eval()
     batch = made(model, beside, texts=["the cat " * 40]).example
     assert model(**batch).last_hidden_state.shape[:2] == batch["input_ids"].shape
+
+
+def test_a_model_that_counts_no_positions_takes_texts_of_any_length(made: Maker) -> None:
+    """XLNet's config says -1 of them."""
+    model = XLNetModel(XLNetConfig(vocab_size=len(WORDS), d_model=8, n_layer=1, n_head=1, d_inner=8)).eval()
+    batch = made(model, texts=["the cat " * 40, "a"]).example
+    assert batch["input_ids"].shape == (2, 82)
+    assert made(model).example["input_ids"].shape[1] > 1
 
 
 @pytest.mark.parametrize("texts", [["zebra"], ["zebra", "lion tiger"], [""], ["", " "], ["\x00"]], ids=repr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,27 @@ def test_a_condition_on_sizes_breaks_where_sympy_says_so(condition: Any) -> None
     for batch, rows in itertools.product(range(1, 24), repeat=2):
         sizes = {BATCH: batch, ROWS: rows}
         assert size_guards._broken(condition, sizes) == by_sympy(sizes)
+
+
+def _doubled_at(condition: Callable[[int, int], bool]) -> nn.Module:
+    """A model that goes another way at some sizes."""
+    return randomise(Program(lambda m, x: m.norm(x) * (2 if condition(*x.shape[:2]) else 1), norm=nn.LayerNorm(4)))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        lambda batch, rows: rows // 7 == 300,
+        lambda batch, rows: rows % 1009 == 811,
+        lambda batch, rows: batch * rows == 1001,
+        lambda batch, rows: (batch // 2) * (rows // 3) == 1001,
+    ],
+    ids=["quotient", "remainder", "product", "product of quotients"],
+)
+def test_declared_sizes_at_which_the_model_goes_another_way_are_in_doubt_however_few_they_are(
+    condition: Callable[[int, int], bool],
+) -> None:
+    dynamic = {"x": {0: Dim("batch", 1, 64), 1: Dim("rows", 1, 4096)}}
+    traced = trace(_doubled_at(condition), {"x": torch.randn(3, 20, 4)}, dynamic)
+    assert traced.doubtful
+    assert all(condition(sizes["batch"], sizes["rows"]) for sizes in traced.doubtful)

@@ -50,6 +50,13 @@ class Remembers(nn.Module):
         return x + self.last
 
 
+class Counts(nn.Module):
+    """Makes a fraction of a size, which the converter turns into a call that torch does not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + float(x.shape[0])
+
+
 def arguments(rows: int = 2, length: int = 6) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(rows)
     x, h, c = (torch.randn(shape, generator=generator) for shape in ((rows, 4, length), (rows, 4), (rows, 4)))
@@ -123,3 +130,9 @@ def test_a_file_of_weights_is_said_to_be_no_program(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "weights.pt")
     with pytest.raises(SourceError, match="weights.pt"):
         load(tmp_path / "weights.pt")
+
+
+def test_a_graph_that_does_not_run_where_its_program_does_is_not_said_to_be_the_programs_failure() -> None:
+    script = torch.jit.script(Counts().eval())
+    with pytest.raises(SourceError, match="the graph that torch.export's converter makes of it does not run"):
+        convert(script, (torch.ones(3, 4),), {})

@@ -21,10 +21,12 @@ _FIRST_NUMBERS = 4
 def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
     """One answer for each row of a batch, as JSON holds it.
 
-    A task that is not known here, or whose output is not there, is answered with the outputs as they are.
+    A task that is not known here, or whose output or tokenizer is not there, is answered with the outputs as they are.
     """
     rows = next((array.shape[0] for array in inputs.values() if array.ndim), 1)
     answer, logits = _ANSWERS.get(bundle.application.task or ""), outputs.get("logits")
+    if answer in _OF_TOKENS and ("input_ids" not in inputs or "tokenizer" not in bundle.application.preprocessors):
+        answer = None
     if answer is None or logits is None or logits.shape[0] != rows or np.isnan(logits).any():
         return [_outputs(outputs, row, rows) for row in range(rows)]
     return [answer(bundle, {name: array[row] for name, array in inputs.items()}, logits[row]) for row in range(rows)]
@@ -111,8 +113,8 @@ def _fills(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
 
 def _next_tokens(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
     """The most likely tokens after the text."""
-    mask = inputs.get("attention_mask", np.ones(len(logits), np.int64))
-    scores = _probabilities(logits[np.flatnonzero(mask)[-1]], "softmax")
+    kept = np.flatnonzero(inputs.get("attention_mask", np.ones(len(logits), np.int64)))
+    scores = _probabilities(logits[kept[-1] if len(kept) else -1], "softmax")
     return {"next": [{"token": bundle.tokenizer.decode([i]), "score": float(scores[i])} for i in _best(scores)]}
 
 
@@ -124,6 +126,7 @@ _ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
     "fill-mask": _fills,
     "text-generation": _next_tokens,
 }
+_OF_TOKENS = (_tokens, _fills, _next_tokens)
 
 
 def as_text(answer: Answer) -> list[str]:

@@ -7,7 +7,7 @@ transformers where texts or images are to be made inputs of.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 
 # Tokenizers that know no longest sequence say 1e30.
 _UNLIMITED = 10**9
+# So many channels has an image that is transparent in places.
+_WITH_ALPHA = 4
 
 
 class Bundle:
@@ -92,7 +94,7 @@ class Bundle:
                 raise ConfigError("the model takes no such input", place=name, mend=did_you_mean(name, specs))
         if absent := [name for name in specs if name not in inputs]:
             raise ConfigError(f"the model needs {', '.join(absent)} too", place="inputs", mend=self._signature)
-        arrays = {name: _array(spec, inputs[name]) for name, spec in specs.items()}
+        arrays = {name: as_input(spec, inputs[name]) for name, spec in specs.items()}
         self._check_sizes(arrays)
         try:
             return self._run(arrays)
@@ -128,7 +130,7 @@ class Bundle:
     def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None) -> Arrays:
         """Makes inputs of texts, of images, or of both.
 
-        Several texts are padded to the longest, and cut to what the model takes.
+        Several texts are padded to the longest, at the right, and cut to what the model takes.
 
         Args:
             texts: One, or several.
@@ -142,7 +144,9 @@ class Bundle:
         """
         arrays: Arrays = {}
         if texts is not None:
-            arrays |= self._from_texts([texts] if isinstance(texts, str) else list(texts))
+            arrays |= self._from_texts(
+                list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [texts]
+            )
         if images is not None:
             arrays |= self._from_images(list(images) if isinstance(images, list | tuple) else [images])
         specs = {spec.name: spec for spec in self.manifest.inputs}
@@ -183,7 +187,7 @@ class Bundle:
         limit = min(most, tokenizer.model_max_length)
         cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
         texts = [self.application.prompt + text for text in texts]
-        encoded = tokenizer(texts, **cut)
+        encoded = _encoded(tokenizer, texts, **cut)
         lengths = [len(ids) for ids in encoded["input_ids"]]
         width = max(least, *lengths)
         if min(lengths) < width and "attention_mask" not in names:
@@ -196,7 +200,9 @@ class Bundle:
         if min(lengths) < width and preprocessors.pad_token(tokenizer) is None:
             raise ConfigError("the tokenizer has no token to pad with", place="texts", mend="Give one at a time.")
         if min(lengths) < width:
-            encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=width)
+            # At the right, whatever the tokenizer prefers: before a text padding would change its positions.
+            pad = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": width}
+            encoded = _encoded(tokenizer, texts, **pad)
         arrays = {name: np.asarray(rows) for name, rows in encoded.items()}
         return {"token_type_ids": np.zeros_like(arrays["input_ids"]), **arrays}
 
@@ -210,6 +216,8 @@ class Bundle:
         return (1, _UNLIMITED) if dim is None else (dim.min, dim.max or _UNLIMITED)
 
     def _from_images(self, images: Sequence[Any]) -> Arrays:
+        if not images:
+            raise ConfigError("there must be one at least", place="images")
         processor = self.image_processor
         try:
             return dict(processor(images=[_image(image) for image in images], return_tensors="np"))
@@ -219,16 +227,30 @@ class Bundle:
             raise ConfigError(f"they cannot be processed: {first_line(error)}", place="images") from error
 
 
+def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
+    try:
+        return tokenizer(texts, **options)
+    except Exception as error:  # half a surrogate pair, as a broken encoding leaves it, is one that they refuse
+        raise ConfigError(f"the tokenizer does not take them: {first_line(error)}", place="texts") from error
+
+
 def _image(image: Any) -> Any:
     """An image as the processors take it: red, green and blue."""
-    if isinstance(image, np.ndarray):
+    if isinstance(image, np.ndarray) and image.dtype != np.uint8:
+        raise ConfigError(f"it is {image.dtype}", place="images", mend="Give uint8, from 0 to 255.")
+    if isinstance(image, np.ndarray) and image.ndim > 2 and image.shape[-1] != _WITH_ALPHA:
         return image
     try:
         from PIL import Image
     except ImportError as error:
         raise ConfigError("reading images needs Pillow", place="images", mend="pip install pillow") from error
+    if isinstance(image, np.ndarray):
+        return Image.fromarray(image).convert("RGB")
     if isinstance(image, Image.Image):
         return image.convert("RGB")
+    if not isinstance(image, str | os.PathLike):
+        kind = type(image).__name__
+        raise ConfigError(f"it is a {kind}, and neither a path nor an image of PIL or numpy", place="images")
     try:
         with Image.open(image) as opened:
             return opened.convert("RGB")
@@ -242,8 +264,15 @@ def _dtype(spec: TensorRecord) -> np.dtype[Any]:
     return np.dtype(spec.dtype)
 
 
-def _array(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
-    """An input as a runtime takes it, after checking its dtype and rank."""
+def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
+    """An input as a runtime takes it.
+
+    Args:
+        value: A numpy array, or a tensor of torch.
+
+    Raises:
+        ConfigError: It is neither, or not of the dtype or rank that the model takes, or holds tokens below 0.
+    """
     if hasattr(value, "detach"):  # a tensor of torch, which is not imported for this
         value = value.detach().cpu()
         if str(value.dtype) == "torch.bfloat16":  # which numpy does not hold, and float32 holds all of
@@ -258,6 +287,9 @@ def _array(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     if array.ndim != len(spec.shape):
         shape = ", ".join(map(str, spec.shape))
         raise ConfigError(f"its shape is {list(array.shape)}, and the model takes [{shape}]", place=spec.name)
+    # Where PyTorch refuses a token below 0, ONNX counts it from the vocabulary's end.
+    if spec.name.endswith("input_ids") and array.size and array.min() < 0:
+        raise ConfigError("a token is below 0", place=spec.name)
     return np.ascontiguousarray(array, dtype=wanted).reshape(array.shape)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from optexport.applications import preprocessors, sentence_embedding
 from optexport.manifest import ApplicationRecord
+from optexport.positions import most_tokens
 from optexport.signature import Signature
 from optexport.sources import Loaded
 from optexport.tasks import AUTO_CLASSES
@@ -25,13 +26,8 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
     """
     task = task or _task_of(loaded.model)
     config: Any = getattr(loaded.model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
-    saved = preprocessors.save(
-        loaded.pretrained,
-        [spec.name for spec in signature.inputs],
-        folder,
-        getattr(text_config, "max_position_embeddings", None),
-    )
+    inputs = [spec.name for spec in signature.inputs]
+    saved = preprocessors.save(loaded.pretrained, inputs, folder, most_tokens(config))
     return ApplicationRecord(
         task=task,
         labels=_labels(task, config),

@@ -8,22 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from optexport.applications.answers import Answer, answers
 from optexport.applications.bundle import Arrays, Bundle
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, did_you_mean
+from optexport.manifest import TensorRecord
 
 _ROWS = 16
 
 
 @dataclass(frozen=True)
 class Given:
-    """One thing to predict on: a text, an image file, or the inputs themselves."""
+    """One thing to predict on: a text, an image file, or the inputs themselves; and the line that it was read from."""
 
     shown: str
     text: str | None = None
     image: Path | None = None
     inputs: Arrays | None = None
+    line: str | None = None
 
 
 def given_as_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Given]:
@@ -55,10 +58,11 @@ def given_in_file(bundle: Bundle, path: Path) -> list[Given]:
     if not records:
         raise ConfigError("it is empty", place=f"--data {path}")
     texts = texts_of(records, f"--data {path}")
+    lines = {number: f"--data {path}, line {number}" for number in records}
     if texts is not None:
-        return [Given(text, text=text) for text in texts]
+        return [Given(text, text=text, line=line) for text, line in zip(texts, lines.values(), strict=True)]
     return [
-        Given(f"line {number}", inputs=_row(bundle, record, f"--data {path}, line {number}"))
+        Given(f"line {number}", inputs=_row(bundle, record, lines[number]), line=lines[number])
         for number, record in records.items()
     ]
 
@@ -70,41 +74,59 @@ def _row(bundle: Bundle, record: Any, place: str) -> Arrays:
         raise ConfigError('it is no object such as {"text": ...} or {"input_ids": [...]}', place=place)
     row: Arrays = {}
     for name, value in record.items():
-        try:
-            array = np.asarray(value, dtype=specs[name].dtype if name in specs else None)
-            row[name] = array if name in specs and not specs[name].shape else array[np.newaxis]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"it is no row of {specs[name].dtype}", place=f'{place}, "{name}"') from error
+        where = f'{place}, "{name}"'
+        if name not in specs:
+            raise ConfigError("the model takes no such input", place=where, mend=did_you_mean(name, specs))
+        array = _numbers(value, specs[name], where)
+        row[name] = array[np.newaxis] if specs[name].shape else array
     if "attention_mask" in specs and "attention_mask" not in row and "input_ids" in row:
         row["attention_mask"] = np.ones_like(row["input_ids"])
     return row
 
 
+def _numbers(value: Any, spec: TensorRecord, place: str) -> npt.NDArray[Any]:
+    """Numbers of JSON as an input holds them; null and texts are no numbers, and fractions no whole ones."""
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind in ("biu" if np.dtype(spec.dtype).kind in "biu" else "biuf"):
+            return array.astype(spec.dtype)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"it is no row of {spec.dtype}", place=place) from error
+    raise ConfigError(f"it is no row of {spec.dtype}", place=place)
+
+
 def predict(bundle: Bundle, given: Sequence[Given]) -> list[Answer]:
     """Answers each thing that is given, in order.
 
-    Texts go several at a time where the model takes a mask, which keeps padding out of their results.
+    Texts go one at a time: some models let padding into their results, whatever the mask says.
 
     Raises:
         ConfigError: Something given cannot be made an input of, or the model does not take it.
     """
     found: list[Answer] = []
     for batch in _batches(bundle, given):
-        if batch[0].inputs is not None:
-            inputs = batch[0].inputs
-        elif batch[0].image is not None:
-            inputs = bundle.preprocess(images=[one.image for one in batch])
-        else:
-            inputs = bundle.preprocess([one.text or "" for one in batch])
-        found += answers(bundle, inputs, bundle(**inputs))
+        try:
+            inputs = _inputs(bundle, batch)
+            found += answers(bundle, inputs, bundle(**inputs))
+        except ConfigError as error:
+            if batch[0].line is None:
+                raise
+            raise ConfigError(error.cause, place=f"{batch[0].line}, {error.place}", mend=error.mend) from error
     return found
 
 
+def _inputs(bundle: Bundle, batch: Sequence[Given]) -> Arrays:
+    if batch[0].inputs is not None:
+        return batch[0].inputs
+    if batch[0].image is not None:
+        return bundle.preprocess(images=[one.image for one in batch])
+    return bundle.preprocess([one.text or "" for one in batch])
+
+
 def _batches(bundle: Bundle, given: Sequence[Given]) -> Iterator[Sequence[Given]]:
-    names = [spec.name for spec in bundle.manifest.inputs]
     head = next((spec.shape[0] for spec in bundle.manifest.inputs if spec.shape), 1)
     dim = bundle.manifest.dims.get(str(head))
-    alone = given[0].inputs is not None or ("input_ids" in names and "attention_mask" not in names)
-    rows = 1 if alone or (dim is None and head == 1) else min(_ROWS, (dim and dim.max) or _ROWS)
+    least, most = (dim.min, dim.max or _ROWS) if dim is not None else (head, head) if isinstance(head, int) else (1, 1)
+    rows = 1 if given[0].inputs is not None else least if given[0].image is None else min(_ROWS, most)
     for start in range(0, len(given), rows):
         yield given[start : start + rows]

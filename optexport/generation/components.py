@@ -32,7 +32,8 @@ _MADE = {"attention_mask", "cache_position", "decoder_attention_mask", "position
 _TOKENS = {"input_ids", "decoder_input_ids"}
 # A dimension of 0 or 1 is taken for fixed when a model is traced.
 _LEAST = 2
-_STEPS = 4
+# So many tokens are added to each prompt for the caches to check on.
+STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,34 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
             place=f"generation: {name}",
             mend="Give prompts of tokens alone, or leave generation out.",
         )
-    with torch.no_grad():
-        if len(parts) == 2:
-            return _with_encoder(model, parts[0], prompts)
-        return [_decoder_alone(model, parts[0], prompts, takes_positions="position_ids" in decode)]
+    try:
+        with torch.no_grad():
+            if len(parts) == 2:
+                return _with_encoder(model, parts[0], prompts)
+            return [_decoder_alone(model, parts[0], prompts, takes_positions="position_ids" in decode)]
+    except TraceError:
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        raise TraceError(
+            f"it fails on one of the prompts: {type(error).__name__}: {first_line(error)}",
+            place=f"generation: {name}",
+            mend="Give prompts that model.generate(**prompt) takes.",
+        ) from error
+
+
+def turn(model: nn.Module) -> int | None:
+    """The length of tokens after which ``generate`` computes the cache anew; None of most models.
+
+    Beyond it Phi-3's positions are rotated by other factors, those of the tokens before it too.
+    """
+    given: Any = model
+    length = getattr(given.config.get_text_config(decoder=True), "original_max_position_embeddings", None)
+    if length is None or given.config.is_encoder_decoder:
+        return None
+    ids = torch.zeros(1, length + 1, dtype=torch.int64)
+    cache = DynamicCache(config=given.config)
+    step = given.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=torch.ones_like(ids))
+    return None if step.get("past_key_values") is cache else int(length)
 
 
 def _decode_inputs(model: nn.Module, prompt: Prompt) -> dict[str, Any]:
@@ -252,7 +277,7 @@ def _steps(module: nn.Module, inputs: Tensors) -> list[Tensors]:
     The second of them is of two steps at once, after a past of at least two tokens where there is room for that.
     """
     taken = [inputs]
-    for _ in range(_STEPS - 1):
+    for _ in range(STEPS - 1):
         outputs = module(**inputs)
         token = outputs["logits"][:, -1:].argmax(-1)
         inputs = {**inputs, "input_ids": token, **next_past(outputs)}

@@ -12,20 +12,22 @@ from torch import nn
 
 from optexport import api, drafts, pipeline, sealed_json
 from optexport.config import FORMATS, Effort, checked_settings
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
-from optexport.generation.components import Component, Prompt, components
+from optexport.generation.components import STEPS, Component, Prompt, components, turn
 from optexport.generation.runtime import DOCUMENT, Parts
 from optexport.generation.tokens import Compared
 from optexport.job import Job
 from optexport.pipeline import Result
 from optexport.places import MANIFEST, check_place, check_replaceable
+from optexport.positions import most_tokens
 from optexport.runtimes import Run
 from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.transformations import Transformation
 
 _PARTS = ("encoder", "decoder")
+_UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def export_generation(
     def make_job(part: Component, place: Path) -> Job:
         return Job(config, Loaded(part.module), part.batches[0], part.batches, part.dynamic, rules, place)
 
-    given = [prompts] if isinstance(prompts, Mapping) else list(prompts)
+    given = [prompts] if isinstance(prompts, Mapping) else prompts
     return produce(model, given, Path(output).resolve(), make_job, new_tokens, stages or Stages())
 
 
@@ -109,15 +111,23 @@ def produce(
     """Exports every part as its job says, and compares tokens. The folder appears when all of it is proven."""
     _check(model, prompts, new_tokens)
     check_output(output)
+    prompts = [{name: t if t.is_floating_point() else t.long() for name, t in prompt.items()} for prompt in prompts]
     found = components(model, prompts)
     results: dict[str, Result] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
     with drafts.drafting(output, check_output) as draft:
         for part in found:
             # Of its data a quick proof takes the first: the prefill, whose cache is of length 0.
-            job = replace(make_job(part, draft / part.name), beside=output, real=part.batches[1:])
+            # Nobody declared its sizes, so that those are left out which the model has no positions for.
+            job = replace(make_job(part, draft / part.name), beside=output, real=part.batches[1:], declared=False)
             announce = _prefixed(part.name, stages)
-            results[part.name] = pipeline.produce(job, announce)
+            try:
+                results[part.name] = pipeline.produce(job, announce)
+            except TraceError as error:
+                if error.place != "inputs.dynamic":  # which no config with a cache has
+                    raise
+                mend = "Leave generation out: one forward pass, without a cache, can be exported."
+                raise TraceError(error.cause, place=f"generation: {part.name}", mend=mend) from error
             stages.seconds.update({f"{part.name}: {name}": spent for name, spent in announce.seconds.items()})
         with stages.stage("tokens"):
             start = getattr(found[0].module, "start", None)
@@ -143,15 +153,15 @@ def _compare(
     manifests = {name: result.manifest for name, result in results.items()}
     own = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
     runs = {part.name: _eager(part.module) for part in found}
-    original = Parts(runs["decoder"], own, runs.get("encoder"), start)
+    original = Parts(runs["decoder"], own, runs.get("encoder"), start, turn(model))
     limit = manifests["decoder"].parity.bounds["logits"].limit
     checked = []
     for case in tokens.cases(prompts):
-        length = 1 if start is not None else case[1]["input_ids"].shape[1]
-        checked.append((case, tokens.likeliest_tokens(model, case[1], min(new_tokens, _positions(model) - length))))
+        room = (most_tokens(model.config, decoder=True) or _UNLIMITED) - _length(case[1], model)
+        checked.append((case, tokens.likeliest_tokens(model, case[1], min(new_tokens, room))))
     compared = []
     for name in [artifact.format for artifact in manifests["decoder"].artifacts]:
-        candidate = runtime.open_parts(draft, manifests, name, start)
+        candidate = runtime.open_parts(draft, manifests, name, start, original.turn)
         compared += [tokens.compare(original, candidate, name, case, ids, limit) for case, ids in checked]
     return compared
 
@@ -166,12 +176,10 @@ def _eager(module: nn.Module) -> Run:
     return run
 
 
-def _positions(model: nn.Module) -> int:
-    """How many tokens the decoder has positions for; a large number where nothing limits them."""
+def _length(prompt: Prompt, model: nn.Module) -> int:
+    """How many tokens a decoder has been given when it adds the first."""
     config: Any = model.config
-    text = config.get_text_config(decoder=True)
-    limits = (getattr(text, name, None) for name in ("max_target_positions", "max_position_embeddings"))
-    return next((int(limit) for limit in limits if limit), 1 << 30)
+    return 1 if config.is_encoder_decoder else prompt["input_ids"].shape[1]
 
 
 def _document(
@@ -185,6 +193,7 @@ def _document(
         "version": 1,
         "parts": {name: sealed_json.read(result.output / MANIFEST)["digest"] for name, result in results.items()},
         "start": start,
+        "turn": turn(model),
         "eos": ends,
         "pad": int(pad),
         "tokens": [asdict(each) for each in compared],
@@ -196,12 +205,15 @@ def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None
         raise ConfigError(
             f"a {type(model).__name__} has no generate()", place="model", mend="Give a model of transformers that has."
         )
-    if new_tokens < 1:
+    if not isinstance(new_tokens, int) or new_tokens < 1:
         raise ConfigError(f"it must be at least 1, not {new_tokens}", place="new_tokens")
+    if not isinstance(prompts, list | tuple):
+        raise ConfigError(f"they are a {type(prompts).__name__}, not a prompt or a list of them", place="prompts")
     if not prompts:
         raise ConfigError("no prompt is given", place="prompts")
     for index, prompt in enumerate(prompts):
-        if not prompt or not all(isinstance(tensor, torch.Tensor) and tensor.numel() for tensor in prompt.values()):
+        tensors = list(prompt.values()) if isinstance(prompt, Mapping) else []
+        if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.numel() for tensor in tensors):
             raise ConfigError("it holds no tensors by name, or empty ones", place=f"prompts[{index}]")
         if set(prompt) != set(prompts[0]):
             raise ConfigError("it holds other inputs than the first", place=f"prompts[{index}]")
@@ -213,6 +225,13 @@ def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None
                     place=f"prompts[{index}]",
                 )
             runtime.check_left_padded(prompt, f"prompts[{index}]")
+        most = most_tokens(config, decoder=True)
+        if most is not None and _length(prompt, model) + STEPS > most:
+            raise ConfigError(
+                f"it is {_length(prompt, model)} tokens long, and the model has positions for {most}",
+                place=f"prompts[{index}]",
+                mend=f"Give prompts that leave room for {STEPS} new tokens at least.",
+            )
 
 
 def check_output(output: Path) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from optexport import bundle_files, runtimes, sealed_json
-from optexport.errors import BundleError, ConfigError
+from optexport.applications.bundle import as_input
+from optexport.errors import BundleError, ConfigError, first_line
 from optexport.generation.names import next_past
 from optexport.manifest import Manifest, TensorRecord
 from optexport.runtimes import Run
@@ -34,12 +35,14 @@ class Parts:
         encoder: None of a model without one; ``start`` is then None too.
         caches: The inputs of the decoder that hold its own cache.
         start: The token that a decoder behind an encoder begins with.
+        turn: The length of tokens after which the cache is computed anew, if there is one.
     """
 
     decoder: Run
     caches: tuple[TensorRecord, ...]
     encoder: Run | None = None
     start: int | None = None
+    turn: int | None = None
 
     def begin(self, inputs: Mapping[str, torch.Tensor]) -> Tensors:
         """What the decoder is given first: prompt or start, masks, an empty cache, and what the encoder gives."""
@@ -83,14 +86,17 @@ class Parts:
             if "attention_mask" in given:
                 mask = given["attention_mask"]
                 given["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+                if mask.shape[1] == self.turn:
+                    ids = torch.cat([inputs["input_ids"], torch.stack(taken, 1)], 1)
+                    given = self.begin({"input_ids": ids, "attention_mask": given["attention_mask"]})
         return torch.stack(taken, 1)
 
 
 class Generator:
     """Generates text with the files of an export, always with the likeliest token."""
 
-    def __init__(self, parts: Parts, eos: Sequence[int], pad: int) -> None:
-        self._parts, self._eos, self._pad = parts, tuple(eos), pad
+    def __init__(self, parts: Parts, inputs: Sequence[TensorRecord], eos: Sequence[int], pad: int) -> None:
+        self._parts, self._inputs, self._eos, self._pad = parts, inputs, tuple(eos), pad
 
     @classmethod
     def load(cls, folder: str | Path, file_format: str = "onnx") -> Generator:
@@ -111,17 +117,18 @@ class Generator:
         for name, digest in document["parts"].items():
             if manifests[name].digest != digest:
                 raise BundleError("it belongs to another export", place=name)
-        parts = open_parts(folder, manifests, file_format, document["start"])
-        return cls(parts, document["eos"], document["pad"])
+        parts = open_parts(folder, manifests, file_format, document["start"], document.get("turn"))
+        first = manifests.get("encoder", manifests["decoder"])
+        return cls(parts, [spec for spec in first.inputs if spec not in parts.caches], document["eos"], document["pad"])
 
     def generate(
         self,
-        input_ids: Array | None = None,
-        attention_mask: Array | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
         *,
         max_new_tokens: int = 64,
         eos_token_id: int | Sequence[int] | None = None,
-        **inputs: Array,
+        **inputs: Any,
     ) -> Array:
         """The tokens of ``model.generate(do_sample=False)``, as far as that only takes the likeliest.
 
@@ -138,24 +145,60 @@ class Generator:
             int64 [batch, sequence + new tokens]; of a model with an encoder [batch, 1 + new tokens].
 
         Raises:
-            ConfigError: The arguments do not fit.
+            ConfigError: The arguments do not fit, or the files do not run on them.
         """
-        given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
-        if input_ids is not None:
-            ids = torch.from_numpy(np.ascontiguousarray(input_ids, dtype=np.int64))
-            mask = np.ones(ids.shape, np.int64) if attention_mask is None else attention_mask
-            given |= {"input_ids": ids, "attention_mask": torch.from_numpy(np.ascontiguousarray(mask, dtype=np.int64))}
-        if not given:
-            raise ConfigError("neither input_ids nor other inputs are given", place="generate")
-        if max_new_tokens < 1:
+        given = self._given({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ConfigError(f"it must be at least 1, not {max_new_tokens}", place="generate: max_new_tokens")
         if self._parts.encoder is None:
             check_left_padded(given, "generate")
-        eos = self._eos if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-        new = self._parts.greedy(given, max_new_tokens, eos, self._pad)
+        try:
+            eos = self._eos if eos_token_id is None else np.atleast_1d(np.asarray(eos_token_id, np.int64)).tolist()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{eos_token_id!r} is no token", place="generate: eos_token_id") from error
+        try:
+            new = self._parts.greedy(given, max_new_tokens, eos, self._pad)
+        except Exception as error:  # each runtime raises its own
+            raise ConfigError(
+                f"the files do not run on these inputs: {first_line(error)}",
+                place="generate",
+                mend="Give ids of the model's vocabulary, and no more tokens than it has positions for.",
+            ) from error
         rows = new.shape[0]
         before = given["input_ids"] if self._parts.encoder is None else torch.full((rows, 1), self._parts.start or 0)
         return torch.cat([before, new], 1).numpy()
+
+    def _given(self, inputs: Mapping[str, Any]) -> Tensors:
+        """The inputs of the first part, with a mask that hides nothing where none is given."""
+        arrays = {name: np.asarray(value) for name, value in _rectangular(inputs).items() if value is not None}
+        specs = {spec.name: spec for spec in self._inputs}
+        if "attention_mask" in specs and "input_ids" in arrays:
+            arrays.setdefault("attention_mask", np.ones(arrays["input_ids"].shape, np.int64))
+        takes = f"It takes {', '.join(specs)}."
+        for name in arrays:
+            if name not in specs:
+                raise ConfigError("the model takes no such input", place=f"generate: {name}", mend=takes)
+        if absent := [name for name in specs if name not in arrays]:
+            raise ConfigError(f"the model needs {', '.join(absent)} too", place="generate", mend=takes)
+        given = {name: torch.from_numpy(as_input(spec, arrays[name])) for name, spec in specs.items()}
+        for name, tensor in given.items():
+            if not tensor.numel():
+                raise ConfigError(f"it is empty, {list(tensor.shape)}", place=f"generate: {name}")
+        return given
+
+
+def _rectangular(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs with lists as arrays.
+
+    Raises:
+        ConfigError: A list is of rows of several lengths.
+    """
+    try:
+        return {name: np.asarray(value) if isinstance(value, list | tuple) else value for name, value in inputs.items()}
+    except ValueError as error:
+        raise ConfigError(
+            "its rows are of several lengths", place="generate", mend="Pad them at the left, and give attention_mask."
+        ) from error
 
 
 def check_left_padded(inputs: Mapping[str, torch.Tensor], place: str) -> None:
@@ -178,7 +221,9 @@ def check_left_padded(inputs: Mapping[str, torch.Tensor], place: str) -> None:
         )
 
 
-def open_parts(folder: Path, manifests: Mapping[str, Manifest], file_format: str, start: int | None) -> Parts:
+def open_parts(
+    folder: Path, manifests: Mapping[str, Manifest], file_format: str, start: int | None, turn: int | None
+) -> Parts:
     """Opens the files of one format.
 
     Raises:
@@ -187,7 +232,7 @@ def open_parts(folder: Path, manifests: Mapping[str, Manifest], file_format: str
     """
     runs = {name: _open(folder / name, manifest, file_format) for name, manifest in manifests.items()}
     own = tuple(spec for spec in manifests["decoder"].inputs if "past_sequence" in spec.shape)
-    return Parts(runs["decoder"], own, runs.get("encoder"), start)
+    return Parts(runs["decoder"], own, runs.get("encoder"), start, turn)
 
 
 def _open(folder: Path, manifest: Manifest, file_format: str) -> Run:

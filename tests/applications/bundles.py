@@ -42,10 +42,15 @@ _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+def model(task: str) -> PreTrainedModel:
+    """A new model for a task."""
+    return _MODELS[task]()
+
+
 @functools.cache
 def source(task: str) -> Path:
     """The folder of a model with its tokenizer and image processor."""
-    return folders.save(_MODELS[task](), Path(_PLACE.name) / task)
+    return folders.save(model(task), Path(_PLACE.name) / task)
 
 
 @functools.cache

@@ -109,6 +109,7 @@ def test_inputs_that_cannot_be_meant_are_refused_by_name(moved: Path) -> None:
         bundle, **inputs(attention_mask=np.ones((2, 3), int))
     )
     assert "input_ids: it is a list" in refusal(bundle, **inputs(input_ids=[[1, 2]]))
+    assert "input_ids: a token is below 0" in refusal(bundle, **inputs(input_ids=np.full((2, 4), -1)))
     assert "model.onnx: the file does not run on these inputs: " in refusal(
         bundle, **inputs(input_ids=np.full((2, 4), 10**6))
     )
@@ -189,6 +190,26 @@ def test_images_give_what_the_model_and_its_processor_give(tmp_path: Path) -> No
     (tmp_path / "broken.png").write_bytes(b"no image")
     with pytest.raises(ConfigError, match=r"broken\.png: it is no image that can be read"):
         bundle.preprocess(images=tmp_path / "broken.png")
+    transparent = np.concatenate([pixels, pixels[..., :1]], axis=-1)
+    assert np.array_equal(
+        bundle.preprocess(images=transparent)["pixel_values"], bundle.preprocess(images=pixels)["pixel_values"]
+    )
+    grey = bundle.preprocess(images=[pixels[..., 0], Image.fromarray(pixels[..., 0])])["pixel_values"]
+    assert np.array_equal(grey[0], grey[1])
+    for given, told in [
+        (pixels / 255, "images: it is float64\n  Give uint8"),
+        (torch.tensor(pixels), "images: it is a Tensor, and neither a path nor an image"),
+        ([], "images: there must be one at least"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            bundle.preprocess(images=given)
+
+
+def test_what_is_no_text_is_refused(moved: Path) -> None:
+    bundle = Bundle.load(moved)
+    for texts in (3, [3], [], [["a"]]):
+        with pytest.raises(ConfigError, match="texts: they must be texts, one at least"):
+            bundle.preprocess(texts)  # type: ignore[arg-type]
 
 
 def test_texts_of_several_lengths_are_refused_where_no_mask_hides_padding(tmp_path: Path) -> None:

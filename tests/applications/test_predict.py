@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.pipelines import FillMaskPipeline, TextClassificationPipeline, TokenClassificationPipeline
 
+from optexport.applications.bundle import Bundle
 from optexport.cli import cli
 from tests import exports
-from tests.applications import bundles
+from tests.applications import bundles, folders
 from tests.applications.folders import TEXTS
 
 
@@ -136,3 +138,67 @@ def test_what_cannot_be_meant_ends_with_one_message_and_its_code(tmp_path: Path)
     changed = called(tmp_path / "bundle", "a text")
     assert changed.exit_code == 4
     assert "preprocessor/tokenizer.json: it was changed since the bundle was written" in changed.stderr
+
+
+def test_a_text_is_answered_as_if_it_were_alone_whatever_side_its_tokenizer_pads(tmp_path: Path) -> None:
+    source = folders.save(bundles.model("text-generation"), tmp_path / "left", padding_side="left")
+    output = folders.export(source, formats='["pt2"]').output
+    alone = [predicted(output, text)["results"][0] for text in TEXTS]
+    assert [pytest.approx(one["next"][0]["score"]) for one in alone] == [
+        one["next"][0]["score"] for one in predicted(output, *TEXTS)["results"]
+    ]
+    bundle = Bundle.load(output)
+    assert bundle.tokenizer.padding_side == "left"
+    together = bundle(**bundle.preprocess(TEXTS))["logits"]
+    for text, logits in zip(TEXTS, together, strict=True):
+        own = bundle(**bundle.preprocess(text))["logits"][0]
+        np.testing.assert_allclose(logits[: len(own)], own, atol=1e-5)
+
+
+def test_a_model_of_tokens_without_its_tokenizer_answers_with_the_outputs(tmp_path: Path) -> None:
+    model = folders.randomise(bundles.model("text-generation"))
+    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 5, 10]]), "attention_mask": torch.ones(2, 3, dtype=torch.int64)}
+    output = exports.quick(model, inputs, tmp_path / "bundle").output
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [5, 6, 7, 8]}\n')
+    found = predicted(output, "--data", tmp_path / "rows.jsonl")
+    assert found["task"] == "text-generation"
+    assert np.array(found["results"][0]["outputs"]["logits"]).shape == (4, 14)
+
+
+def test_a_row_that_is_wholly_masked_is_answered_too(tmp_path: Path) -> None:
+    row = {"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [0, 0]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    found = predicted(bundles.bundle("text-generation"), "--data", tmp_path / "rows.jsonl")
+    assert len(found["results"][0]["next"]) == 5
+
+
+IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}'
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (IDS.replace("[5,", "[5.5,"), 'line 2, "input_ids": it is no row of int64'),
+        (IDS.replace("[5,", "[null,"), 'line 2, "input_ids": it is no row of int64'),
+        (IDS.replace("[5,", '["5",'), 'line 2, "input_ids": it is no row of int64'),
+        (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model takes no such input'),
+        (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence is 2 in it, and 1 in input_ids"),
+        ('{"input_ids": [5, 6]}', "line 2, inputs: the model needs token_type_ids too"),
+        (IDS.replace("5", "5000"), "line 2, model.pt2: the file does not run on these inputs"),
+    ],
+)
+def test_a_line_that_does_not_fit_is_named(line: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{IDS}\n{line}\n")
+    refused = called(bundles.bundle("fill-mask"), "--data", tmp_path / "rows.jsonl")
+    assert refused.exit_code == 2
+    assert f"--data {tmp_path / 'rows.jsonl'}, {told}" in refused.stderr
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    bundle = bundles.bundle("text-classification")
+    for arguments in (("a \udcff",), ("--data", tmp_path / "texts.jsonl")):
+        (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
+        refused = called(bundle, *arguments)
+        assert refused.exit_code == 2
+        assert "texts: the tokenizer does not take them" in refused.stderr
+    assert "line 2, texts" in refused.stderr

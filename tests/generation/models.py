@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -21,6 +23,8 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
+
+from optexport.transformers_exporters import quiet
 
 _VOCABULARY = 64
 _SPECIAL: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
@@ -64,18 +68,12 @@ _WHISPER: dict[str, Any] = {
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32),
 }
 
-_FACTORIES: dict[str, Callable[[], PreTrainedModel]] = {
+_GPT2: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 256, "initializer_range": 0.3}
+
+_FACTORIES: dict[str, Callable[..., PreTrainedModel]] = {
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_DECODER, **_GEMMA, head_dim=4)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            **_SPECIAL,
-            vocab_size=_VOCABULARY,
-            n_embd=16,
-            n_layer=1,
-            n_head=2,
-            n_positions=256,
-            initializer_range=0.3,
-        )
+    "gpt2": lambda **options: GPT2LMHeadModel(
+        GPT2Config(**_SPECIAL, **{**_GPT2, **options}, vocab_size=_VOCABULARY),
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_DECODER)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_DECODER, head_dim=4)),
@@ -90,11 +88,21 @@ FAMILIES = tuple(_FACTORIES)
 WITHOUT_ENCODER = ("gemma3", "gpt2", "llama", "qwen3")
 
 
-def make(family: str) -> PreTrainedModel:
+def make(family: str, **options: Any) -> PreTrainedModel:
     """A new model of a family, the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _FACTORIES[family]().eval()
+        return _FACTORIES[family](**options).eval()
+
+
+def phi3(turn: int) -> PreTrainedModel:
+    """A model that rotates its positions by other factors, once there are more than so many."""
+    rope = {"rope_type": "longrope", "long_factor": [2.0, 3.0], "short_factor": [1.0, 1.0], "rope_theta": 10000.0}
+    given = {**rope, "original_max_position_embeddings": turn, "factor": 256 / turn}
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(0)
+        config = Phi3Config(**_DECODER, original_max_position_embeddings=turn, rope_parameters=given)
+        return Phi3ForCausalLM(config).eval()
 
 
 def left_padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:

@@ -134,7 +134,14 @@ def test_what_cannot_be_carried_is_refused_with_what_it_is(
     ("prompts", "said"),
     [
         ([], "no prompt is given"),
+        (None, "they are a NoneType, not a prompt"),
+        ("a text", "they are a str, not a prompt"),
         ([{}], "no tensors by name"),
+        ([[5, 6, 7]], "no tensors by name"),
+        (
+            [{"input_ids": torch.ones(1, 253).long(), "attention_mask": torch.ones(1, 253).long()}],
+            "has positions for 256",
+        ),
         ([{"input_ids": torch.ones(1, 3, dtype=torch.int64)}], "a decoder takes input_ids and attention_mask"),
         ([{"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}], "ends with padding"),
         ([{"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2).long()}], "not both"),

@@ -6,6 +6,7 @@ import functools
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ _HELD_OUT = [[7], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49], [12, 60, 3], [9, 9, 
 def exported() -> GenerationResult:
     """What `export_generation` makes of a model; it is shared between tests, so none may change it."""
     return export_generation(models.make("gpt2"), models.prompts("gpt2"), Path(_PLACE.name) / "gpt2", effort="quick")
+
+
+@functools.cache
+def generators(file_format: str) -> Generator:
+    return Generator.load(exported().output, file_format)
 
 
 @pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
@@ -102,12 +108,58 @@ def test_what_cannot_be_generated_from_is_refused(tmp_path: Path) -> None:
         generator.generate(ids, np.array([[1, 1, 0]]))
     with pytest.raises(ConfigError, match="at least 1"):
         generator.generate(ids, max_new_tokens=0)
-    with pytest.raises(ConfigError, match="neither"):
+    with pytest.raises(ConfigError, match="the model needs input_ids, attention_mask too"):
         generator.generate()
     with pytest.raises(ConfigError, match="no openvino file was exported"):
         Generator.load(exported().output, "openvino")
     with pytest.raises(ConfigError, match=r"holds no generation\.json"):
         Generator.load(tmp_path)
+
+
+@pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"input_ids": [[5.5, 6.0]]}, "input_ids: it is float64, and the model takes int64"),
+        ({"input_ids": [[5], [6, 7]]}, "its rows are of several lengths"),
+        ({"input_ids": "a text"}, "input_ids: it is"),
+        ({"input_ids": [5, 6]}, "input_ids: its shape is"),
+        ({"input_ids": np.ones((0, 3), np.int64)}, "input_ids: it is empty"),
+        ({"input_ids": [[5, -6]]}, "input_ids: a token is below 0"),
+        ({"input_ids": [[5, 6000]]}, "the files do not run on these inputs"),
+        ({"input_ids": [[5]] * 2, "input_features": np.ones((1, 2, 3), np.float32)}, "takes no such input"),
+        ({"input_features": np.ones((1, 2, 3), np.float32)}, "input_features: the model takes no such input"),
+        ({"attention_mask": [[1]]}, "the model needs input_ids too"),
+        ({"input_ids": [[5]], "max_new_tokens": 2.5}, "max_new_tokens: it must be at least 1"),
+        ({"input_ids": [[5]], "eos_token_id": "a"}, "eos_token_id: 'a' is no token"),
+        ({"input_ids": [[5] * 250], "max_new_tokens": 20}, "no more tokens than it has positions for"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_in_every_format(
+    given: dict[str, Any], told: str, file_format: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        generators(file_format).generate(**given)
+
+
+def test_a_model_with_few_positions_is_proven_at_the_sizes_that_it_has_positions_for(tmp_path: Path) -> None:
+    model = models.make("gpt2", n_positions=24)
+    prompts = [models.left_padded([[*range(3, 15)]]), {k: v.int() for k, v in models.left_padded([[7]]).items()}]
+    result = export_generation(model, prompts, tmp_path / "out", formats=["pt2"], effort="quick", new_tokens=8)
+    assert any("index out of range" in told for told in result.parts["decoder"].manifest.parity.left_out)
+    assert [each.compared for each in result.tokens] == [8, 8]
+
+
+def test_where_generate_computes_its_cache_anew_the_files_do_too(tmp_path: Path) -> None:
+    """Phi-3 rotates all positions by other factors, once there are more of them than it was first trained with."""
+    model, prompt = models.phi3(turn=16), models.left_padded([[5, 6, 7], [8, 9]])
+    result = export_generation(model, prompt, tmp_path / "out", formats=["pt2"], effort="quick", new_tokens=24)
+    assert [each.compared for each in result.tokens] == [48, 24]
+    generator = Generator.load(tmp_path / "out", "pt2")
+    for rows in ([[7]], [[*range(3, 19)]], [[*range(3, 20)], [5]], [[*range(3, 40)]]):
+        prompt = models.left_padded(rows)
+        found = generator.generate(**prompt, max_new_tokens=24, eos_token_id=())
+        assert found[:, -24:].tolist() == tokens.likeliest_tokens(model, prompt, 24).tolist()
 
 
 @pytest.mark.nightly
