@@ -20,6 +20,7 @@ from optexport.cli_bench import bench
 from optexport.cli_console import console, echo, progress
 from optexport.cli_group import Group, debug_option, json_option, outcome, print_json
 from optexport.cli_lock import lock
+from optexport.cli_registry import log, promote, rollback
 from optexport.cli_report import diff, report
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
@@ -44,6 +45,8 @@ def cli() -> None:
 
 
 cli.add_command(bench)
+for command in (log, promote, rollback):
+    cli.add_command(command)
 cli.add_command(predict)
 cli.add_command(lock)
 cli.add_command(report)
@@ -118,13 +121,13 @@ def run(
     except OptexportError as error:
         ci_reports.publish(config.name, None, error, junit)
         raise
-    ci_reports.publish(config.name, result.manifest.parity, result.tracking_failure, junit)
+    ci_reports.publish(config.name, result.manifest.parity, result.failure, junit)
     if as_json:
         print_json(summary.as_json(result))
     else:
         summary.show(result, console())
-    if result.tracking_failure is not None:
-        raise result.tracking_failure
+    if result.failure is not None:
+        raise result.failure
 
 
 def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], *, as_json: bool) -> None:
@@ -141,8 +144,8 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
     else:
         summary.show(result, console())
     for part in result.parts.values():
-        if part.tracking_failure is not None:
-            raise part.tracking_failure
+        if part.failure is not None:
+            raise part.failure
 
 
 @cli.command()
@@ -358,5 +361,4 @@ def _quieten() -> None:
     """Keeps the libraries' own chatter out of the way of ours; a user's own setting stays."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")

@@ -28,6 +28,7 @@ from optexport.config_generation import GenerationConfig, check_generation
 from optexport.config_measuring import BenchConfig, GateConfig, TuneConfig, check_measuring
 from optexport.config_mistakes import explained
 from optexport.config_precision import PrecisionConfig, check_precision
+from optexport.config_registering import RegisterConfig, check_register
 from optexport.config_source import SourceKind, check_files, check_module, source_kind
 from optexport.errors import ConfigError, did_you_mean
 from optexport.foreign_code import check_foreign_code
@@ -71,7 +72,7 @@ def _finite(value: Any) -> Any:
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
 class ModelConfig(_Table):
@@ -229,6 +230,8 @@ class Config(_Table):
     generation: GenerationConfig | None = None
     gate: GateConfig = GateConfig()
     tracking: TrackingConfig = TrackingConfig()
+    # BaseModel has a `register` of its own, from ABCMeta.
+    registering: RegisterConfig | None = Field(default=None, alias="register")
 
     def rules(self) -> list[TransformationConfig]:
         """The transformations to apply: those named, or the preset."""
@@ -283,6 +286,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     check_tolerance(config, without, path.name)
     check_precision(config, path.name)
     check_generation(config, path.name)
+    check_register(config, path.name)
     return config
 
 

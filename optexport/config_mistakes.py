@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from optexport.errors import ConfigError, did_you_mean
 
@@ -55,13 +56,19 @@ def _known_keys(model: type[BaseModel], location: list[int | str]) -> list[str]:
     annotation: Any = model
     for part in location:
         annotation = _inside(annotation, part)
-    return list(getattr(_table_in(annotation), "model_fields", {}))
+    table = _table_in(annotation)
+    return [] if table is None else list(_fields(table))
+
+
+def _fields(table: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields by the names that they have in the file."""
+    return {field.alias or name: field for name, field in table.model_fields.items()}
 
 
 def _inside(annotation: Any, part: int | str) -> Any:
     """What a key of a table holds, or an item of a list, or of a table whose keys are free."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation.model_fields[str(part)].annotation
+        return _fields(annotation)[str(part)].annotation
     first, *rest = get_args(annotation)
     if get_origin(annotation) is dict:
         return rest[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from optexport import places, registry
 from optexport.config import Config, Format, TransformationConfig
@@ -42,6 +43,7 @@ class Job:
         metrics: The user's own metrics that gates are on, by name.
         beside: What a failed proof leaves its folder beside, where that is not the output.
         declared: Whether the sizes in ``dynamic`` are what somebody asked for.
+        origin: The commit, the part and the MLflow run that the bundle is of, as far as there are any.
     """
 
     config: Config
@@ -57,6 +59,7 @@ class Job:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     beside: Path | None = None
     declared: bool = True
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def failure(self) -> Path:

@@ -27,10 +27,11 @@ from optexport.arguments import arguments_of
 from optexport.bench import exports, report
 from optexport.bench.measuring import Report
 from optexport.blame import failure
+from optexport.checkout import checkout
 from optexport.config import Config, load_config
 from optexport.config_measuring import TuneConfig
 from optexport.config_source import SourceKind, source_kind
-from optexport.errors import ConfigError, TrackingError, redact
+from optexport.errors import ConfigError, OptexportError, TrackingError, redact
 from optexport.html_report import page
 from optexport.job import Job, resolved, rules_of, unmeasured
 from optexport.manifest import Manifest
@@ -43,6 +44,8 @@ from optexport.proof.suspects import Suspects
 from optexport.proof.vocabulary import vocabularies
 from optexport.sources import Loaded
 from optexport.stages import Stages
+from optexport.tracking import facts
+from optexport.tracking.registry import Registered
 from optexport.tuning import outcome, tuner
 from optexport.tuning.outcome import Outcome
 
@@ -58,6 +61,7 @@ class Result:
         run_id: The MLflow run, if there is one.
         run_page: The address of that run in MLflow's own page, after the command that serves it if one is needed.
         tracking_failure: Why the run could not be tracked, if it could not.
+        registered: What became of the model in the registry, if the config names one.
         baseline: The folder of the untransformed export, if it was asked for.
         bench: What was measured of the files, if anything.
         tuned: What came of tuning, by format.
@@ -69,6 +73,7 @@ class Result:
     run_id: str | None = None
     run_page: str | None = None
     tracking_failure: TrackingError | None = None
+    registered: Registered | None = None
     baseline: Path | None = None
     bench: Report | None = None
     tuned: tuple[Outcome, ...] = ()
@@ -77,6 +82,11 @@ class Result:
     def passed(self) -> bool:
         """Whether every place passed; always so, since a run that did not raises `ParityError` instead."""
         return all(place.passed for place in self.parity)
+
+    @property
+    def failure(self) -> OptexportError | None:
+        """What did not end well though the bundle is whole: its tracking, or that it was to be the champion."""
+        return self.tracking_failure or (None if self.registered is None else self.registered.failure)
 
     @property
     def files(self) -> dict[str, Path]:
@@ -148,9 +158,12 @@ def run(
             dump.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"nothing can be written there: {error}", place=f"--dump {dump}") from error
-    with interrupts.temporary_folder() as downloads, tracking.tracking(config.tracking, folder) as tracker:
-        tracker.params(config.model_dump(mode="json", exclude_none=True))
-        tracker.tags({**tracking.git_tags(folder), **records.versions(), "source": config.model.source})
+    settings, origin = records.portable(config), {"git": checkout(folder)}
+    tags = facts.tags(settings["model"]["source"], records.versions(), origin)
+    with (
+        interrupts.temporary_folder() as downloads,
+        tracking.tracking(config.tracking, path, output, settings, tags) as tracker,
+    ):
         with stages.stage("load"):
             loaded = load_model(config, folder, downloads)
             if lock is not None:
@@ -164,8 +177,9 @@ def run(
                 loaded = loaded.called_with(given.example, arguments)
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
         job = Job(
-            config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, given.rows, metrics
-        )
+            config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, given.rows, metrics,
+            origin=origin,
+        )  # fmt: skip
         if not keep:
             job = replace(job, output=downloads / "bundle", beside=output)
         if baseline:
@@ -173,16 +187,15 @@ def run(
                 replace(job, config=resolved(unmeasured(config), (), plain), rules=(), output=plain, dump=None),
                 Stages(lambda name, seconds: stages.announce(f"baseline: {name}", seconds)),
             )
-        result = produce(job, stages)
+        result = produce(replace(job, origin={**origin, **tracker.origin}), stages)
         with stages.stage("track"):
-            figures = {} if result.bench is None else report.metrics(result.bench)
-            figures |= outcome.metrics(result.tuned)
-            tracker.result(result.manifest, stages.seconds, job.output, text, figures)
+            tracker.send()
     return replace(
         result,
         run_id=tracker.run_id,
         run_page=tracker.page,
         tracking_failure=tracker.failure,
+        registered=tracker.registered,
         baseline=plain if baseline else None,
     )
 
@@ -222,6 +235,7 @@ def produce(job: Job, stages: Stages) -> Result:
             bundle.write_manifest(draft, manifest)
         measured: dict[str, Any] = {} if bench is None else {"bench": report.as_json(bench)}
         measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
+        measured |= {"origin": dict(job.origin)} if job.origin else {}
         bundle.write_measurements(draft, records.measurements(stages.seconds, measured))
         with stages.stage("report"):
             page.write(draft)

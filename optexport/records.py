@@ -91,10 +91,10 @@ def manifest(
     """The manifest, but for the files, which are not all written yet."""
     return Manifest(
         optexport_version=__version__,
-        config=_portable(config),
+        config=portable(config),
         versions=versions(),
         model=ModelRecord(
-            source=_portable(config)["model"]["source"],
+            source=portable(config)["model"]["source"],
             revision=loaded.revision,
             class_name=f"{type(loaded.model).__module__}.{type(loaded.model).__qualname__}",
             weights_sha256=loaded.weights_sha256,
@@ -146,7 +146,7 @@ def _constant(value: Constant) -> Constant:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _portable(config: Config) -> dict[str, Any]:
+def portable(config: Config) -> dict[str, Any]:
     """The config as it was resolved, without secrets, and without paths that only this machine knows."""
     document = config.model_dump(mode="json", exclude_none=True)
     document["transformations"] = [rule.model_dump(mode="json") for rule in config.rules()]

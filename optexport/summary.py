@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -45,6 +46,10 @@ def show(result: Result, console: Console) -> None:
         console.print(f"\n[bold]MLflow[/] run {result.run_id}", highlight=False)
         for line in result.run_page.splitlines():
             console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
+    if result.registered is not None:
+        console.print(f"[bold]Registered[/] {escape(result.registered.told)}", soft_wrap=True, highlight=False)
+        for reason in result.registered.why:
+            console.print(f"  {escape(reason)}", soft_wrap=True, highlight=False)
 
 
 def _signature(tensor: TensorRecord) -> str:
@@ -180,7 +185,7 @@ def as_json(result: Result) -> dict[str, Any]:
     """The result for machines."""
     return {
         "passed": result.passed,
-        "exit_code": 0 if result.tracking_failure is None else result.tracking_failure.exit_code,
+        "exit_code": 0 if result.failure is None else result.failure.exit_code,
         "tune": outcome.as_json(result.tuned),
         "output": str(result.output),
         "baseline": None if result.baseline is None else str(result.baseline),
@@ -190,5 +195,6 @@ def as_json(result: Result) -> dict[str, Any]:
         "parity": result.manifest.parity.model_dump(mode="json"),
         "bench": None if result.bench is None else report.as_json(result.bench),
         "mlflow_run_id": result.run_id,
+        "registered": None if result.registered is None else asdict(result.registered),
         "tracking_failure": None if result.tracking_failure is None else str(result.tracking_failure),
     }

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from optexport.bench.measuring import Figures, Report
 
-_MEASURED = ("p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak_memory_bytes")
 _COLOURS = {"faster": "green", "slower": "red", "cannot tell": None}
 
 
@@ -57,20 +56,6 @@ def _row(figures: Figures) -> dict[str, Any]:
         "load_seconds": figures.load,
         "peak_memory_bytes": figures.peak_memory,
     }
-
-
-def metrics(report: Report) -> dict[str, float]:
-    """The report as flat numbers: ``bench.ARTIFACT.SHAPE.p50_ms`` and so on."""
-    flat: dict[str, float] = {}
-    for figures in report.figures:
-        row = _row(figures)
-        measured = {key: row[key] for key in _MEASURED if row[key] is not None}
-        flat |= {f"bench.{row['artifact']}.{row['shape']}.{key}": value for key, value in measured.items()}
-    for duel in report.duels:
-        prefix = f"bench.{duel.artifact.name}.{duel.workload.label}.speedup"
-        c = duel.comparison
-        flat |= {prefix: c.speedup, f"{prefix}_low": c.low, f"{prefix}_high": c.high}
-    return flat
 
 
 def show(report: Report, console: Console) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from optexport import inputs, interrupts, pipeline, places, records, tracking
+from optexport import inputs, interrupts, pipeline, places, tracking
+from optexport.checkout import checkout
 from optexport.config import Config, load_config
 from optexport.errors import ConfigError, redact
 from optexport.generation import export
@@ -18,6 +20,7 @@ from optexport.job import Job, resolved, rules_of
 from optexport.pipeline import Result
 from optexport.sources import Loaded
 from optexport.stages import Stages
+from optexport.tracking import facts
 
 
 def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | None = None) -> GenerationResult:
@@ -40,6 +43,7 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
     config = resolved(config, rules)
     output = places.output_of(config, folder)
     export.check_output(output)
+    git = checkout(folder)
     text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
     with interrupts.temporary_folder() as downloads:
         with stages.stage("load"):
@@ -48,14 +52,17 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
             given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
             prompts = [_prompt(batch, loaded) for batch in given.real or (given.example,)]
 
+        def origin(part: str) -> dict[str, Any]:
+            return {"git": git, "part": part}
+
         def make_job(part: Component, place: Path) -> Job:
             first = part.batches[0]
             own = Loaded(part.module, revision=loaded.revision)
-            return Job(config, own, first, part.batches, part.dynamic, rules, place, text)
+            return Job(config, own, first, part.batches, part.dynamic, rules, place, text, origin=origin(part.name))
 
         result = export.produce(loaded.model, prompts, output, make_job, new_tokens, stages)
         with stages.stage("track"):
-            parts = {name: _track(name, part, config, folder, stages, text) for name, part in result.parts.items()}
+            parts = {name: _track(part, config, path, origin(name)) for name, part in result.parts.items()}
     return replace(result, parts=parts)
 
 
@@ -73,12 +80,9 @@ def _prompt(batch: Prompt, loaded: Loaded) -> Prompt:
     return {"input_ids": torch.stack([i for i, _ in rows]), "attention_mask": torch.stack([m for _, m in rows])}
 
 
-def _track(name: str, part: Result, config: Config, folder: Path, stages: Stages, text: str) -> Result:
-    with tracking.tracking(config.tracking, folder) as tracker:
-        tracker.params(config.model_dump(mode="json", exclude_none=True))
-        versions = records.versions()
-        tracker.tags({**tracking.git_tags(folder), **versions, "source": config.model.source, "part": name})
-        spent = {key: seconds for key, seconds in stages.seconds.items() if key.startswith(f"{name}: ")}
-        own = {key.removeprefix(f"{name}: "): seconds for key, seconds in spent.items()}
-        tracker.result(part.manifest, own, part.output, text)
+def _track(part: Result, config: Config, path: Path, origin: Mapping[str, Any]) -> Result:
+    manifest = part.manifest
+    tags = facts.tags(manifest.model.source, manifest.versions, origin)
+    with tracking.tracking(config.tracking, path, part.output, manifest.config, tags) as tracker:
+        tracker.send()
     return replace(part, run_id=tracker.run_id, run_page=tracker.page, tracking_failure=tracker.failure)

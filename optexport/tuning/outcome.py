@@ -65,20 +65,6 @@ def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [asdict(outcome) for outcome in outcomes]
 
 
-def metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """The speed-ups over the plain export, by format."""
-    return {
-        f"tune.{outcome.format}.{key}": value
-        for outcome in outcomes
-        if outcome.over_plain is not None
-        for key, value in (
-            ("speedup", outcome.over_plain.speedup),
-            ("speedup_low", outcome.over_plain.low),
-            ("speedup_high", outcome.over_plain.high),
-        )
-    }
-
-
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
     """Prints what was tried, and what was chosen."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -19,13 +19,13 @@ import transformers
 from mlflow.entities import Run
 from torch import nn
 
-from optexport import pipeline, runtimes, tracking
+from optexport import pipeline, runtimes
 from optexport.config import ModelConfig, TrackingConfig
 from optexport.errors import ParityError, SourceError, redact
 from optexport.pipeline import Result
 from optexport.sources import load
 from optexport.stages import Stages
-from optexport.tracking import Tracker, download_model
+from optexport.tracking import download_model, store
 from optexport.verification import verify
 from tests import exports, models, stores
 from tests.models import randomise
@@ -270,36 +270,6 @@ def test_a_store_that_is_none_fails_the_tracking_and_not_the_work(tmp_path: Path
     assert all(place.passed for place in verify(result.output).places)
 
 
-def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
-    """A config of many inputs, and a model of many outputs, go past what one request may hold."""
-    uri = stores.store(tmp_path)
-    tracker = Tracker(uri, "tracked", tmp_path)
-    tracker.params({f"setting_{i}": {"inner": i} for i in range(250)})
-    manifest = exports.exported().manifest
-    place = manifest.parity.places[0]
-    many = [place.outputs[0].model_copy(update={"output": f"layer.{i}"}) for i in range(400)]
-    proof = manifest.parity.model_copy(update={"places": [place.model_copy(update={"outputs": many})]})
-    tracker.result(
-        manifest.model_copy(update={"parity": proof, "artifacts": []}), {"trace": 1.0}, exports.exported().output, None
-    )
-    tracker.end()
-    assert tracker.failure is None
-    run = only_run(uri)
-    assert len(run.data.params) == 250
-    assert run.data.metrics["parity.original.layer.399.max_abs"] == pytest.approx(many[399].max_abs)
-
-
-def test_a_long_setting_is_cut_and_says_so(tmp_path: Path) -> None:
-    uri = stores.store(tmp_path)
-    tracker = Tracker(uri, "tracked", tmp_path)
-    tracker.params({"inputs": {"texts": ["word " * 50] * 40}})
-    tracker.end()
-    assert tracker.failure is None
-    text = only_run(uri).data.params["inputs.texts"]
-    assert text.endswith("...")
-    assert len(text) <= 6000
-
-
 SECRET = "hunter2"
 SECRET_URIS = [
     f"http://someone:{SECRET}@127.0.0.1:9",
@@ -425,15 +395,6 @@ def test_a_model_that_is_not_there_is_one_clear_error(tmp_path: Path, uri: str) 
 
 
 def test_a_relative_store_lies_beside_the_config(tmp_path: Path) -> None:
-    assert tracking.resolved_uri("sqlite:///mlflow.db", tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert store.resolved_uri("sqlite:///mlflow.db", tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
     for uri in (f"sqlite:///{tmp_path}/x.db", "http://127.0.0.1:5000", "databricks"):
-        assert tracking.resolved_uri(uri, tmp_path) == uri
-
-
-def test_a_database_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
-    """mlflow itself tries for two minutes."""
-    tracker = Tracker(f"sqlite:///{tmp_path}/no such folder/mlflow.db", "tracked", tmp_path)
-    assert tracker.run_id is None
-    assert tracker.failure is not None
-    assert isinstance(tracker.failure.__cause__, sqlite3.OperationalError)
-    assert "unable to open database file" in str(tracker.failure)
+        assert store.resolved_uri(uri, tmp_path) == uri

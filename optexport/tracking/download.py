@@ -1,0 +1,45 @@
+"""A model that MLflow keeps, as a source."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from optexport.config import TrackingConfig
+from optexport.errors import SourceError, first_line
+from optexport.tracking.store import import_mlflow, resolved_uri
+
+
+def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path) -> Path:
+    """Fetches a model from MLflow: a folder of transformers, or a ``.pt2`` file.
+
+    Args:
+        uri: ``models:/name@alias``, ``models:/name/version``, or ``runs:/id/path``.
+        place: The folder to put it in.
+
+    Raises:
+        SourceError: It is not there, or is kept in a form that only running its code could load.
+    """
+    mlflow = import_mlflow()
+    mlflow.set_tracking_uri(resolved_uri(tracking.uri, folder))
+    try:
+        local = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(place)))
+        flavors = mlflow.models.Model.load(str(local)).flavors
+    except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
+        raise SourceError(first_line(error), place=f"model.source: mlflow:{uri}") from error
+    if "transformers" in flavors:
+        model = local / str(flavors["transformers"].get("model_binary", "model"))
+        for part in ("tokenizer", "processor", "image_processor", "feature_extractor"):
+            # The flavour keeps them apart; a folder of transformers holds all.
+            if (local / "components" / part).is_dir():
+                shutil.copytree(local / "components" / part, model, dirs_exist_ok=True)
+        return model
+    pytorch = flavors.get("pytorch", {})
+    saved = [*local.rglob("*.pt2")]
+    if pytorch and saved and pytorch.get("serialization_format", "pt2") == "pt2":
+        return saved[0]
+    raise SourceError(
+        f"it is kept as {', '.join(sorted(flavors))}, which only running its code could load",
+        place=f"model.source: mlflow:{uri}",
+        mend='Log it with mlflow.transformers, or with mlflow.pytorch and serialization_format="pt2".',
+    )

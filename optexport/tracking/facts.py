@@ -1,0 +1,160 @@
+"""What a run is told of a bundle, as the names and numbers that MLflow takes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optexport import sealed_json
+from optexport.errors import redact
+from optexport.manifest import Manifest
+from optexport.places import MANIFEST, MEASUREMENTS
+
+# The digest of a manifest, which equal runs share, and that of the measurements, which is of one run alone.
+BUNDLE_TAG = "optexport.bundle"
+RUN_TAG = "optexport.measurements"
+
+_LONGEST_PARAM = 500
+_GIT_TAGS = {
+    "commit": "mlflow.source.git.commit",
+    "branch": "mlflow.source.git.branch",
+    "repository": "mlflow.source.git.repoURL",
+}
+_TIMED = ("p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak_memory_bytes")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A bundle that is whole, which is all that a run needs to be told.
+
+    Attributes:
+        measurements: What differs between equal runs: `measurements.json`.
+    """
+
+    folder: Path
+    manifest: Manifest
+    measurements: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Finished:
+        """Reads the two documents of a bundle; its other files are not checked.
+
+        Raises:
+            BundleError: A document was changed, or is missing.
+        """
+        manifest = Manifest.model_validate(sealed_json.read(folder / MANIFEST))
+        return cls(folder, manifest, sealed_json.read(folder / MEASUREMENTS))
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The tags by which a run is found again."""
+        return {BUNDLE_TAG: str(self.measurements["manifest"]), RUN_TAG: str(self.measurements["digest"])}
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """The commit that it was made of, and the run that was started for it; bundles made in memory have neither."""
+        return dict(self.measurements.get("origin", {"git": {}}))
+
+    @property
+    def timestamp(self) -> int:
+        """When it was made, in milliseconds. With a time of its own a metric that is sent twice is there once."""
+        return int(datetime.datetime.fromisoformat(self.measurements["date"]).timestamp() * 1000)
+
+
+def tags(source: str, versions: Mapping[str, str], origin: Mapping[str, Any]) -> dict[str, str]:
+    """What a run says of where its bundle comes from.
+
+    Args:
+        origin: As the measurements of the bundle hold it.
+    """
+    named = {"mlflow.source.name": "optexport", "mlflow.source.type": "LOCAL", "source": source}
+    part = {"part": origin["part"]} if "part" in origin else {}
+    return {**named, **versions, **part, **{_GIT_TAGS[key]: value for key, value in origin["git"].items()}}
+
+
+def params(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as flat params; long ones are cut, the whole config being an artifact anyway."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= params(value, f"{prefix}{key}.")
+        elif value is not None:
+            text = redact(value if isinstance(value, str) else json.dumps(value))
+            flat[f"{prefix}{key}"] = text if len(text) <= _LONGEST_PARAM else f"{text[: _LONGEST_PARAM - 3]}..."
+    return flat
+
+
+def metrics(finished: Finished) -> dict[str, float]:
+    """All numbers of a bundle."""
+    manifest, measured = finished.manifest, finished.measurements
+    found: dict[str, float] = {"nodes.before": manifest.nodes_before, "nodes.after": manifest.nodes_after}
+    for transformation in manifest.transformations:
+        rule = _key(".".join([*transformation.formats, transformation.rule]))
+        found[f"{rule}.changes"] = len(transformation.changes)
+        found[f"{rule}.near_misses"] = len(transformation.near_misses)
+        found[f"{rule}.nodes_before"] = transformation.nodes_before
+        found[f"{rule}.nodes_after"] = transformation.nodes_after
+    found |= dict(_parity(manifest))
+    for artifact in manifest.artifacts:
+        if artifact.precision is not None:
+            kept = [layer for layer in artifact.precision.layers if layer.kept is not None]
+            found[f"precision.{artifact.format}.layers"] = len(artifact.precision.layers)
+            found[f"precision.{artifact.format}.layers_kept"] = len(kept)
+    for file in manifest.files:
+        found[f"bytes.{_key(file.path)}"] = file.size
+    for stage, spent in measured["seconds"].items():
+        found[f"seconds.{_key(stage)}"] = spent
+    found |= dict(_times(measured.get("bench") or {}))
+    for outcome in measured.get("tune") or ():
+        if (over := outcome["over_plain"]) is not None:
+            prefix = f"tune.{outcome['format']}.speedup"
+            found |= {prefix: over["speedup"], f"{prefix}_low": over["low"], f"{prefix}_high": over["high"]}
+    return found
+
+
+def steps(manifest: Manifest) -> Iterator[tuple[str, float, int]]:
+    """The graph's size and the changes rule by rule: name, value and step, which is the rule's place in the order.
+
+    Where files carry different rules, a name begins with the formats that share a graph.
+    """
+    position: dict[str, int] = {}
+    for transformation in manifest.transformations:
+        prefix = "".join(f"{name}." for name in transformation.formats)
+        if prefix not in position:
+            yield f"{prefix}rules.nodes", transformation.nodes_before, 0
+        step = position[prefix] = position.get(prefix, 0) + 1
+        yield f"{prefix}rules.nodes", transformation.nodes_after, step
+        yield f"{prefix}rules.changes", len(transformation.changes), step
+        yield f"{prefix}rules.near_misses", len(transformation.near_misses), step
+
+
+def _parity(manifest: Manifest) -> Iterator[tuple[str, float]]:
+    for place in manifest.parity.places:
+        for output in place.outputs:
+            prefix = f"parity.{_key(place.place)}.{_key(output.output)}"
+            values = output.model_dump(include={"max_abs", "multiple", "step", "cosine", "argmax_agreement"})
+            yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
+        for decision in place.decisions:
+            parts = ("decisions", place.place, decision.output, decision.measure)
+            prefix = ".".join(_key(part) for part in parts if part)
+            values = decision.model_dump(include={"value", "mean", "low", "high", "count", "ties"})
+            yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
+
+
+def _times(bench: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for row in bench.get("figures", ()):
+        prefix = f"bench.{_key(row['artifact'])}.{_key(row['shape'])}"
+        yield from ((f"{prefix}.{key}", row[key]) for key in _TIMED if row[key] is not None)
+    for row in bench.get("comparisons", ()):
+        prefix = f"bench.{_key(row['artifact'])}.{_key(row['shape'])}.speedup"
+        yield from ((prefix, row["speedup"]), (f"{prefix}_low", row["low"]), (f"{prefix}_high", row["high"]))
+
+
+def _key(name: str) -> str:
+    """A name in the characters that MLflow takes for metrics."""
+    return re.sub(r"[^\w.\-/]+", "_", name)

@@ -1,0 +1,117 @@
+"""Sends a bundle that a run could not send: to the run that was started for it, where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optexport import bundle_files
+from optexport.errors import ConfigError, OptexportError
+from optexport.tracking import facts, store
+from optexport.tracking.facts import RUN_TAG, Finished
+from optexport.tracking.registry import Registered
+from optexport.tracking.run import REASON_TAG, give_up, new_run
+from optexport.tracking.sending import registered, send
+
+
+@dataclass(frozen=True)
+class Logged:
+    """The run that holds a bundle.
+
+    Attributes:
+        page: The address of the run in MLflow's own page, after the command that serves it where no server does.
+        before: Whether the run was whole already, so that nothing was sent.
+        registered: What became of the model in the registry, if the config names one.
+    """
+
+    run_id: str
+    page: str
+    before: bool
+    registered: Registered | None
+
+
+def log_bundle(folder: Path, uri: str | None = None, experiment: str | None = None) -> Logged:
+    """Sends a bundle to MLflow, unless it is there; a run that is there in part is completed.
+
+    Args:
+        uri: The store; by default the one that the bundle's config names.
+        experiment: By default the config's.
+
+    Raises:
+        ConfigError: The folder is no bundle, or nothing says where the store is.
+        BundleError: The bundle was changed.
+        TrackingError: The store cannot be reached, or refuses.
+    """
+    bundle_files.read_manifest(folder)
+    finished = Finished.read(folder)
+    uri = uri or _own_uri(finished, folder)
+    run_id: str | None = None
+    client: Any = None
+    try:
+        client = store.open_store(uri, Path())
+        found = store.experiment_id(client, experiment or finished.manifest.config["tracking"]["experiment"], Path())
+        run = _run_of(client, found, finished)
+        if run is not None and run.info.status == "FINISHED":
+            outcome = registered(client, run.info.run_id, finished)
+            return _logged(client, run.info.run_id, True, outcome)
+        run_id = _started(client, found, finished) if run is None else _resumed(client, run)
+        outcome = send(client, run_id, finished)
+        client.set_terminated(run_id)
+        return _logged(client, run_id, False, outcome)
+    except OptexportError:
+        raise
+    except Exception as error:
+        failed = store.failure(error, uri, f"The bundle is whole on disk. Again: optexport log {folder}")
+        if run_id is not None:
+            give_up(client, run_id, str(failed))
+        raise failed from error
+
+
+def _own_uri(finished: Finished, folder: Path) -> str:
+    """The store that the bundle's config names, where that says all: a bundle holds no credentials."""
+    uri = str(finished.manifest.config["tracking"]["uri"])
+    if uri.startswith("sqlite:") or "***" in uri:
+        raise ConfigError(
+            f"its config says {uri}, which does not tell where that is",
+            place=str(folder),
+            mend="Say so with --config CONFIG, --uri URI, or MLFLOW_TRACKING_URI.",
+        )
+    return uri
+
+
+def _run_of(client: Any, experiment: str, finished: Finished) -> Any:
+    """The run that was started for the bundle, or that it was sent to before; None where there is none."""
+    from mlflow.exceptions import MlflowException
+
+    if (known := finished.origin.get("mlflow_run")) is not None:
+        try:
+            run = client.get_run(known)
+        except MlflowException as error:  # it is that of another store
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        else:
+            if run.info.lifecycle_stage == "active":
+                return run
+    found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{finished.identity[RUN_TAG]}'")
+    return found[0] if found else None
+
+
+def _started(client: Any, experiment: str, finished: Finished) -> str:
+    manifest = finished.manifest
+    origin = facts.tags(manifest.model.source, manifest.versions, finished.origin)
+    # The tags come with the run, so that it is found again whatever happens next.
+    return new_run(client, experiment, {**origin, **finished.identity})
+
+
+def _resumed(client: Any, run: Any) -> str:
+    run_id = str(run.info.run_id)
+    client.update_run(run_id, "RUNNING")
+    if REASON_TAG in run.data.tags:
+        client.delete_tag(run_id, REASON_TAG)
+    return run_id
+
+
+def _logged(client: Any, run_id: str, before: bool, outcome: Registered | None) -> Logged:
+    experiment = client.get_run(run_id).info.experiment_id
+    return Logged(run_id, store.page(client.tracking_uri, experiment, run_id), before, outcome)

@@ -1,0 +1,150 @@
+"""Whether a new version is as good as the one that holds the alias: by its proof, its times and its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optexport.config_registering import RatchetConfig
+from optexport.manifest import ArtifactRecord, DecisionRecord, Manifest, OutputRecord, PlaceRecord, TensorRecord
+from optexport.tracking.facts import Finished
+
+# What makes times comparable, among the measurements, and among those of bench.
+_MACHINE = ("host", "processor", "cpus")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a comparison.
+
+    Attributes:
+        worse: In what the new version is worse, each with both figures; the alias moves where this is empty.
+        not_compared: What was left out of the comparison, and why.
+    """
+
+    worse: tuple[str, ...]
+    not_compared: tuple[str, ...]
+
+
+def compare(new: Finished, champion: Finished, allowed: RatchetConfig) -> Verdict:
+    """Compares two bundles in whatever both of them have."""
+    worse = [*_interface(new.manifest, champion.manifest), *_parity(new.manifest, champion.manifest, allowed.parity)]
+    worse += _sizes(new.manifest, champion.manifest, allowed.size)
+    missing = []
+    if set(new.manifest.parity.cases) != set(champion.manifest.parity.cases):
+        missing.append("parity: the champion was proven on other batches")
+    if (reason := _incomparable_times(new.measurements, champion.measurements)) is None:
+        worse += _latency(new.measurements["bench"], champion.measurements["bench"], allowed.latency)
+    else:
+        missing.append(f"latency: {reason}")
+    ours, theirs = ({artifact.format for artifact in each.manifest.artifacts} for each in (new, champion))
+    if only := sorted(ours ^ theirs):
+        missing.append(f"{', '.join(only)}: only one of the two has the file")
+    return Verdict(tuple(worse), tuple(missing))
+
+
+def _interface(new: Manifest, champion: Manifest) -> Iterator[str]:
+    """Whoever calls the alias would find other inputs or outputs."""
+    for what in ("inputs", "outputs"):
+        ours, theirs = (_told(getattr(each, what)) for each in (new, champion))
+        if ours != theirs:
+            yield f"{what}: {ours}, the champion's {theirs}"
+
+
+def _told(records: Sequence[TensorRecord]) -> str:
+    """Names, dtypes and sizes; that a size is dynamic, and not what it is called."""
+    return "; ".join(
+        f"{r.name} {r.dtype} [{', '.join(str(size) if isinstance(size, int) else '?' for size in r.shape)}]"
+        for r in records
+    )
+
+
+def _parity(new: Manifest, champion: Manifest, allowed: float) -> Iterator[str]:
+    theirs = {place.place: place for place in champion.parity.places}
+    for place in new.parity.places:
+        if (other := theirs.get(place.place)) is None:
+            continue
+        if place.precision is None and other.precision is None:
+            yield from _distances(place, other, allowed)
+        elif place.precision == other.precision:
+            yield from _decisions(place, other)
+        else:
+            precisions = (each.precision or "full precision" for each in (place, other))
+            yield "parity: {} is of {}, the champion's of {}".format(place.place, *precisions)
+
+
+def _distances(new: PlaceRecord, champion: PlaceRecord, allowed: float) -> Iterator[str]:
+    theirs: dict[str, OutputRecord] = {output.output: output for output in champion.outputs}
+    for output in new.outputs:
+        multiple, other = output.multiple, theirs[output.output].multiple if output.output in theirs else None
+        # Without a floor there is no multiple, and the proof has held the output to a few units in the last place.
+        if multiple is not None and other is not None and multiple > max(1.0, other * (1 + allowed)):
+            yield f"parity: {new.place}, {output.output}: {multiple:.3g} times the floor, the champion's {other:.3g}"
+
+
+def _decisions(new: PlaceRecord, champion: PlaceRecord) -> Iterator[str]:
+    """A file of lower precision is held to what it decides, as its proof is."""
+    theirs: dict[tuple[str, str | None], DecisionRecord] = {(d.measure, d.output): d for d in champion.decisions}
+    for ours in new.decisions:
+        other = theirs.get((ours.measure, ours.output))
+        if other is None or ours.mean is None or other.mean is None:
+            continue
+        # Of means with intervals it is worse only where these say so.
+        least, reached = (other.mean, ours.mean) if other.low is None or ours.high is None else (other.low, ours.high)
+        if reached < least:
+            yield (
+                f"parity: {new.title}, {ours.measure}{f' of {ours.output}' if ours.output else ''}: "
+                f"{ours.mean:.6g}, the champion's {other.mean:.6g}"
+            )
+
+
+def _sizes(new: Manifest, champion: Manifest, allowed: float) -> Iterator[str]:
+    theirs = {artifact.format: _size(champion, artifact) for artifact in champion.artifacts}
+    for artifact in new.artifacts:
+        ours, other = _size(new, artifact), theirs.get(artifact.format)
+        if other is not None and ours > other * (1 + allowed):
+            yield f"size: {artifact.format} takes {ours} bytes, the champion's {other}"
+
+
+def _size(manifest: Manifest, artifact: ArtifactRecord) -> int:
+    """A file's bytes, with those of the weights that lie beside it."""
+    return sum(file.size for file in manifest.files if file.path in (artifact.path, f"{artifact.path}.data"))
+
+
+def _incomparable_times(new: Mapping[str, Any], champion: Mapping[str, Any]) -> str | None:
+    """Why the times say nothing of each other; None where they do."""
+    if not new.get("bench"):
+        return "this run measured none"
+    if not champion.get("bench"):
+        return "the champion's run measured none"
+    for key in _MACHINE:
+        if new[key] != champion[key]:
+            return f"measured on another machine, whose {key} is {champion[key]}, here {new[key]}"
+    ours, theirs = new["bench"]["threads"], champion["bench"]["threads"]
+    if ours != theirs:
+        return f"measured with {ours} threads, the champion with {theirs}"
+    if not [pair for pair in _pairs(new["bench"], champion["bench"]) if None not in pair]:
+        return "no file was measured at the same sizes, in enough rounds for an interval"
+    return None
+
+
+def _pairs(new: Mapping[str, Any], champion: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The figures of the same file at the same sizes; None in place of those that have no interval."""
+    theirs = {(row["artifact"], row["shape"]): row for row in champion["figures"]}
+    for row in new["figures"]:
+        if (other := theirs.get((row["artifact"], row["shape"]))) is not None:
+            ours, its = (each if each["p50_interval_ms"] is not None else None for each in (row, other))
+            yield ours, its
+
+
+def _latency(new: Mapping[str, Any], champion: Mapping[str, Any], allowed: float) -> Iterator[str]:
+    for ours, theirs in _pairs(new, champion):
+        if ours is None or theirs is None:
+            continue
+        (low, high), (other_low, other_high) = ours["p50_interval_ms"], theirs["p50_interval_ms"]
+        if low > other_high * (1 + allowed):
+            yield (
+                f"latency: {ours['artifact']} at {ours['shape']} takes {ours['p50_ms']:.4g} ms ({low:.4g} to "
+                f"{high:.4g}), the champion's {theirs['p50_ms']:.4g} ({other_low:.4g} to {other_high:.4g})"
+            )

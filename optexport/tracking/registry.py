@@ -1,0 +1,221 @@
+"""The registered model: its versions, the alias that one of them holds, and who held it before."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optexport.config_registering import RegisterConfig
+from optexport.errors import BundleError, ConfigError, GateError, did_you_mean
+from optexport.places import MANIFEST, MEASUREMENTS
+from optexport.tracking import ratchet
+from optexport.tracking.facts import BUNDLE_TAG, Finished
+from optexport.tracking.ratchet import Verdict
+
+# Of a version: what became of the alias when it was registered, and why.
+DECISION_TAG = "optexport.register"
+REASON_TAG = "optexport.register.why"
+_MOVED, _STAYED = "moved", "stayed"
+# Of a registered model, for each alias: who held it, the last one last.
+_HISTORY_TAG = "optexport.history."
+_LONGEST_HISTORY = 100
+_LONGEST_REASON = 5000
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A version, and what became of the alias.
+
+    Attributes:
+        holder: The version that holds the alias.
+        moved: Whether the version was found good enough for it.
+        why: The reasons, or what could not be compared.
+    """
+
+    name: str
+    version: str
+    alias: str
+    holder: str | None
+    moved: bool
+    why: tuple[str, ...]
+
+    @property
+    def told(self) -> str:
+        """What happened, as one line."""
+        if self.holder == self.version:
+            return f"{self.name} version {self.version} holds {self.alias}"
+        return f"{self.name} version {self.version} is registered, and {self.alias} is at version {self.holder}"
+
+    @property
+    def failure(self) -> GateError | None:
+        """That the alias stays where it was, as an error; None where it need not have moved."""
+        if self.moved:
+            return None
+        reasons = "".join(f"\n  {reason}" for reason in self.why)
+        return GateError(
+            f"{self.told}{reasons}",
+            place="register",
+            mend=f"To move it all the same: optexport promote {self.name} {self.version} --alias {self.alias}",
+        )
+
+
+def register(client: Any, run_id: str, model_id: str, finished: Finished, config: RegisterConfig) -> Registered:
+    """Makes a version of a run's model, and gives it the alias if it is as good as the version that holds it.
+
+    What was done before is not done again.
+    """
+    version = _version_of(client, run_id, model_id, finished, config.name)
+    if (decision := version.tags.get(DECISION_TAG)) is not None:
+        holder = _holder(client, config.name, config.alias)
+        why = tuple(filter(None, version.tags.get(REASON_TAG, "").split("\n")))
+        return Registered(config.name, version.version, config.alias, holder, decision == _MOVED, why)
+    for _ in range(_TRIES):
+        champion = _holder(client, config.name, config.alias)
+        verdict = _verdict(client, finished, config, version.version, champion)
+        moves = not verdict.worse
+        # The comparison took its time, and another run may have moved the alias.
+        if _holder(client, config.name, config.alias) == champion:
+            break
+    else:
+        raise TimeoutError(f"others move the alias {config.alias} of {config.name} all the time")
+    if moves and champion != version.version:
+        _move(client, config.name, config.alias, version.version, "ratchet")
+    why = (*verdict.worse, *(f"not compared: {what}" for what in verdict.not_compared))
+    _decide(client, config.name, version.version, moves, why)
+    holder = version.version if moves else champion
+    return Registered(config.name, version.version, config.alias, holder, moves, why)
+
+
+def promote(client: Any, name: str, version: str, alias: str) -> str | None:
+    """Gives a version the alias, by hand; returns the version that held it before.
+
+    Raises:
+        ConfigError: There is no such version.
+    """
+    before = _holder(client, name, alias)
+    known = _versions(client, name)
+    if version not in known:
+        raise ConfigError("there is no such version", place=f"{name} {version}", mend=did_you_mean(version, known))
+    if before != version:
+        _move(client, name, alias, version, "promote")
+        _decide(client, name, version, True, ("by hand",))
+    return before
+
+
+def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
+    """Gives the alias back to the version that held it before; returns the one that lost it, and that one.
+
+    Raises:
+        ConfigError: No version holds it, or none did before that is still there.
+    """
+    holder = _holder(client, name, alias)
+    if holder is None:
+        raise ConfigError("no version holds it", place=f"{name}@{alias}", mend="optexport promote gives it to one.")
+    history, known = _history(client, name, alias), _versions(client, name)
+    before = [entry for entry in history[:-1] if entry["version"] in known and entry["version"] != holder]
+    if not before:
+        raise ConfigError(
+            f"version {holder} holds it, and nothing tells of one that did before",
+            place=f"{name}@{alias}",
+            mend=f"Versions are {', '.join(known)}: optexport promote {name} VERSION --alias {alias}",
+        )
+    client.set_registered_model_alias(name, alias, before[-1]["version"])
+    _write_history(client, name, alias, history[: history.index(before[-1]) + 1])
+    return holder, before[-1]["version"]
+
+
+def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, name: str) -> Any:
+    """The version of a run's model, which is made where it is not there yet."""
+    if name not in [model.name for model in client.search_registered_models(f"name = '{_quoted(name)}'")]:
+        client.create_registered_model(name)
+    source = f"models:/{model_id}"
+    made = client.search_model_versions(f"name = '{_quoted(name)}'")
+    known = [version for version in made if version.run_id == run_id]
+    if known:
+        return client.get_model_version(name, known[0].version)
+    origin = {BUNDLE_TAG: finished.identity[BUNDLE_TAG], "weights_sha256": finished.manifest.model.weights_sha256}
+    return client.create_model_version(name, source, run_id, tags=origin, model_id=model_id)
+
+
+def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, champion: str | None) -> Verdict:
+    if champion is None or champion == version:
+        return Verdict((), ())
+    with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
+        run_id = client.get_model_version(config.name, champion).run_id
+        try:
+            known = {file.path for file in client.list_artifacts(run_id, "bundle")} if run_id else set()
+            if not known >= {f"bundle/{MANIFEST}", f"bundle/{MEASUREMENTS}"}:
+                return Verdict((f"version {champion} is of no run of optexport: nothing tells how good it is",), ())
+            for name in (MANIFEST, MEASUREMENTS):
+                client.download_artifacts(run_id, f"bundle/{name}", scratch)
+            held = Finished.read(Path(scratch) / "bundle")
+        except (BundleError, ValueError) as error:
+            return Verdict((f"version {champion} cannot be compared with: {error}",), ())
+    return ratchet.compare(new, held, config.ratchet)
+
+
+def _decide(client: Any, name: str, version: str, moved: bool, why: tuple[str, ...]) -> None:
+    client.set_model_version_tag(name, version, REASON_TAG, "\n".join(why)[:_LONGEST_REASON])
+    client.set_model_version_tag(name, version, DECISION_TAG, _MOVED if moved else _STAYED)
+
+
+def _holder(client: Any, name: str, alias: str) -> str | None:
+    held = _model(client, name).aliases.get(alias)
+    return None if held is None else str(held)
+
+
+def _model(client: Any, name: str) -> Any:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        known = [model.name for model in client.search_registered_models()]
+        raise ConfigError("there is no such registered model", place=name, mend=did_you_mean(name, known)) from error
+
+
+def _versions(client: Any, name: str) -> list[str]:
+    """Those of a registered model, the oldest first."""
+    found = client.search_model_versions(f"name = '{_quoted(name)}'")
+    return sorted((str(version.version) for version in found), key=int)
+
+
+def _quoted(name: str) -> str:
+    return name.replace("'", "''")
+
+
+def _move(client: Any, name: str, alias: str, version: str, by: str) -> None:
+    """Moves the alias. MLflow has no lock: whoever held it is written first, so that no way back is lost."""
+    history = _history(client, name, alias)
+    _write_history(client, name, alias, history)
+    client.set_registered_model_alias(name, alias, version)
+    _write_history(client, name, alias, [*history, _entry(version, by)])
+
+
+def _history(client: Any, name: str, alias: str) -> list[dict[str, str]]:
+    """Who held the alias, up to whoever holds it now: it may have been moved by others, on MLflow's page."""
+    model = _model(client, name)
+    try:
+        history: list[dict[str, str]] = json.loads(model.tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
+    except ValueError:
+        history = []
+    holder = model.aliases.get(alias)
+    if holder is None:
+        return history
+    places = [index for index, entry in enumerate(history) if entry["version"] == str(holder)]
+    return history[: places[-1] + 1] if places else [*history, _entry(str(holder), "others")]
+
+
+def _entry(version: str, by: str) -> dict[str, str]:
+    return {"version": version, "by": by, "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+
+
+def _write_history(client: Any, name: str, alias: str, history: list[dict[str, str]]) -> None:
+    client.set_registered_model_tag(name, f"{_HISTORY_TAG}{alias}", json.dumps(history[-_LONGEST_HISTORY:]))

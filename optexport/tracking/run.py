@@ -1,0 +1,124 @@
+"""One run of MLflow's, which starts before the work, and ends with whatever came of it.
+
+Losing the tracking server must not lose the work: what fails here is remembered, the work goes on, and the failure is
+raised when everything else is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from optexport.config import TrackingConfig
+from optexport.errors import TrackingError, redact
+from optexport.tracking import store
+from optexport.tracking.facts import Finished
+from optexport.tracking.registry import Registered
+from optexport.tracking.sending import send, send_params
+
+REASON_TAG = "optexport.blame.failure"
+
+
+class Tracker:
+    """One MLflow run.
+
+    Attributes:
+        run_id: Its id; None where it could not be started, or tracking is off.
+        page: The address of the run in MLflow's own page, after the command that serves it where no server does.
+        failure: The first thing that failed; None while all is well.
+        registered: What became of the model in the registry; None where it was not to be registered.
+    """
+
+    def __init__(self, config: TrackingConfig, path: Path, bundle: Path) -> None:
+        self.run_id: str | None = None
+        self.page: str | None = None
+        self.failure: TrackingError | None = None
+        self.registered: Registered | None = None
+        self._config = config
+        self._path = path
+        self._bundle = bundle
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What a bundle remembers of the run that was started for it."""
+        return {} if self.run_id is None else {"mlflow_run": self.run_id}
+
+    def start(self, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+        """Starts the run, and says what is going to be done: nested settings as params, and tags."""
+
+        def action() -> None:
+            folder = self._path.parent
+            self._client = store.open_store(self._config.uri, folder)
+            experiment = store.experiment_id(self._client, self._config.experiment, folder)
+            self.run_id = new_run(self._client, experiment, tags)
+            self.page = store.page(self._client.tracking_uri, experiment, self.run_id)
+            send_params(self._client, self.run_id, settings)
+
+        self._guarded(action)
+
+    def send(self) -> None:
+        """Sends the bundle, which is whole by now."""
+
+        def action() -> None:
+            self.registered = send(self._client, str(self.run_id), Finished.read(self._bundle))
+
+        self._guarded(action)
+
+    def end(self, reason: str | None = None) -> None:
+        """Ends the run: as FINISHED, or as FAILED for a reason, which may be that something could not be tracked."""
+        if reason is None and self.run_id is not None:
+            self._guarded(lambda: self._client.set_terminated(self.run_id))
+        failed = reason or (str(self.failure) if self.failure is not None else None)
+        if failed is not None and self.run_id is not None:
+            give_up(self._client, self.run_id, failed)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        if not self._config.enabled or self.failure is not None:
+            return
+        try:
+            action()
+        except Exception as error:
+            later = f"optexport log {self._bundle} --config {self._path}"
+            mend = f"The bundle is whole on disk. When the store answers: {later}"
+            self.failure = store.failure(error, self._config.uri, mend)
+
+
+def new_run(client: Any, experiment: str, tags: Mapping[str, str]) -> str:
+    """Starts a run; returns its id. mlflow itself would tag it with the commit of this program, not of the config."""
+    user = {}
+    with contextlib.suppress(OSError, KeyError):  # a user id that the system does not know, as containers give
+        user["mlflow.user"] = getpass.getuser()
+    return str(client.create_run(experiment, tags={**user, **tags}).info.run_id)
+
+
+def give_up(client: Any, run_id: str, reason: str) -> None:
+    """Marks a run as FAILED, as far as the store answers: what is known to have failed is the failure that counts."""
+    with contextlib.suppress(Exception), store.hastily():
+        client.set_terminated(run_id, "FAILED")
+        client.set_tag(run_id, REASON_TAG, redact(reason)[:5000])
+
+
+@contextlib.contextmanager
+def tracking(
+    config: TrackingConfig, path: Path, bundle: Path, settings: Mapping[str, Any], tags: Mapping[str, str]
+) -> Iterator[Tracker]:
+    """Starts a run, and ends it as FINISHED or as FAILED, as the block ends.
+
+    What could not be tracked is in `Tracker.failure`; nothing is raised for it, since the work itself may be good.
+
+    Args:
+        path: The config's, which a relative path in the URI is taken from.
+        bundle: The folder that the work leaves.
+        settings: The config as it is resolved; the run's params.
+    """
+    tracker = Tracker(config, path, bundle)
+    try:
+        tracker.start(settings, tags)
+        yield tracker
+    except BaseException as error:
+        tracker.end(str(error) or type(error).__name__)
+        raise
+    tracker.end()

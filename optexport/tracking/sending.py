@@ -1,0 +1,62 @@
+"""Sends a bundle to a run: all that MLflow is told of it. What was sent before may be sent again, and is there once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from optexport.config_registering import RegisterConfig
+from optexport.tracking import facts
+from optexport.tracking.facts import Finished
+from optexport.tracking.model import logged_model
+from optexport.tracking.registry import Registered, register
+from optexport.tracking.tables import tables
+
+
+def send(client: Any, run_id: str, finished: Finished) -> Registered | None:
+    """Sends a whole bundle; says what became of it in the registry, if the config names one."""
+    from mlflow.entities import Metric, RunTag
+    from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
+    manifest, folder = finished.manifest, finished.folder
+    client.log_batch(run_id, tags=[RunTag(key, text) for key, text in finished.identity.items()])
+    send_params(client, run_id, manifest.config)
+    model_id = logged_model(client, run_id, finished)
+    numbers = [(name, value, 0) for name, value in facts.metrics(finished).items()]
+    client.log_batch(
+        run_id,
+        metrics=[
+            Metric(name, value, finished.timestamp, step, model_id=model_id)
+            for name, value, step in [*numbers, *facts.steps(manifest)]
+        ],
+    )
+    shown = tables(finished)
+    for name, table in shown.items():
+        client.log_dict(run_id, dict(table), name)
+    # By this tag MLflow's page finds what it shows as tables; its log_table would append to one that is there.
+    client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([{"path": name, "type": "table"} for name in shown]))
+    if (folder / "config.toml").is_file():
+        client.log_artifact(run_id, str(folder / "config.toml"))
+    client.log_artifacts(run_id, str(folder), "bundle")
+    return registered(client, run_id, finished)
+
+
+def send_params(client: Any, run_id: str, settings: Mapping[str, Any]) -> None:
+    """Sends nested settings as params, but for those that the run has.
+
+    Tuning may have settled on other rules than the run started with, and MLflow lets no param change.
+    """
+    from mlflow.entities import Param
+
+    known = client.get_run(run_id).data.params
+    client.log_batch(run_id, params=[Param(k, text) for k, text in facts.params(settings).items() if k not in known])
+
+
+def registered(client: Any, run_id: str, finished: Finished) -> Registered | None:
+    """Registers the model of a run that holds the whole bundle, unless that was done before."""
+    asked = finished.manifest.config.get("register")
+    if asked is None:
+        return None
+    model_id = logged_model(client, run_id, finished)
+    return register(client, run_id, str(model_id), finished, RegisterConfig.model_validate(asked))

@@ -1,0 +1,107 @@
+"""Where MLflow keeps what it is given: an embedded database or a server, and how long one is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optexport import telemetry
+from optexport.errors import TrackingError, first_line, redact
+
+_SQLITE = "sqlite:///"
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+
+# mlflow waits minutes for a server that is down. A user's own setting stays.
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+_HASTE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+
+
+def import_mlflow() -> Any:
+    """mlflow, which calls nobody, prints nothing and waits less than it would."""
+    telemetry.off()
+    # It prints the address of a run, password and all, into what may be our JSON.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    for name, value in _PATIENCE.items():
+        os.environ.setdefault(name, value)
+    import mlflow
+    import mlflow.onnx
+
+    return mlflow
+
+
+@contextlib.contextmanager
+def hastily() -> Iterator[None]:
+    """Within it a server has seconds to answer: for small questions, and where the last one was not answered."""
+    ours = [name for name, value in _PATIENCE.items() if os.environ.get(name) == value]
+    os.environ.update({name: _HASTE[name] for name in ours})
+    try:
+        yield
+    finally:
+        os.environ.update({name: _PATIENCE[name] for name in ours})
+
+
+def open_store(uri: str, folder: Path) -> Any:
+    """An `MlflowClient` of the store, which from now on is also that of mlflow's own functions.
+
+    Args:
+        folder: What a relative path in the URI is taken from.
+    """
+    mlflow = import_mlflow()
+    uri = resolved_uri(uri, folder)
+    _check_writable(uri)
+    mlflow.set_tracking_uri(uri)
+    return mlflow.MlflowClient(uri)
+
+
+def experiment_id(client: Any, name: str, folder: Path) -> str:
+    """The id of an experiment, which is made where it is not there yet."""
+    with hastily():
+        found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    # A database has no server to say where files go: beside it, not wherever the program is called.
+    uri = client.tracking_uri
+    if uri.startswith(_SQLITE):
+        folder = Path(uri.removeprefix(_SQLITE).partition("?")[0]).parent
+    beside = (folder / "mlartifacts").resolve().as_uri() if uri.startswith(_DATABASES) else None
+    return str(client.create_experiment(name, artifact_location=beside))
+
+
+def resolved_uri(uri: str, folder: Path) -> str:
+    """A tracking URI whose relative SQLite path is taken from a folder: the config's, as all paths are."""
+    path = uri.removeprefix(_SQLITE)
+    if path == uri or path.startswith("/"):
+        return uri
+    return f"{_SQLITE}{(folder / path).resolve()}"
+
+
+def page(uri: str, experiment: str, run_id: str) -> str:
+    """The address of a run in MLflow's own page, after the command that serves it where no server does."""
+    path = f"#/experiments/{experiment}/runs/{run_id}"
+    if uri.startswith("http"):
+        return f"{redact(uri).rstrip('/')}/{path}"
+    # The program may have been called by its path, from an environment that the shell does not know.
+    program = shutil.which("mlflow") or str(Path(sys.executable).with_name("mlflow"))
+    return f"{program} ui --backend-store-uri {redact(uri)}\nhttp://127.0.0.1:5000/{path}"
+
+
+def failure(error: Exception, uri: str, mend: str) -> TrackingError:
+    """What went wrong with a store, as one message: mlflow, SQLAlchemy and requests each raise their own."""
+    told = TrackingError(f"{type(error).__name__}: {first_line(error)}", place=f"tracking.uri: {uri}", mend=mend)
+    told.__cause__ = error
+    return told
+
+
+def _check_writable(uri: str) -> None:
+    """Raises at once where mlflow would try for two minutes to open an SQLite file that cannot be written."""
+    path = uri.removeprefix(_SQLITE)
+    if path != uri:
+        with contextlib.closing(sqlite3.connect(path.partition("?")[0], isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("ROLLBACK")

@@ -1,0 +1,59 @@
+"""What a bundle compared, changed and measured, as tables for MLflow's page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optexport.manifest import Manifest
+from optexport.tracking.facts import Finished
+
+Table = Mapping[str, Sequence[Any]]
+
+
+def tables(finished: Finished) -> dict[str, Table]:
+    """Columns and rows by the name of the file; none where there is nothing to tell."""
+    found = {
+        "transformed_nodes.json": _changes(finished.manifest),
+        "parity.json": _parity(finished.manifest),
+        "latency.json": _latency(finished.measurements.get("bench") or {}),
+    }
+    return {name: {"columns": columns, "data": rows} for name, (columns, rows) in found.items() if rows}
+
+
+def _changes(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
+    return ["rule", "node", "target", "replaced", "formats"], [
+        [t.rule, node, change.target, ", ".join(change.replaced), ", ".join(t.formats)]
+        for t in manifest.transformations
+        for change in t.changes
+        for node in change.nodes
+    ]
+
+
+def _parity(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
+    bounds = manifest.parity.bounds
+    return ["place", "output", "distance", "floor", "multiple", "limit", "step", "argmax_agreement", "worst_case"], [
+        [
+            place.title,
+            output.output,
+            output.max_abs,
+            bounds[output.output].floor,
+            output.multiple,
+            bounds[output.output].limit,
+            output.step,
+            output.argmax_agreement,
+            output.worst_case,
+        ]
+        for place in manifest.parity.places
+        for output in place.outputs
+    ]
+
+
+def _latency(bench: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["artifact", "shape", "p50_ms", "p50_low_ms", "p50_high_ms", "p90_ms", "p99_ms", "rows_per_second"]
+    rows = []
+    for row in bench.get("figures", ()):
+        low, high = row["p50_interval_ms"] or (None, None)
+        times = [row["p50_ms"], low, high, row["p90_ms"], row["p99_ms"]]
+        rows.append([row["artifact"], row["shape"], *times, row["rows_per_second"]])
+    return columns, rows
