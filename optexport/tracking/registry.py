@@ -69,26 +69,29 @@ def register(client: Any, run_id: str, model_id: str, finished: Finished, config
 
     What was done before is not done again.
     """
-    version = _version_of(client, run_id, model_id, finished, config.name)
-    if (decision := version.tags.get(DECISION_TAG)) is not None:
-        holder = _holder(client, config.name, config.alias)
-        why = tuple(filter(None, version.tags.get(REASON_TAG, "").split("\n")))
-        return Registered(config.name, version.version, config.alias, holder, decision == _MOVED, why)
+    made = _version_of(client, run_id, model_id, finished, config.name)
+    version = str(made.version)
+
+    def told(holder: str | None, moved: bool, why: tuple[str, ...]) -> Registered:
+        return Registered(config.name, version, config.alias, holder, moved, why)
+
+    if (decision := made.tags.get(DECISION_TAG)) is not None:
+        why = tuple(filter(None, made.tags.get(REASON_TAG, "").split("\n")))
+        return told(_holder(client, config.name, config.alias), decision == _MOVED, why)
     for _ in range(_TRIES):
         champion = _holder(client, config.name, config.alias)
-        verdict = _verdict(client, finished, config, version.version, champion)
-        moves = not verdict.worse
+        verdict = _verdict(client, finished, config, version, champion)
         # The comparison took its time, and another run may have moved the alias.
         if _holder(client, config.name, config.alias) == champion:
             break
     else:
         raise TimeoutError(f"others move the alias {config.alias} of {config.name} all the time")
-    if moves and champion != version.version:
-        _move(client, config.name, config.alias, version.version, "ratchet")
+    moves = not verdict.worse
+    if moves and champion != version:
+        _move(client, config.name, config.alias, version, "ratchet")
     why = (*verdict.worse, *(f"not compared: {what}" for what in verdict.not_compared))
-    _decide(client, config.name, version.version, moves, why)
-    holder = version.version if moves else champion
-    return Registered(config.name, version.version, config.alias, holder, moves, why)
+    _decide(client, config.name, version, moves, why)
+    return told(version if moves else champion, moves, why)
 
 
 def promote(client: Any, name: str, version: str, alias: str) -> str | None:
@@ -151,9 +154,10 @@ def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, c
             known = {file.path for file in client.list_artifacts(run_id, "bundle")} if run_id else set()
             if not known >= {f"bundle/{MANIFEST}", f"bundle/{MEASUREMENTS}"}:
                 return Verdict((f"version {champion} is of no run of optexport: nothing tells how good it is",), ())
-            for name in (MANIFEST, MEASUREMENTS):
-                client.download_artifacts(run_id, f"bundle/{name}", scratch)
-            held = Finished.read(Path(scratch) / "bundle")
+            documents = [
+                client.download_artifacts(run_id, f"bundle/{each}", scratch) for each in (MANIFEST, MEASUREMENTS)
+            ]
+            held = Finished.read(Path(documents[0]).parent)
         except (BundleError, ValueError) as error:
             return Verdict((f"version {champion} cannot be compared with: {error}",), ())
     return ratchet.compare(new, held, config.ratchet)

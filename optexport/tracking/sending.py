@@ -23,12 +23,15 @@ def send(client: Any, run_id: str, finished: Finished) -> Registered | None:
     client.log_batch(run_id, tags=[RunTag(key, text) for key, text in finished.identity.items()])
     send_params(client, run_id, manifest.config)
     model_id = logged_model(client, run_id, finished)
+    # MLflow knows a metric of a run that comes twice, and not one of a model.
+    known = set() if model_id is None else {(m.key, m.step) for m in client.get_logged_model(model_id).metrics or ()}
     numbers = [(name, value, 0) for name, value in facts.metrics(finished).items()]
     client.log_batch(
         run_id,
         metrics=[
             Metric(name, value, finished.timestamp, step, model_id=model_id)
             for name, value, step in [*numbers, *facts.steps(manifest)]
+            if (name, step) not in known
         ],
     )
     shown = tables(finished)

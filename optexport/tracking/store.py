@@ -25,6 +25,7 @@ _HASTE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT":
 def import_mlflow() -> Any:
     """mlflow, which calls nobody, prints nothing and waits less than it would."""
     telemetry.off()
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # It prints the address of a run, password and all, into what may be our JSON.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     for name, value in _PATIENCE.items():

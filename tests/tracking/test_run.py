@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import sqlite3
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +27,9 @@ from optexport.tracking import download_model, store
 from optexport.verification import verify
 from tests import exports, models, stores
 from tests.models import randomise
+from tests.tracking.bundles import QUIET
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:mlflow"),
-    pytest.mark.filterwarnings("ignore::UserWarning:mlflow"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _no_run_left_open() -> Iterator[None]:
-    before = mlflow.get_tracking_uri()
-    yield
-    left = mlflow.active_run()
-    while mlflow.active_run() is not None:
-        mlflow.end_run()
-    mlflow.set_tracking_uri(before)
-    assert left is None, "a run was left open"
+pytestmark = QUIET
 
 
 class Tracked:

@@ -1,0 +1,69 @@
+"""Finished bundles to send to MLflow, made from one export by changing what their documents say."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from mlflow.entities import Run
+
+from tests import exports
+
+# What mlflow and what it imports warn of.
+QUIET = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:mlflow"),
+    pytest.mark.filterwarnings("ignore::UserWarning:mlflow"),
+]
+
+_COUNT = itertools.count()
+HOST = {"host": "here", "processor": "a processor", "cpus": 2}
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def bundle(
+    folder: Path, *, manifest: Change = lambda document: None, measurements: Change = lambda document: None
+) -> Path:
+    """A copy of the block's bundle, of a run of its own; its documents changed and sealed again."""
+    place = folder / f"bundle-{next(_COUNT)}"
+    shutil.copytree(exports.exported().output, place)
+    exports.edit_json(place / "manifest.json", manifest)
+
+    def change(document: dict[str, Any]) -> None:
+        document |= {**HOST, "host": "here"}
+        document["seconds"]["trace"] = next(_COUNT)
+        measurements(document)
+
+    exports.edit_json(place / "measurements.json", change)
+    return place
+
+
+def registering(name: str = "block", **ratchet: float) -> Change:
+    """Has the bundle's config register its model."""
+    settings = {"name": name, "alias": "champion", "ratchet": ratchet}
+    return lambda document: document["config"].update(register=settings)
+
+
+def timed(low: float, high: float, **more: Any) -> Change:
+    """Has the measurements say how long the ONNX file took, in milliseconds."""
+
+    def change(document: dict[str, Any]) -> None:
+        row = {"artifact": "onnx", "format": "onnx", "shape": "batch=1", "p50_ms": (low + high) / 2}
+        row |= {"p50_interval_ms": [low, high], "p90_ms": high, "p99_ms": high, "rows_per_second": 1.0}
+        row |= {"load_seconds": 0.1, "peak_memory_bytes": None}
+        document["bench"] = {"threads": 1, "rounds": 20, "artifacts": [], "figures": [row], "comparisons": []}
+        document |= more
+
+    return change
+
+
+def runs(uri: str, experiment: str = "optexport") -> list[Run]:
+    client = mlflow.MlflowClient(uri)
+    found = client.get_experiment_by_name(experiment)
+    return [] if found is None else list(client.search_runs([found.experiment_id]))

@@ -1,0 +1,152 @@
+"""A bundle that could not be sent is sent later: whole, once, and left as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from optexport import bundle_files, pipeline
+from optexport.errors import BundleError, ConfigError, TrackingError
+from optexport.tracking.later import log_bundle
+from tests import exports, stores
+from tests.tracking.bundles import QUIET, bundle, registering, runs, timed
+
+pytestmark = QUIET
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+
+
+def histories(uri: str, run_id: str, names: set[str]) -> dict[str, list[tuple[int, float]]]:
+    client = mlflow.MlflowClient(uri)
+    return {name: [(m.step, m.value) for m in client.get_metric_history(run_id, name)] for name in names}
+
+
+def test_a_bundle_is_sent_whole_and_stays_as_it_is(tmp_path: Path) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.5))
+    before = digests(place)
+    logged = log_bundle(place, uri)
+    assert digests(place) == before
+    (run,) = runs(uri)
+    assert (run.info.run_id, run.info.status, logged.before) == (logged.run_id, "FINISHED", False)
+    assert run.data.tags["torch"] == exports.exported().manifest.versions["torch"]
+    assert run.data.params["export.formats"]
+    assert run.data.metrics["bench.onnx.batch_1.p50_ms"] == 1.25
+    downloaded = Path(mlflow.MlflowClient(uri).download_artifacts(logged.run_id, "bundle", str(tmp_path)))
+    assert bundle_files.read_manifest(downloaded) == bundle_files.read_manifest(place)
+    (output,) = run.outputs.model_outputs
+    batch = {name: tensor.numpy() for name, tensor in exports.batch(3, 7).items()}
+    assert mlflow.pyfunc.load_model(f"models:/{output.model_id}").predict(batch)["hidden"].shape == (3, 7, 8)
+
+
+def test_what_is_there_is_not_sent_again(tmp_path: Path) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path, manifest=registering())
+    first, second = log_bundle(place, uri), log_bundle(place, uri)
+    assert (first.run_id, first.before, second.before) == (second.run_id, False, True)
+    assert first.registered == second.registered
+    (run,) = runs(uri)
+    assert len(run.outputs.model_outputs) == 1
+    assert len(mlflow.MlflowClient(uri).search_model_versions("name = 'block'")) == 1
+
+
+def test_two_runs_of_equal_files_are_two_runs(tmp_path: Path) -> None:
+    """Their manifests are the same to the byte; what was measured tells them apart."""
+    uri = stores.store(tmp_path)
+    one, other = bundle(tmp_path), bundle(tmp_path)
+    assert (one / "manifest.json").read_bytes() == (other / "manifest.json").read_bytes()
+    assert log_bundle(one, uri).run_id != log_bundle(other, uri).run_id
+    assert len({run.data.tags["optexport.bundle"] for run in runs(uri)}) == 1
+
+
+def test_a_run_that_stopped_half_way_is_completed_and_not_doubled(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    config = stores.project(tmp_path, uri)
+    config.write_text(f'{config.read_text()}[register]\nname = "block"\n')
+    (tmp_path / "mlartifacts").write_text("a file where a folder should be")
+    result = pipeline.run(config)
+    assert result.tracking_failure is not None
+    assert f"optexport log {result.output} --config {config}" in str(result.tracking_failure)
+    (half,) = runs(uri, "tracked")
+    assert half.info.status == "FAILED"
+    (tmp_path / "mlartifacts").unlink()
+    before = digests(result.output)
+    logged = log_bundle(result.output, uri)
+    assert (logged.run_id, logged.before) == (result.run_id, False)
+    assert digests(result.output) == before
+    (run,) = runs(uri, "tracked")
+    assert (run.info.run_id, run.info.status) == (result.run_id, "FINISHED")
+    assert "optexport.blame.failure" not in run.data.tags
+    assert run.data.tags["mlflow.source.name"] == "optexport"
+    client = mlflow.MlflowClient(uri)
+    (model,) = client.search_logged_models([run.info.experiment_id])
+    assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
+    assert model.status == "READY"
+    (version,) = client.search_model_versions("name = 'block'")
+    assert (version.run_id, version.source) == (run.info.run_id, f"models:/{model.model_id}")
+
+
+def test_a_run_that_stopped_at_its_very_end_gets_nothing_twice(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    place = bundle(tmp_path, measurements=timed(1.0, 1.5))
+    run_id = log_bundle(place, uri).run_id
+    (first,) = runs(uri)
+    names = set(first.data.metrics)
+    before = histories(uri, run_id, names)
+    client = mlflow.MlflowClient(uri)
+    client.update_run(run_id, "RUNNING")  # all was sent but for its end
+    again = log_bundle(place, uri)
+    assert (again.run_id, again.before) == (run_id, False)
+    assert histories(uri, run_id, names) == before
+    (run,) = runs(uri)
+    assert run.data.metrics == first.data.metrics
+    assert run.outputs.model_outputs == first.outputs.model_outputs
+    assert run.inputs.dataset_inputs == first.inputs.dataset_inputs
+    for name in json.loads(run.data.tags["mlflow.loggedArtifacts"]):
+        rows = len(client.load_table(run.info.experiment_id, name["path"], [run_id]))
+        table = json.loads(Path(client.download_artifacts(run_id, name["path"], str(tmp_path))).read_text())
+        assert rows == len(table["data"]) > 0
+
+
+def test_a_run_that_someone_deleted_is_not_continued(tmp_path: Path) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    first = log_bundle(place, uri)
+    mlflow.MlflowClient(uri).delete_run(first.run_id)
+    assert log_bundle(place, uri).run_id != first.run_id
+
+
+def test_a_bundle_of_another_store_gets_a_run_of_its_own(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    place = bundle(
+        tmp_path, measurements=lambda m: m.update(origin={"git": {"commit": "c0ffee"}, "mlflow_run": "0" * 32})
+    )
+    logged = log_bundle(place, uri)
+    (run,) = runs(uri)
+    assert run.info.run_id == logged.run_id
+    assert run.data.tags["mlflow.source.git.commit"] == "c0ffee"
+
+
+def test_a_bundle_that_was_changed_is_not_sent(tmp_path: Path) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    (place / "graph_after.txt").write_text("another graph")
+    with pytest.raises(BundleError, match=r"graph_after\.txt"):
+        log_bundle(place, uri)
+    assert runs(uri) == []
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///mlflow.db", "http://***@example.org"])
+def test_a_bundle_that_does_not_tell_where_its_store_is_needs_to_be_told(tmp_path: Path, uri: str) -> None:
+    place = bundle(tmp_path, manifest=lambda document: document["config"]["tracking"].update(uri=uri))
+    with pytest.raises(ConfigError, match="--config CONFIG, --uri URI, or MLFLOW_TRACKING_URI"):
+        log_bundle(place)
+
+
+def test_a_store_that_cannot_be_reached_is_one_error(tmp_path: Path) -> None:
+    place = bundle(tmp_path)
+    with pytest.raises(TrackingError, match="The bundle is whole on disk") as caught:
+        log_bundle(place, f"sqlite:///{tmp_path}/no such folder/mlflow.db")
+    assert caught.value.exit_code == 7

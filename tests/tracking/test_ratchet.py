@@ -1,0 +1,184 @@
+"""What counts as worse than the champion, what as equal, and what cannot be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optexport.config_registering import RatchetConfig
+from optexport.tracking.facts import Finished
+from optexport.tracking.ratchet import Verdict, compare
+from tests.tracking.bundles import HOST, bundle, timed
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def nothing(document: dict[str, Any]) -> None:
+    """Leaves a document as it is."""
+
+
+def verdict(folder: Path, new: dict[str, Change], champion: dict[str, Change], **allowed: float) -> Verdict:
+    ours, theirs = (Finished.read(bundle(folder, **changes)) for changes in (new, champion))
+    return compare(ours, theirs, RatchetConfig(**allowed))
+
+
+def multiple(value: float | None, place: str = "onnx") -> Change:
+    """Has an output of a place be so many times the floor away."""
+
+    def change(document: dict[str, Any]) -> None:
+        (found,) = [each for each in document["parity"]["places"] if each["place"] == place]
+        found["outputs"][0]["multiple"] = value
+
+    return change
+
+
+def of_size(size: int) -> Change:
+    def change(document: dict[str, Any]) -> None:
+        (found,) = [file for file in document["files"] if file["path"] == "model.onnx"]
+        found["size"] = size
+
+    return change
+
+
+def lowered(precision: str, value: float, low: float | None = None, high: float | None = None) -> Change:
+    """Has the ONNX file be lowered, and decide as the original in so many cases."""
+
+    def change(document: dict[str, Any]) -> None:
+        decision = {"measure": "argmax_agreement", "output": "hidden", "value": value, "mean": value, "low": low}
+        decision |= {"high": high, "count": 9, "ties": 0, "min": 0.5, "failure": None, "cases": []}
+        for place in document["parity"]["places"]:
+            if place["place"].startswith("onnx"):
+                place |= {"precision": precision, "decisions": [decision]}
+
+    return change
+
+
+def test_a_bundle_matches_itself(tmp_path: Path) -> None:
+    found = verdict(tmp_path, {}, {})
+    assert found.worse == ()
+    assert found.not_compared == ("latency: this run measured none",)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "worse"),
+    [
+        (2.0, 2.0, False),
+        (2.4, 2.0, False),
+        (2.6, 2.0, True),
+        (1.5, 2.0, False),
+        (0.9, 0.1, False),  # both as near as the original is itself
+        (1.1, 0.1, True),
+        (None, 2.0, False),
+        (2.0, None, False),
+    ],
+)
+def test_parity_is_worse_beyond_its_tolerance_and_one_floor(
+    tmp_path: Path, ours: float | None, theirs: float | None, worse: bool
+) -> None:
+    found = verdict(tmp_path, {"manifest": multiple(ours)}, {"manifest": multiple(theirs)}, parity=0.25)
+    expected = (f"parity: onnx, hidden: {ours} times the floor, the champion's {theirs:g}",) if worse else ()
+    assert found.worse == expected
+
+
+def test_every_place_is_compared(tmp_path: Path) -> None:
+    found = verdict(tmp_path, {"manifest": multiple(3.0, "pt2")}, {"manifest": multiple(1.0, "pt2")})
+    assert found.worse == ("parity: pt2, hidden: 3 times the floor, the champion's 1",)
+
+
+def test_size_is_worse_beyond_its_tolerance(tmp_path: Path) -> None:
+    champion = {"manifest": of_size(1000)}
+    assert verdict(tmp_path, {"manifest": of_size(1010)}, champion, size=0.01).worse == ()
+    (worse,) = verdict(tmp_path, {"manifest": of_size(1011)}, champion, size=0.01).worse
+    assert worse == "size: onnx takes 1011 bytes, the champion's 1000"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "worse"),
+    [
+        ((2.0, 2.2), (1.0, 1.1), True),
+        ((1.05, 1.3), (1.0, 1.1), False),  # the intervals overlap
+        ((1.12, 1.3), (1.0, 1.1), False),  # apart, and within the tolerance
+        ((1.16, 1.3), (1.0, 1.1), True),
+        ((0.5, 0.6), (1.0, 1.1), False),
+    ],
+)
+def test_latency_is_worse_only_where_the_intervals_say_so(
+    tmp_path: Path, ours: tuple[float, float], theirs: tuple[float, float], worse: bool
+) -> None:
+    new, champion = ({"measurements": timed(*interval)} for interval in (ours, theirs))
+    found = verdict(tmp_path, new, champion, latency=0.05)
+    assert [line.partition(" takes")[0] for line in found.worse] == (["latency: onnx at batch=1"] if worse else [])
+    assert found.not_compared == ()
+
+
+@pytest.mark.parametrize(
+    ("new", "champion", "why"),
+    [
+        (nothing, timed(1, 2), "this run measured none"),
+        (timed(9, 9), nothing, "the champion's run measured none"),
+        (timed(9, 9), timed(1, 2, host="there"), "another machine, whose host is there, here here"),
+        (timed(9, 9), timed(1, 2, cpus=64), "another machine, whose cpus is 64, here 2"),
+        (timed(9, 9, processor="x"), timed(1, 2), "another machine, whose processor is a processor, here x"),
+        (timed(9, 9), lambda m: [timed(1, 2)(m), m["bench"].update(threads=4)], "1 threads, the champion with 4"),
+        (timed(9, 9), lambda m: [timed(1, 2)(m), m["bench"]["figures"][0].update(shape="x")], "at the same sizes"),
+        (
+            timed(9, 9),
+            lambda m: [timed(1, 2)(m), m["bench"]["figures"][0].update(p50_interval_ms=None)],
+            "in enough rounds for an interval",
+        ),
+    ],
+)
+def test_times_that_say_nothing_of_each_other_are_named_and_not_compared(
+    tmp_path: Path, new: Change, champion: Change, why: str
+) -> None:
+    found = verdict(tmp_path, {"measurements": new}, {"measurements": champion})
+    assert found.worse == ()
+    (told,) = found.not_compared
+    assert told.startswith("latency: ")
+    assert why in told
+
+
+def test_another_interface_is_worse_whatever_the_figures_are(tmp_path: Path) -> None:
+    def renamed(document: dict[str, Any]) -> None:
+        document["inputs"][0]["name"] = "y"
+
+    def sized(document: dict[str, Any]) -> None:
+        document["outputs"][0]["shape"][-1] = 9
+
+    (told,) = verdict(tmp_path, {"manifest": renamed}, {}).worse
+    assert told.startswith("inputs: y float32 [?, ?, 8]; mask int64 [?, ?], the champion's x float32")
+    (told,) = verdict(tmp_path, {}, {"manifest": sized}).worse
+    assert told.startswith("outputs: hidden float32 [?, ?, 8]")
+
+
+def test_files_of_lower_precision_are_held_to_their_decisions(tmp_path: Path) -> None:
+    champion = {"manifest": lowered("int8", 0.9)}
+    assert verdict(tmp_path, {"manifest": lowered("int8", 0.9)}, champion).worse == ()
+    worse = verdict(tmp_path, {"manifest": lowered("int8", 0.8)}, champion).worse
+    assert worse[0] == "parity: onnx (int8), argmax_agreement of hidden: 0.8, the champion's 0.9"
+    sure = {"manifest": lowered("int8", 0.9, 0.85, 0.95)}
+    assert verdict(tmp_path, {"manifest": lowered("int8", 0.88, 0.8, 0.92)}, sure).worse == ()
+    assert verdict(tmp_path, {"manifest": lowered("int8", 0.7, 0.6, 0.8)}, sure).worse
+
+
+def test_another_precision_is_worse(tmp_path: Path) -> None:
+    worse = verdict(tmp_path, {"manifest": lowered("int8", 1.0)}, {}).worse
+    assert worse[0] == "parity: onnx is of int8, the champion's of full precision"
+
+
+def test_other_batches_and_files_are_named(tmp_path: Path) -> None:
+    def changed(document: dict[str, Any]) -> None:
+        document["parity"]["cases"].append("data")
+        document["artifacts"] = [each for each in document["artifacts"] if each["format"] != "pt2"]
+
+    assert verdict(tmp_path, {}, {"manifest": changed}).not_compared[::2] == (
+        "parity: the champion was proven on other batches",
+        "pt2: only one of the two has the file",
+    )
+
+
+def test_the_machine_is_told_by_what_measurements_hold(tmp_path: Path) -> None:
+    assert HOST.keys() <= Finished.read(bundle(tmp_path)).measurements.keys()

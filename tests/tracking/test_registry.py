@@ -1,0 +1,212 @@
+"""Versions, and the alias that moves to the better one, stays, or is moved by hand; with who held it before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from optexport.config_registering import RegisterConfig
+from optexport.errors import ConfigError, GateError
+from optexport.tracking import by_hand, registry
+from optexport.tracking.facts import Finished
+from optexport.tracking.later import log_bundle
+from optexport.tracking.registry import Registered
+from tests import exports, stores
+from tests.tracking.bundles import QUIET, bundle, registering, runs, timed
+
+pytestmark = QUIET
+
+
+class Registry:
+    """A store, and what its registry says of the model "block"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.uri = stores.store(folder)
+        self.client = mlflow.MlflowClient(self.uri)
+
+    def log(self, size: int = 1000) -> Registered:
+        """Sends a bundle whose ONNX file is said to take so many bytes."""
+        place = bundle(self.folder, measurements=timed(1.0, 1.1))
+        # The bundle itself must be whole to be sent, so the champion's figures are changed where MLflow keeps them.
+        return self.send(place, size)
+
+    def send(self, place: Path, size: int) -> Registered:
+        exports.edit_json(place / "manifest.json", registering())
+        onnx = place / "model.onnx"
+        with onnx.open("ab") as file:  # an unknown field of protobuf's, which every reader skips
+            file.write(b"\xba\x3e" + _varint(size) + bytes(size))
+        exports.reseal(place, "model.onnx")
+        logged = log_bundle(place, self.uri)
+        assert logged.registered is not None
+        return logged.registered
+
+    @property
+    def holder(self) -> str | None:
+        held = self.client.get_registered_model("block").aliases.get("champion")
+        return None if held is None else str(held)
+
+    @property
+    def history(self) -> list[tuple[str, str]]:
+        tags = self.client.get_registered_model("block").tags
+        return [(entry["version"], entry["by"]) for entry in json.loads(tags["optexport.history.champion"])]
+
+    def tags(self, version: str) -> dict[str, str]:
+        return dict(self.client.get_model_version("block", version).tags)
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Registry:
+    return Registry(tmp_path)
+
+
+def test_the_first_version_gets_the_alias_an_equal_one_takes_it_and_a_worse_one_does_not(store: Registry) -> None:
+    first = store.log()
+    assert (first.version, first.holder, first.moved, first.failure) == ("1", "1", True, None)
+    assert store.holder == "1"
+    second = store.log()
+    assert (second.version, second.holder, store.holder) == ("2", "2", "2")
+    third = store.log(size=100_000)
+    assert (third.version, third.holder, third.moved) == ("3", "2", False)
+    assert store.holder == "2"
+    assert isinstance(third.failure, GateError)
+    assert third.failure.exit_code == 6
+    assert "block version 3 is registered, and champion is at version 2" in str(third.failure)
+    assert "size: onnx takes " in str(third.failure)
+    assert "optexport promote block 3 --alias champion" in str(third.failure)
+    assert store.tags("3")["optexport.register"] == "stayed"
+    assert "size: onnx takes " in store.tags("3")["optexport.register.why"]
+    assert store.tags("2")["optexport.register"] == "moved"
+    assert store.history == [("1", "ratchet"), ("2", "ratchet")]
+    assert len(runs(store.uri)) == 3
+
+
+def test_a_version_is_its_runs_onnx_model_and_loads_by_its_alias(store: Registry) -> None:
+    store.log()
+    version = store.client.get_model_version_by_alias("block", "champion")
+    (run,) = runs(store.uri)
+    assert version.run_id == run.info.run_id
+    assert version.source == f"models:/{run.outputs.model_outputs[0].model_id}"
+    assert version.tags["optexport.bundle"] == run.data.tags["optexport.bundle"]
+    mlflow.set_tracking_uri(store.uri)
+    assert "onnx" in mlflow.pyfunc.load_model("models:/block@champion").metadata.flavors
+
+
+def test_a_champion_that_nothing_is_known_of_keeps_the_alias(store: Registry) -> None:
+    store.client.create_registered_model("block")
+    other = store.client.create_model_version("block", (store.folder / "model").as_uri())
+    store.client.set_registered_model_alias("block", "champion", other.version)
+    found = store.log()
+    assert (found.version, found.holder, found.moved) == ("2", "1", False)
+    assert found.why == ("version 1 is of no run of optexport: nothing tells how good it is",)
+    assert store.tags("2")["optexport.register.why"] == found.why[0]
+    assert by_hand.promote(store.uri, "block", "2", "champion") == "1"
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_what_was_decided_is_not_decided_again(store: Registry) -> None:
+    """A bundle that is sent again must not take the alias back from a newer one."""
+    place = bundle(store.folder)
+    store.send(place, 1000)
+    store.log()
+    again = log_bundle(place, store.uri).registered
+    assert again is not None
+    assert (again.version, again.holder, again.moved) == ("1", "2", True)
+    assert store.holder == "2"
+
+
+def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    assert store.holder == "3"
+    assert by_hand.promote(store.uri, "block", "1", "champion") == "3"
+    assert store.history[-1] == ("1", "promote")
+    assert store.tags("1")["optexport.register.why"] == "by hand"
+    assert by_hand.promote(store.uri, "block", "1", "champion") == "1"
+    assert by_hand.rollback(store.uri, "block", "champion") == ("1", "3")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+    with pytest.raises(ConfigError, match="version 1 holds it, and nothing tells of one that did before") as caught:
+        by_hand.rollback(store.uri, "block", "champion")
+    assert "Versions are 1, 2, 3: optexport promote block VERSION --alias champion" in str(caught.value)
+    assert store.holder == "1"
+
+
+def test_a_version_that_was_deleted_is_passed_over(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    store.client.delete_model_version("block", "2")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "1")
+
+
+def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(store: Registry) -> None:
+    store.log()
+    store.log()
+    third = store.log(size=100_000)
+    store.client.set_registered_model_alias("block", "champion", third.version)
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "words"),
+    [("blok", "1", 'there is no such registered model\n  Did you mean "block"'), ("block", "9", "no such version")],
+)
+def test_what_is_not_there_cannot_be_promoted(store: Registry, name: str, version: str, words: str) -> None:
+    store.log()
+    with pytest.raises(ConfigError) as caught:
+        by_hand.promote(store.uri, name, version, "champion")
+    assert words in str(caught.value)
+    assert store.holder == "1"
+
+
+def test_an_alias_that_nobody_holds_cannot_be_rolled_back(store: Registry) -> None:
+    store.log()
+    with pytest.raises(ConfigError, match="no version holds it"):
+        by_hand.rollback(store.uri, "block", "challenger")
+
+
+def test_a_champion_that_changes_during_the_comparison_is_compared_with_too(
+    store: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run moves the alias to a better version while this one is still reading the old champion's figures."""
+    store.log(size=100_000)
+    store.log(size=1)
+    by_hand.promote(store.uri, "block", "1", "champion")
+    seen: list[str | None] = []
+    compare = registry.ratchet.compare
+
+    def slowly(new: Finished, champion: Finished, allowed: Any) -> Any:
+        seen.append(store.holder)
+        if len(seen) == 1:
+            store.client.set_registered_model_alias("block", "champion", "2")
+        return compare(new, champion, allowed)
+
+    monkeypatch.setattr(registry.ratchet, "compare", slowly)
+    found = store.log(size=100_000)
+    assert seen == ["1", "2"]
+    assert (found.version, found.moved, store.holder) == ("3", False, "2")
+
+
+def test_the_size_of_a_history_is_bounded(store: Registry) -> None:
+    store.log()
+    entries = [{"version": "1", "by": "promote", "at": "then"}] * 100
+    store.client.set_registered_model_tag("block", "optexport.history.champion", json.dumps(entries))
+    store.log()
+    assert len(store.history) == 100
+    assert store.history[-1] == ("2", "ratchet")
+
+
+def test_the_defaults_are_those_of_the_config() -> None:
+    assert RegisterConfig(name="x").alias == "champion"
