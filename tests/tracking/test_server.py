@@ -1,4 +1,4 @@
-"""Tracking on a real MLflow server: whole while it is up, and no harm done when it is not."""
+"""Tracking on a real MLflow server: whole while it is up, and when it is down nothing is lost and nothing doubled."""
 
 from __future__ import annotations
 
@@ -9,129 +9,209 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlflow
 import pytest
+from mlflow.entities import Run
 
+from optexport.errors import TrackingError
+from optexport.tracking.later import log_bundle
 from optexport.verification import verify
 from tests import exports, stores
+from tests.tracking.bundles import bundle, registering, runs
+from tests.tracking.servers import SECRET, Server, postgresql
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]
 
-SECRET = "hunter2"
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[str]:
+    with postgresql() as uri:
+        yield uri
 
 
-class Server:
-    """An ``mlflow server`` on this machine alone, with a store and artifacts of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self.port: int = taken.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self.port}"
-        store = stores.store(folder)
-        self.log = (folder / "server.log").open("wb")
-        self.process = subprocess.Popen(
-            [
-                sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port),
-                "--workers", "1", "--backend-store-uri", store,
-                "--artifacts-destination", str(folder / "artifacts"),
-            ],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            start_new_session=True,
-        )  # fmt: skip
-        self._wait(folder / "server.log")
-
-    def _wait(self, log: Path) -> None:
-        for _ in range(600):
-            try:
-                with urllib.request.urlopen(f"{self.uri}/health", timeout=1):
-                    return
-            except OSError:
-                if self.process.poll() is not None:
-                    break
-                time.sleep(0.1)
-        self.stop()
-        raise RuntimeError(f"the server did not start:\n{log.read_text()}")
-
-    def stop(self) -> None:
-        """Ends the server and its workers at once, as a crash would."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.log.close()
-
-
-@pytest.fixture
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("server"))
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    made = Server(folder, stores.store(folder) if request.param == "sqlite" else request.getfixturevalue("database"))
     yield made
     made.stop()
 
 
-def optexport(config: Path) -> subprocess.Popen[str]:
-    """Starts ``optexport run --json`` as a user would, in a process of its own."""
+@pytest.fixture
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """A server that a test may end; the last one in the list is the one that runs."""
+    folder = tmp_path_factory.mktemp("mortal")
+    made = [Server(folder, stores.store(folder))]
+    yield made
+    made[-1].stop()
+
+
+def optexport(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Starts the program as a user would, in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "optexport", "run", "--json", str(config)],
+        [sys.executable, "-m", "optexport", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 
-def test_a_run_on_a_server_is_whole_and_its_model_loads_by_name(server: Server, tmp_path: Path) -> None:
+def project(folder: Path, uri: str, name: str) -> Path:
+    config = stores.project(folder, uri)
+    text = config.read_text().replace('experiment = "tracked"', f'experiment = "{name}"')
+    config.write_text(f'{text}[register]\nname = "{name}"\n')
+    return config
+
+
+def only(server: Server, name: str) -> Run:
+    """The one run of an experiment, whole and registered once."""
+    (run,) = runs(server.uri, name)
+    assert run.info.status == "FINISHED"
+    client = mlflow.MlflowClient(server.uri)
+    (model,) = client.search_logged_models([run.info.experiment_id])
+    assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
+    (version,) = client.search_model_versions(f"name = '{name}'")
+    assert version.run_id == run.info.run_id
+    assert client.get_registered_model(name).aliases == {"champion": version.version}
+    mlflow.set_tracking_uri(server.uri)
+    batch = {key: tensor.numpy() for key, tensor in exports.batch(3, 11).items()}
+    assert mlflow.pyfunc.load_model(f"models:/{name}@champion").predict(batch)["hidden"].shape == (3, 11, 8)
+    return run
+
+
+def test_a_run_on_a_server_is_whole_registered_and_without_secrets(server: Server, tmp_path: Path) -> None:
     with_secret = f"http://someone:{SECRET}@127.0.0.1:{server.port}"
-    done = optexport(stores.project(tmp_path, with_secret))
+    done = optexport("run", "--json", project(tmp_path, with_secret, "whole"))
     out, err = done.communicate(timeout=300)
     assert done.returncode == 0, err
     result = json.loads(out)
     assert SECRET not in out + err
-    client = mlflow.MlflowClient(server.uri)
-    experiment = client.get_experiment_by_name("tracked")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
+    assert (result["registered"]["version"], result["registered"]["moved"]) == ("1", True)
+    run = only(server, "whole")
     assert SECRET not in json.dumps(run.to_dictionary())
-    assert SECRET not in json.dumps(result)
+    client = mlflow.MlflowClient(server.uri)
+    version = client.get_model_version_by_alias("whole", "champion")
+    assert SECRET not in repr(version) + repr(client.get_registered_model("whole"))
     downloaded = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
     assert all(place.passed for place in verify(downloaded / "bundle").places)
     told = [path for path in downloaded.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert told == []
-    mlflow.set_tracking_uri(server.uri)
-    model = mlflow.pyfunc.load_model(f"models:/{run.outputs.model_outputs[0].model_id}")
-    batch = exports.batch(3, 11)
-    assert model.predict({name: tensor.numpy() for name, tensor in batch.items()})["hidden"].shape == (3, 11, 8)
 
 
-def test_a_server_that_is_down_ends_with_seven_and_a_whole_bundle(server: Server, tmp_path: Path) -> None:
-    server.stop()
-    done = optexport(stores.project(tmp_path, f"http://someone:{SECRET}@127.0.0.1:{server.port}"))
-    out, err = done.communicate(timeout=300)
-    assert done.returncode == 7
+def test_a_worse_version_is_registered_and_the_alias_is_moved_by_hand(server: Server, tmp_path: Path) -> None:
+    def near(document: dict) -> None:
+        registering("rated")(document)
+        for place in document["parity"]["places"]:
+            place["outputs"][0]["multiple"] = 0.5
+
+    log_bundle(bundle(tmp_path, manifest=near), server.uri)
+    worse = bundle(tmp_path, manifest=registering("rated"))
+    process = optexport("log", worse, "--uri", server.uri)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 6, err
+    assert "parity: onnx, optimised, hidden: 1.35 times the floor, the champion's 0.5" in err
+    for command, holder in ((["promote", "rated", "2"], "2"), (["rollback", "rated"], "1")):
+        process = optexport(*command, "--uri", server.uri)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert f"rated version {holder} holds champion" in out
+        held = mlflow.MlflowClient(server.uri).get_registered_model("rated").aliases
+        assert held == {"champion": holder}
+
+
+def test_a_database_may_be_used_without_a_server_and_keeps_its_password(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where files go whose place nobody names
+    place = bundle(tmp_path, manifest=registering("direct"))
+    logged = log_bundle(place, database, "direct")
+    assert SECRET not in repr(logged)
+    run = mlflow.MlflowClient(database).get_run(logged.run_id)
+    assert run.info.status == "FINISHED"
+    assert SECRET not in json.dumps(run.to_dictionary())
+    with pytest.raises(TrackingError) as caught:
+        log_bundle(place, database.replace("optexport:", "nobody:"), "direct")
+    assert "127.0.0.1" in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def before_the_start(servers: list[Server], process: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    servers[-1].stop()
+    return process()
+
+
+def while_it_works(servers: list[Server], process: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    started = process()
+    for _ in range(1200):
+        if runs(servers[-1].uri, "mortal"):
+            break
+        time.sleep(0.05)
+    servers[-1].stop()
+    return started
+
+
+def while_it_sends(servers: list[Server], process: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    started = process()
+    for _ in range(6000):
+        found = runs(servers[-1].uri, "mortal")
+        # By now the model is about to be saved and sent.
+        if found and "optexport.measurements" in found[0].data.tags:
+            break
+        time.sleep(0.01)
+    started.send_signal(signal.SIGSTOP)
+    servers[-1].stop()
+    started.send_signal(signal.SIGCONT)
+    return started
+
+
+@pytest.mark.parametrize("moment", [before_the_start, while_it_works, while_it_sends])
+def test_a_server_that_is_lost_ends_with_seven_and_what_is_missing_is_sent_later_once(
+    mortal: list[Server], tmp_path: Path, moment: Callable[..., subprocess.Popen[str]]
+) -> None:
+    with_secret = f"http://someone:{SECRET}@127.0.0.1:{mortal[-1].port}"
+    config = project(tmp_path, with_secret, "mortal")
+    start = time.monotonic()
+    process = moment(mortal, lambda: optexport("run", "--json", config))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 7, err
+    assert time.monotonic() - start < 90
     assert "The bundle is whole on disk" in err
     assert "Traceback" not in err
     assert SECRET not in out + err
-    assert all(place.passed for place in verify(tmp_path / "out" / "block").places)
+    place = tmp_path / "out" / "block"
+    assert all(place.passed for place in verify(place).places)
+    assert [path.name for path in place.parent.iterdir()] == ["block"]
+    again = optexport("log", place, "--config", config)
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 7, err
+    assert SECRET not in out + err
+    mortal.append(mortal[-1].restarted())
+    started = [run.info.run_id for run in runs(mortal[-1].uri, "mortal")]
+    assert len(started) == (0 if moment is before_the_start else 1)
+    for said in ("sent", "was there already"):
+        again = optexport("log", place, "--config", config)
+        out, err = again.communicate(timeout=120)
+        assert again.returncode == 0, err
+        assert said in out
+        assert SECRET not in out + err
+    run = only(mortal[-1], "mortal")
+    assert [run.info.run_id] == (started or [run.info.run_id])
+    assert run.data.params["export.formats"]
+    assert run.data.metrics["seconds.trace"] > 0
 
 
-def test_a_server_that_dies_in_the_middle_ends_with_seven_and_a_whole_bundle(server: Server, tmp_path: Path) -> None:
-    process = optexport(stores.project(tmp_path, server.uri))
-    client = mlflow.MlflowClient(server.uri)
-    for _ in range(1200):
-        experiment = client.get_experiment_by_name("tracked")
-        if experiment is not None and client.search_runs([experiment.experiment_id]):
-            break
-        time.sleep(0.1)
-    server.stop()
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 7, err
-    assert "The bundle is whole on disk" in err
-    assert "Traceback" not in err
-    assert all(place.passed for place in verify(tmp_path / "out" / "block").places)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["block"]
+def test_a_server_that_takes_calls_and_never_answers_costs_seconds_and_not_minutes(tmp_path: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)
+        config = project(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}", "silent")
+        start = time.monotonic()
+        process = optexport("run", "--json", config)
+        out, _ = process.communicate(timeout=300)
+    assert process.returncode == 7
+    assert time.monotonic() - start < 60
+    assert "The bundle is whole on disk" in json.loads(out)["tracking_failure"]

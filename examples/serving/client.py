@@ -1,0 +1,44 @@
+"""Asks a model that `mlflow models serve` serves, with nothing but the standard library and NumPy.
+
+    optexport run examples/minilm.toml
+    mlflow models serve --model-uri models:/minilm@champion --env-manager local --port 5001
+    python examples/serving/client.py http://127.0.0.1:5001 examples/build/minilm
+
+It sends the inputs that the bundle holds, and says how far the answers are from the original model's.
+"""
+
+import json
+import sys
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+
+def predict(url, inputs):
+    """What the served model gives.
+
+    Args:
+        inputs: Arrays by name. JSON knows numbers and no dtypes, so ids may be int32 or int64.
+
+    Returns:
+        Nested lists by name, which `numpy.asarray` makes arrays of.
+    """
+    body = json.dumps({"inputs": {name: array.tolist() for name, array in inputs.items()}})
+    request = urllib.request.Request(f"{url}/invocations", body.encode(), headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["predictions"]
+
+
+def main(url, bundle):
+    stored = load_file(Path(bundle) / "reference.safetensors")  # case 0 is what was traced
+    inputs = {key.removeprefix("0.inputs."): array for key, array in stored.items() if key.startswith("0.inputs.")}
+    for name, values in predict(url, inputs).items():
+        answer, expected = np.asarray(values), stored[f"0.outputs.{name}"]
+        distance = np.abs(answer - expected).max(initial=0.0)
+        print(f"{name} {list(answer.shape)}: {distance:.2g} from the original")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

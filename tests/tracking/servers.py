@@ -1,0 +1,123 @@
+"""Real servers on this machine alone: ``mlflow server``, ``mlflow models serve`` and PostgreSQL."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+SECRET = "hunter2"
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+class Program:
+    """A server of mlflow's, which answers on ``/health`` once it is up."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, port: int, environment: Mapping[str, str]) -> None:
+        self.port = port
+        self.uri = f"http://127.0.0.1:{port}"
+        self.log = folder / f"server-{port}.log"
+        # mlflow starts programs of its own by their names.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", *arguments, "--host", "127.0.0.1", "--port", str(port)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                start_new_session=True,
+                env={**os.environ, "PATH": path, **environment},
+            )
+        self._wait()
+
+    def _wait(self) -> None:
+        for _ in range(1200):
+            try:
+                with urllib.request.urlopen(f"{self.uri}/health", timeout=1):
+                    return
+            except OSError:
+                if self.process.poll() is not None:
+                    break
+                time.sleep(0.1)
+        self.stop()
+        raise RuntimeError(f"the server did not start:\n{self.log.read_text()}")
+
+    def stop(self) -> None:
+        """Ends the server and its workers at once, as a crash would."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Server(Program):
+    """An ``mlflow server`` whose runs and files outlive it: another one at its place goes on with them."""
+
+    def __init__(self, folder: Path, store: str, port: int | None = None) -> None:
+        self.folder, self.store = folder, store
+        arguments = ["server", "--workers", "1", "--backend-store-uri", store]
+        super().__init__(
+            [*arguments, "--artifacts-destination", str(folder / "artifacts")], folder, port or free_port(), {}
+        )
+
+    def restarted(self) -> Server:
+        self.stop()
+        return Server(self.folder, self.store, self.port)
+
+
+def serving(model: str, tracking_uri: str, folder: Path) -> Program:
+    """``mlflow models serve`` of a model by its name."""
+    arguments = ["models", "serve", "--model-uri", model, "--env-manager", "local"]
+    return Program(arguments, folder, free_port(), {"MLFLOW_TRACKING_URI": tracking_uri})
+
+
+@contextlib.contextmanager
+def postgresql() -> Iterator[str]:
+    """A PostgreSQL cluster of its own, with a password; gives the URI of its database."""
+    found = [shutil.which("pg_ctl") or "", *sorted(glob.glob("/usr/lib/postgresql/*/bin/pg_ctl"))]
+    programs = Path(next(path for path in reversed(found) if path)).parent
+    place = Path(tempfile.mkdtemp(prefix="optexport-postgresql-"))
+    port = free_port()
+    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
+
+    def call(program: str, *arguments: str) -> None:
+        # It refuses to run as root.
+        user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
+        log = place / "call.log"
+        with log.open("ab") as output:
+            done = subprocess.run(
+                [*user, str(programs / program), *arguments], stdout=output, stderr=output, cwd=place, check=False
+            )
+        assert done.returncode == 0, log.read_text()
+
+    try:
+        (place / "password").write_text(SECRET)
+        if os.geteuid() == 0:
+            postgres = pwd.getpwnam("postgres")
+            for path in (place, place / "password"):
+                os.chown(path, postgres.pw_uid, postgres.pw_gid)
+        data = str(place / "data")
+        call("initdb", "-D", data, "-U", "optexport", "--auth=scram-sha-256", f"--pwfile={place / 'password'}")
+        call("pg_ctl", "-D", data, "-w", "-l", str(place / "log"), "-o", options, "start")
+        try:
+            yield f"postgresql+psycopg2://optexport:{SECRET}@127.0.0.1:{port}/postgres"
+        finally:
+            call("pg_ctl", "-D", data, "-w", "-m", "immediate", "stop")
+    finally:
+        shutil.rmtree(place)

@@ -1,0 +1,92 @@
+"""A registered model that ``mlflow models serve`` serves: the example client gets the original's numbers from it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+
+from optexport.tracking.later import log_bundle
+from tests import exports, stores
+from tests.tracking.bundles import bundle, registering
+from tests.tracking.servers import Program, serving
+
+pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]
+
+CLIENT = Path(__file__).parents[2] / "examples" / "serving" / "client.py"
+
+
+@dataclass(frozen=True)
+class Served:
+    server: Program
+    bundle: Path
+    store: str
+
+    def ask(self, body: Any) -> Any:
+        request = urllib.request.Request(
+            f"{self.server.uri}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["predictions"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    store, place = stores.store(folder), bundle(folder, manifest=registering())
+    log_bundle(place, store)
+    server = serving("models:/block@champion", store, folder)
+    yield Served(server, place, store)
+    server.stop()
+
+
+def test_the_example_client_gets_the_originals_numbers(served: Served) -> None:
+    done = subprocess.run(
+        [sys.executable, str(CLIENT), served.server.uri, str(served.bundle)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(\w+) \[(.*)\]: (\S+) from the original$", done.stdout, re.MULTILINE)
+    assert [(name, shape) for name, shape, _ in found] == [("hidden", "2, 5, 8"), ("longest", "")]
+    limits = exports.exported().manifest.parity.bounds
+    for name, _, distance in found:
+        # The limit is for the distance from float64, and the original itself is a floor away from that.
+        assert float(distance) <= limits[name].limit + limits[name].floor
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_ids_of_either_width_and_sizes_that_were_never_traced_are_served(served: Served, dtype: type) -> None:
+    batch = {name: tensor.numpy() for name, tensor in exports.batch(7, 11).items()}
+    want = exports.block()(**exports.batch(7, 11))["hidden"].detach().numpy()
+    got = served.ask({"inputs": {"x": batch["x"].tolist(), "mask": batch["mask"].astype(dtype).tolist()}})
+    np.testing.assert_allclose(np.asarray(got["hidden"]), want, atol=1e-5)
+
+
+def test_a_call_without_an_input_is_refused_and_says_so(served: Served) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        served.ask({"inputs": {"x": exports.batch()["x"].tolist()}})
+    assert caught.value.code == 400
+    assert "mask" in caught.value.read().decode()
+
+
+def test_arrays_have_dtypes_and_other_ids_are_refused_in_python(served: Served) -> None:
+    """What the README says of int32: JSON has no dtypes, arrays do, and mlflow casts no tensors."""
+    mlflow.set_tracking_uri(served.store)
+    model = mlflow.pyfunc.load_model("models:/block@champion")
+    batch = {name: tensor.numpy() for name, tensor in exports.batch().items()}
+    with pytest.raises(mlflow.MlflowException, match="dtype of input int32 does not match expected dtype int64"):
+        model.predict({**batch, "mask": batch["mask"].astype(np.int32)})
+    assert model.predict(batch)["hidden"].shape == (2, 5, 8)
