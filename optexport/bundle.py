@@ -15,10 +15,9 @@ from optexport import sealed_json
 from optexport.errors import BundleError, ConfigError
 from optexport.manifest import Manifest
 from optexport.places import MANIFEST, MEASUREMENTS, check_place
+from optexport.places import REFERENCE as REFERENCE
 from optexport.proof.cases import Case
 from optexport.proof.reference import Outputs, Reference
-
-REFERENCE = "reference.safetensors"
 
 # Reference tensors beyond this many bytes are left out, largest cases first; the traced case always stays.
 _REFERENCE_BYTES = 16 << 20

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.json"
+REFERENCE = "reference.safetensors"
 REPORT = "report.html"
 # What a manifest does not vouch for: itself, what may differ between two equal runs, and what is made of both.
 UNLISTED = (MANIFEST, MEASUREMENTS, REPORT)

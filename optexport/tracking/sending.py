@@ -8,7 +8,9 @@ from typing import Any
 
 from optexport.config_registering import RegisterConfig
 from optexport.tracking import facts
+from optexport.tracking.datasets import datasets
 from optexport.tracking.facts import Finished
+from optexport.tracking.figures import figures
 from optexport.tracking.model import logged_model
 from optexport.tracking.registry import Registered, register
 from optexport.tracking.tables import tables
@@ -22,6 +24,7 @@ def send(client: Any, run_id: str, finished: Finished) -> Registered | None:
     manifest, folder = finished.manifest, finished.folder
     client.log_batch(run_id, tags=[RunTag(key, text) for key, text in finished.identity.items()])
     send_params(client, run_id, manifest.config)
+    client.log_inputs(run_id, datasets(finished))
     model_id = logged_model(client, run_id, finished)
     # MLflow knows a metric of a run that comes twice, and not one of a model.
     known = set() if model_id is None else {(m.key, m.step) for m in client.get_logged_model(model_id).metrics or ()}
@@ -39,6 +42,8 @@ def send(client: Any, run_id: str, finished: Finished) -> Registered | None:
         client.log_dict(run_id, dict(table), name)
     # By this tag MLflow's page finds what it shows as tables; its log_table would append to one that is there.
     client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([{"path": name, "type": "table"} for name in shown]))
+    for name, figure in figures(finished).items():
+        client.log_figure(run_id, figure, name)
     if (folder / "config.toml").is_file():
         client.log_artifact(run_id, str(folder / "config.toml"))
     client.log_artifacts(run_id, str(folder), "bundle")

@@ -18,7 +18,7 @@ _SQLITE = "sqlite:///"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 # mlflow waits minutes for a server that is down. A user's own setting stays.
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 _HASTE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
@@ -55,7 +55,7 @@ def open_store(uri: str, folder: Path) -> Any:
     """
     mlflow = import_mlflow()
     uri = resolved_uri(uri, folder)
-    _check_writable(uri)
+    _check_database(uri)
     mlflow.set_tracking_uri(uri)
     return mlflow.MlflowClient(uri)
 
@@ -99,10 +99,16 @@ def failure(error: Exception, uri: str, mend: str) -> TrackingError:
     return told
 
 
-def _check_writable(uri: str) -> None:
-    """Raises at once where mlflow would try for two minutes to open an SQLite file that cannot be written."""
+def _check_database(uri: str) -> None:
+    """Raises at once where mlflow would try for two minutes to open a database that it cannot."""
     path = uri.removeprefix(_SQLITE)
     if path != uri:
         with contextlib.closing(sqlite3.connect(path.partition("?")[0], isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
             database.execute("ROLLBACK")
+    elif uri.startswith(_DATABASES):
+        import sqlalchemy
+
+        in_time = {"connect_timeout": 5} if uri.startswith(("postgresql", "mysql")) else {}
+        with sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool, connect_args=in_time).connect():
+            pass

@@ -72,9 +72,9 @@ class Server(Program):
     def __init__(self, folder: Path, store: str, port: int | None = None) -> None:
         self.folder, self.store = folder, store
         arguments = ["server", "--workers", "1", "--backend-store-uri", store]
-        super().__init__(
-            [*arguments, "--artifacts-destination", str(folder / "artifacts")], folder, port or free_port(), {}
-        )
+        arguments += ["--artifacts-destination", str(folder / "artifacts")]
+        # With them a server starts seven more processes, for jobs that nobody gives it here.
+        super().__init__(arguments, folder, port or free_port(), {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"})
 
     def restarted(self) -> Server:
         self.stop()

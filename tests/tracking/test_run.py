@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import sqlite3
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import onnx
 import pytest
 import torch
 import transformers
-from mlflow.entities import Run
+from mlflow.entities import Metric, Run
 from torch import nn
 
 from optexport import pipeline, runtimes
@@ -23,11 +26,13 @@ from optexport.errors import ParityError, SourceError, redact
 from optexport.pipeline import Result
 from optexport.sources import load
 from optexport.stages import Stages
-from optexport.tracking import download_model, store
+from optexport.tracking import download_model, facts, store
+from optexport.tracking.facts import Finished
+from optexport.tracking.sending import send_params
 from optexport.verification import verify
 from tests import exports, models, stores
 from tests.models import randomise
-from tests.tracking.bundles import QUIET
+from tests.tracking.bundles import QUIET, bundle
 
 pytestmark = QUIET
 
@@ -382,3 +387,109 @@ def test_a_relative_store_lies_beside_the_config(tmp_path: Path) -> None:
     assert store.resolved_uri("sqlite:///mlflow.db", tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
     for uri in (f"sqlite:///{tmp_path}/x.db", "http://127.0.0.1:5000", "databricks"):
         assert store.resolved_uri(uri, tmp_path) == uri
+
+
+def test_tables_and_figures_show_how_near_the_files_are(tracked: Tracked) -> None:
+    table = json.loads(tracked.artifact("parity.json").read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    places = tracked.result.manifest.parity.places
+    assert [(row["place"], row["output"]) for row in rows] == [(p.place, o.output) for p in places for o in p.outputs]
+    assert [row["distance"] for row in rows] == [o.max_abs for p in places for o in p.outputs]
+    for name, drawn in (("parity.png", True), ("latency.png", False)):
+        listed = [file for file in tracked.client.list_artifacts(tracked.run.info.run_id) if file.path == name]
+        assert len(listed) == drawn
+    assert tracked.artifact("parity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_rule_is_a_step_of_the_metrics(tracked: Tracked) -> None:
+    (rule,) = tracked.result.manifest.transformations
+    history = {
+        name: [(m.step, m.value) for m in tracked.client.get_metric_history(tracked.run.info.run_id, f"rules.{name}")]
+        for name in ("nodes", "changes", "near_misses")
+    }
+    assert history["nodes"] == [(0, rule.nodes_before), (1, rule.nodes_after)]
+    assert history["changes"] == [(1, 1)]
+    assert history["near_misses"] == [(1, len(rule.near_misses))]
+
+
+def test_the_traced_inputs_are_a_dataset_of_the_run(tracked: Tracked) -> None:
+    (found,) = tracked.run.inputs.dataset_inputs
+    assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "parity")]
+    assert found.dataset.name == "traced"
+    assert found.dataset.digest
+    source = json.loads(found.dataset.source)["tags"]
+    assert source["file"] == "bundle/reference.safetensors"
+    assert source["optexport.bundle"] == tracked.run.data.tags["optexport.bundle"]
+    features = json.loads(found.dataset.schema)["mlflow_tensorspec"]["features"]
+    assert {"x", "mask"} <= {spec["name"] for spec in json.loads(features)} if isinstance(features, str) else features
+
+
+def test_files_of_pytorch_are_artifacts_and_not_pickled_models(tracked: Tracked) -> None:
+    models_logged = tracked.client.search_logged_models([tracked.run.info.experiment_id])
+    assert [model.name for model in models_logged] == ["model"]
+    assert (tracked.artifact("bundle") / "model.pt2").is_file()
+
+
+def test_a_config_in_no_repository_is_not_told_to_be_of_this_program(tmp_path: Path) -> None:
+    """mlflow would name the commit of the program that calls it."""
+    uri = stores.store(tmp_path)
+    pipeline.run(stores.project(tmp_path, uri, formats='["pt2"]'))
+    assert [tag for tag in only_run(uri).data.tags if tag.startswith("mlflow.source.git")] == []
+
+
+def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
+    """A config of many inputs, and a model of many outputs, go past what one request may hold."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["config"]["inputs"] = {f"setting_{i}": {"inner": i} for i in range(250)}
+        place = document["parity"]["places"][0]
+        place["outputs"] = [{**place["outputs"][0], "output": f"layer.{i}"} for i in range(400)]
+        document["parity"]["places"] = [place]
+
+    uri = stores.store(tmp_path)
+    finished = Finished.read(bundle(tmp_path, manifest=change))
+    client = mlflow.MlflowClient(uri)
+    run_id = client.create_run("0").info.run_id
+    send_params(client, run_id, finished.manifest.config)
+    client.log_batch(run_id, metrics=[Metric(name, value, 0, 0) for name, value in facts.metrics(finished).items()])
+    run = client.get_run(run_id)
+    assert sum(key.startswith("inputs.setting") for key in run.data.params) == 250
+    assert run.data.metrics["parity.original.layer.399.max_abs"] >= 0
+
+
+def test_a_long_setting_is_cut_and_says_so() -> None:
+    text = facts.params({"inputs": {"texts": ["word " * 50] * 40}})["inputs.texts"]
+    assert text.endswith("...")
+    assert len(text) <= 6000
+
+
+def test_a_database_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    """mlflow itself tries for two minutes."""
+    with pytest.raises(sqlite3.OperationalError, match="unable to open database file"):
+        store.open_store(f"sqlite:///{tmp_path}/no such folder/mlflow.db", tmp_path)
+
+
+def test_a_users_own_setting_of_telemetry_and_patience_stays() -> None:
+    names = ("MLFLOW_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+    code = f"""
+import os
+import optexport
+from optexport.tracking import store
+store.import_mlflow()
+with store.hastily():
+    print(*[os.environ[name] for name in {names}])
+import huggingface_hub.constants, mlflow.telemetry.utils
+print(huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY, os.environ["MLFLOW_DISABLE_TELEMETRY"])
+"""
+    plain = {key: value for key, value in os.environ.items() if key not in names}
+
+    def told(**settings: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], env={**plain, **settings}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert told() == "true 1 5\nTrue true\n"
+    chosen = dict(zip(names, ("false", "0", "77"), strict=True))
+    assert told(**chosen) == "false 0 77\nFalse false\n"

@@ -1,0 +1,61 @@
+"""How near and how fast the files are, as two small figures for MLflow's page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optexport.manifest import Manifest
+from optexport.tracking.facts import Finished
+
+# More bars than this nobody reads; the tables have them all.
+_MOST_ROWS = 40
+
+
+def figures(finished: Finished) -> dict[str, Any]:
+    """Matplotlib figures by the name of the file; none where there is nothing to show."""
+    found = {
+        "parity.png": _parity(finished.manifest),
+        "latency.png": _latency(finished.measurements.get("bench") or {}),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def _parity(manifest: Manifest) -> Any:
+    """The distances as multiples of the noise floor; places without a floor are left out."""
+    rows = [
+        (f"{place.title}: {output.output}", output.multiple)
+        for place in manifest.parity.places
+        for output in place.outputs
+        if output.multiple
+    ][:_MOST_ROWS]
+    if not rows:
+        return None
+    figure, axes = _drawn([name for name, _ in rows], "distance from float64, as a multiple of the original's own")
+    axes.barh(range(len(rows)), [multiple for _, multiple in rows], color="tab:blue")
+    axes.axvline(1.0, color="grey", linewidth=1)
+    return figure
+
+
+def _latency(bench: Mapping[str, Any]) -> Any:
+    rows = list(bench.get("figures", ()))[:_MOST_ROWS]
+    if not rows:
+        return None
+    figure, axes = _drawn([f"{row['artifact']} at {row['shape']}" for row in rows], "ms of a call: p50, 95 % interval")
+    for place, row in enumerate(rows):
+        axes.plot(row["p50_interval_ms"] or [row["p50_ms"]] * 2, [place, place], color="tab:blue", linewidth=4)
+        axes.plot([row["p50_ms"]], [place], "o", color="black", markersize=3)
+    axes.set_xlim(left=0)
+    return figure
+
+
+def _drawn(names: Sequence[str], label: str) -> tuple[Any, Any]:
+    """A figure with a row for each name, the first at the top."""
+    from matplotlib.figure import Figure  # without pyplot, which looks for a screen
+
+    figure = Figure(figsize=(8, 1 + 0.25 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(label, fontsize=8)
+    return figure, axes
