@@ -64,7 +64,10 @@ def _moves(command: Callable[..., None]) -> Callable[..., None]:
 @click.argument("version")
 @_moves
 def promote(name: str, version: str, alias: str | None, uri: str | None, config: Path | None, as_json: bool) -> None:
-    """Give VERSION of the registered model NAME the alias, whatever its figures are."""
+    """Give VERSION of the model NAME its alias, whatever its figures.
+
+    NAME is that of MLflow's registry.
+    """
     read = _read(config)
     from optexport.tracking import by_hand
 
@@ -77,7 +80,10 @@ def promote(name: str, version: str, alias: str | None, uri: str | None, config:
 @click.argument("name")
 @_moves
 def rollback(name: str, alias: str | None, uri: str | None, config: Path | None, as_json: bool) -> None:
-    """Give the alias of the registered model NAME back to the version that held it before."""
+    """Give the alias of NAME back to the version before.
+
+    NAME is that of MLflow's registry; the version is the last one that held the alias.
+    """
     read = _read(config)
     from optexport.tracking import by_hand
 
