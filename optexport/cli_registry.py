@@ -64,7 +64,7 @@ def _moves(command: Callable[..., None]) -> Callable[..., None]:
 @click.argument("version")
 @_moves
 def promote(name: str, version: str, alias: str | None, uri: str | None, config: Path | None, as_json: bool) -> None:
-    """Give VERSION of the model NAME its alias, whatever its figures.
+    """Give the alias of NAME to VERSION, whatever its figures.
 
     NAME is that of MLflow's registry.
     """
