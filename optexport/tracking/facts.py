@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from optexport.errors import redact
 from optexport.manifest import Manifest
 from optexport.places import MANIFEST, MEASUREMENTS
 
-# The digest of a manifest, which equal runs share, and that of the measurements, which is of one run alone.
+# The digest of a manifest, which equal runs share, and that of what was measured, which is of one run alone.
 BUNDLE_TAG = "optexport.bundle"
 RUN_TAG = "optexport.measurements"
 
@@ -52,8 +53,10 @@ class Finished:
 
     @property
     def identity(self) -> dict[str, str]:
-        """The tags by which a run is found again."""
-        return {BUNDLE_TAG: str(self.measurements["manifest"]), RUN_TAG: str(self.measurements["digest"])}
+        """The tags by which a run is found again, also where the report was written again, and so its digest."""
+        measured = {key: value for key, value in self.measurements.items() if key not in ("digest", "report_sha256")}
+        digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()
+        return {BUNDLE_TAG: str(self.measurements["manifest"]), RUN_TAG: digest}
 
     @property
     def origin(self) -> Mapping[str, Any]:

@@ -43,7 +43,8 @@ def _latency(bench: Mapping[str, Any]) -> Any:
         return None
     figure, axes = _drawn([f"{row['artifact']} at {row['shape']}" for row in rows], "ms of a call: p50, 95 % interval")
     for place, row in enumerate(rows):
-        axes.plot(row["p50_interval_ms"] or [row["p50_ms"]] * 2, [place, place], color="tab:blue", linewidth=4)
+        if row.get("low_ms") is not None:
+            axes.plot([row["low_ms"], row["high_ms"]], [place, place], color="tab:blue", linewidth=4)
         axes.plot([row["p50_ms"]], [place], "o", color="black", markersize=3)
     axes.set_xlim(left=0)
     return figure

@@ -134,7 +134,7 @@ def _pairs(new: Mapping[str, Any], champion: Mapping[str, Any]) -> Iterator[tupl
     theirs = {(row["artifact"], row["shape"]): row for row in champion["figures"]}
     for row in new["figures"]:
         if (other := theirs.get((row["artifact"], row["shape"]))) is not None:
-            ours, its = (each if each["p50_interval_ms"] is not None else None for each in (row, other))
+            ours, its = (each if each.get("low_ms") is not None else None for each in (row, other))
             yield ours, its
 
 
@@ -142,9 +142,8 @@ def _latency(new: Mapping[str, Any], champion: Mapping[str, Any], allowed: float
     for ours, theirs in _pairs(new, champion):
         if ours is None or theirs is None:
             continue
-        (low, high), (other_low, other_high) = ours["p50_interval_ms"], theirs["p50_interval_ms"]
-        if low > other_high * (1 + allowed):
-            yield (
-                f"latency: {ours['artifact']} at {ours['shape']} takes {ours['p50_ms']:.4g} ms ({low:.4g} to "
-                f"{high:.4g}), the champion's {theirs['p50_ms']:.4g} ({other_low:.4g} to {other_high:.4g})"
+        if ours["low_ms"] > theirs["high_ms"] * (1 + allowed):
+            taken, other = (
+                f"{row['p50_ms']:.4g} ms ({row['low_ms']:.4g} to {row['high_ms']:.4g})" for row in (ours, theirs)
             )
+            yield f"latency: {ours['artifact']} at {ours['shape']} takes {taken}, the champion's {other}"

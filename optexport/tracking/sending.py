@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optexport.config_registering import RegisterConfig
+from optexport.places import REPORT
 from optexport.tracking import facts
 from optexport.tracking.datasets import datasets
 from optexport.tracking.facts import Finished
@@ -47,6 +48,8 @@ def send(client: Any, run_id: str, finished: Finished) -> Registered | None:
     if (folder / "config.toml").is_file():
         client.log_artifact(run_id, str(folder / "config.toml"))
     client.log_artifacts(run_id, str(folder), "bundle")
+    if (folder / REPORT).is_file():
+        client.log_artifact(run_id, str(folder / REPORT))  # once more, where it is seen at once
     return registered(client, run_id, finished)
 
 

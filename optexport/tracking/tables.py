@@ -50,10 +50,5 @@ def _parity(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
 
 
 def _latency(bench: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["artifact", "shape", "p50_ms", "p50_low_ms", "p50_high_ms", "p90_ms", "p99_ms", "rows_per_second"]
-    rows = []
-    for row in bench.get("figures", ()):
-        low, high = row["p50_interval_ms"] or (None, None)
-        times = [row["p50_ms"], low, high, row["p90_ms"], row["p99_ms"]]
-        rows.append([row["artifact"], row["shape"], *times, row["rows_per_second"]])
-    return columns, rows
+    columns = ["artifact", "shape", "p50_ms", "low_ms", "high_ms", "p90_ms", "p99_ms", "rows_per_second"]
+    return columns, [[row.get(column) for column in columns] for row in bench.get("figures", ())]

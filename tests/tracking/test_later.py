@@ -11,6 +11,7 @@ import pytest
 
 from optexport import bundle_files, pipeline
 from optexport.errors import BundleError, ConfigError, TrackingError
+from optexport.html_report import page
 from optexport.tracking.later import log_bundle
 from tests import exports, stores
 from tests.tracking.bundles import QUIET, bundle, registering, runs, timed
@@ -52,6 +53,17 @@ def test_what_is_there_is_not_sent_again(tmp_path: Path) -> None:
     (run,) = runs(uri)
     assert len(run.outputs.model_outputs) == 1
     assert len(mlflow.MlflowClient(uri).search_model_versions("name = 'block'")) == 1
+
+
+def test_a_report_that_was_written_again_makes_no_other_run_of_it(tmp_path: Path) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    first = log_bundle(place, uri)
+    before = (place / "measurements.json").read_bytes()
+    (place / "report.html").write_text("an older one")
+    page.write(place)
+    assert (place / "measurements.json").read_bytes() != before
+    again = log_bundle(place, uri)
+    assert (again.run_id, again.before) == (first.run_id, True)
 
 
 def test_two_runs_of_equal_files_are_two_runs(tmp_path: Path) -> None:
