@@ -22,6 +22,7 @@ from optexport.cli_group import Group, debug_option, json_option, outcome, print
 from optexport.cli_lock import lock
 from optexport.cli_registry import log, promote, rollback
 from optexport.cli_report import diff, report
+from optexport.cli_reproduce import reproduce
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 _EPILOG = """\b
@@ -49,6 +50,7 @@ for command in (log, promote, rollback):
     cli.add_command(command)
 cli.add_command(predict)
 cli.add_command(lock)
+cli.add_command(reproduce)
 cli.add_command(report)
 cli.add_command(diff)
 _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))

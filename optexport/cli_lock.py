@@ -25,9 +25,9 @@ def lock(config: Path) -> None:
     with progress(quiet=False) as stages:
         from optexport import interrupts, lockfile, pipeline, records
 
-        with contextlib.redirect_stdout(sys.stderr), interrupts.temporary_folder() as downloads, stages.stage("load"):
-            loaded = pipeline.load_model(read, folder, downloads)
-            made = lockfile.make(read, folder, loaded, records.versions())
+        with contextlib.redirect_stdout(sys.stderr), interrupts.temporary_folder() as scratch:
+            job = pipeline.prepare(read, folder, (), scratch / "bundle", scratch, stages)
+            made = lockfile.make(read, folder, job.loaded, records.versions())
     path = lockfile.write(made, config)
     echo(f"Wrote {path}: {len(made.versions)} versions, the model's weights, {len(made.files)} files. Then:")
     echo(f"  optexport run --locked {config}")

@@ -46,6 +46,7 @@ from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.tracking import facts
 from optexport.tracking.registry import Registered
+from optexport.transform import NamedRule
 from optexport.tuning import outcome, tuner
 from optexport.tuning.outcome import Outcome
 
@@ -140,7 +141,6 @@ def run(
         lockfile.check_surroundings(lock, config, path, records.versions())
         config = lockfile.pinned(config, lock, folder)
     rules = rules_of(config, folder, without)
-    metrics = decisions.load_metrics(config.parity.decisions, folder)
     config = resolved(config, rules)
     if tune and config.tune is None:
         config = config.model_copy(update={"tune": TuneConfig()})
@@ -164,22 +164,11 @@ def run(
         interrupts.temporary_folder() as downloads,
         tracking.tracking(config.tracking, path, output, settings, tags) as tracker,
     ):
-        with stages.stage("load"):
-            loaded = load_model(config, folder, downloads)
-            if lock is not None:
-                lockfile.check_model(lock, loaded, path)
-        with stages.stage("inputs"):
-            given = inputs.prepare(
-                config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
-            )
-            if loaded.program is None:
-                arguments = arguments_of(loaded.model, list(given.example), config.inputs.constants)
-                loaded = loaded.called_with(given.example, arguments)
+        job = prepare(config, folder, rules, output, downloads, stages)
+        if lock is not None:
+            lockfile.check_model(lock, job.loaded, path)
         text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
-        job = Job(
-            config, loaded, given.example, given.real, given.dynamic, rules, output, text, dump, given.rows, metrics,
-            origin=origin,
-        )  # fmt: skip
+        job = replace(job, config_text=text, dump=dump, origin=origin)
         if not keep:
             job = replace(job, output=downloads / "bundle", beside=output)
         if baseline:
@@ -197,6 +186,35 @@ def run(
         tracking_failure=tracker.failure,
         registered=tracker.registered,
         baseline=plain if baseline else None,
+    )
+
+
+def prepare(
+    config: Config,
+    folder: Path,
+    rules: tuple[NamedRule, ...],
+    output: Path,
+    downloads: Path,
+    stages: Stages,
+) -> Job:
+    """Loads what a config names: the model, its inputs, and metrics of the user's own.
+
+    Args:
+        folder: What paths in the config are relative to.
+        downloads: A folder for what is fetched from elsewhere.
+    """
+    metrics = decisions.load_metrics(config.parity.decisions, folder)
+    with stages.stage("load"):
+        loaded = load_model(config, folder, downloads)
+    with stages.stage("inputs"):
+        given = inputs.prepare(
+            config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
+        )
+        if loaded.program is None:
+            arguments = arguments_of(loaded.model, list(given.example), config.inputs.constants)
+            loaded = loaded.called_with(given.example, arguments)
+    return Job(
+        config, loaded, given.example, given.real, given.dynamic, rules, output, rows=given.rows, metrics=metrics
     )
 
 
