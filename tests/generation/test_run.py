@@ -58,7 +58,6 @@ def test_a_run_writes_parts_that_generate_and_tells_of_the_tokens(tmp_path: Path
     assert found.tolist() == own.tolist()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:mlflow", "ignore::DeprecationWarning:mlflow")
 def test_each_part_is_a_run_of_its_own_in_mlflow(tmp_path: Path) -> None:
     uri = store(tmp_path)
     text = _CONFIG.replace('"gpt2"', '"t5"').replace("enabled = false", f'uri = "{uri}"\nexperiment = "generation"')
