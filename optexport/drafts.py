@@ -26,6 +26,9 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 # What file systems answer that know no locks, or no exchange of names.
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
 
+# The drafts that this process has locked.
+_OWN: set[Path] = set()
+
 
 @contextmanager
 def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) -> Iterator[Path]:
@@ -63,7 +66,9 @@ def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) ->
 def _draft(output: Path, locks: contextlib.ExitStack) -> Path:
     """Makes a locked draft, where no other run has one, and removes those whose run is no more."""
     prefix = f".{output.name}.partial-"
-    with _locked(output.parent, wait=True):  # one run at a time looks for the others
+    # One run at a time looks for the others. In a draft of its own, which it has locked, there are none.
+    looking = contextlib.nullcontext() if output.parent in _OWN else _locked(output.parent, wait=True)
+    with looking:
         for other in output.parent.glob(f"{_literally(prefix)}*"):
             with _locked(other, wait=False) as was_free:
                 if not was_free:
@@ -76,6 +81,8 @@ def _draft(output: Path, locks: contextlib.ExitStack) -> Path:
                     shutil.rmtree(other, ignore_errors=True)
         draft = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
         locks.enter_context(_locked(draft, wait=False))
+        _OWN.add(draft)
+        locks.callback(_OWN.discard, draft)
     return draft
 
 

@@ -133,3 +133,22 @@ def test_kills_at_random_moments_leave_a_whole_bundle_or_none(tmp_path: Path, ki
     _export(output)
     bundle_files.read_manifest(output)
     assert _names(tmp_path) == ["out"]
+
+
+def _write_parts(output: Path) -> None:
+    with drafting(output) as draft:
+        for part in ("encoder", "decoder"):
+            with drafting(draft / part) as inner:
+                (inner / "file").touch()
+
+
+def test_a_draft_inside_of_a_draft_waits_for_nothing(tmp_path: Path) -> None:
+    """Generation writes the bundle of each part so."""
+    process = _CONTEXT.Process(target=_write_parts, args=(tmp_path / "out",), daemon=True)
+    process.start()
+    process.join(60)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+    assert _names(tmp_path / "out") == ["decoder", "encoder"]
