@@ -17,8 +17,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from optexport.html_report import difference, page
+from tests import stores
 from tests.html_report import bundles
-from tests.test_tracking_server import Server
+from tests.tracking.servers import Server
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]
 
@@ -51,7 +52,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("server"))
+    folder = tmp_path_factory.mktemp("server")
+    made = Server(folder, stores.store(folder))
     yield made
     made.stop()
 
