@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING
 
 from optexport import registry
-from optexport.config_decisions import METRIC
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def check_foreign_code(config: Config, place: str) -> None:
 def _called(config: Config) -> dict[str, str]:
     """What a config calls, by the key that names it."""
     called = {}
-    if config.model.source.startswith("python:"):
+    if config.model.source.startswith(registry.PLUGIN):
         called["model.source"] = f'"{config.model.source}"'
     if config.model.trust_remote_code:
         called["model.trust_remote_code"] = "what a model's folder brings"
@@ -43,6 +42,6 @@ def _called(config: Config) -> dict[str, str]:
         if registry.canonical_name(rule.use) is None:  # of an installed package, or beside the config
             called[f"transformations[{index}].use"] = f'"{rule.use}"'
     for name in config.parity.decisions or ():
-        if name.startswith(METRIC):
+        if name.startswith(registry.PLUGIN):
             called[f"parity.decisions.{name}"] = f'"{name}"'
     return called
