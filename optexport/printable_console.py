@@ -17,3 +17,7 @@ class PrintableConsole(Console):
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for text, style, control in super().render(*arguments, **options):
             yield Segment(text if control else printable(text), style, control)
+
+    def on_broken_pipe(self) -> None:
+        """Lets the command end as with any other output that nobody reads; rich itself would leave the program."""
+        raise

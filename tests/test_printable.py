@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optexport.errors import printable
+from optexport.printable_console import PrintableConsole
 from tests.calling import CliRunner, cli, config
 
 # Clears the screen, sets its title, deletes what stands before, turns the order of letters.
@@ -54,6 +57,16 @@ def test_printable_text_is_that_and_keeps_its_lines(text: str) -> None:
     assert is_harmless(made)
     assert made.count("\n") == text.count("\n")
     assert printable(made) == made
+
+
+def test_a_table_that_nobody_reads_is_a_broken_pipe_and_no_exit() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    file = os.fdopen(write, "w")
+    with pytest.raises(BrokenPipeError):
+        PrintableConsole(file=file).print("a line")
+    with contextlib.suppress(BrokenPipeError):  # of what is still to be written
+        file.close()
 
 
 def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
