@@ -113,6 +113,8 @@ class Generator:
         if not (folder / DOCUMENT).is_file():
             raise ConfigError(f"it holds no {DOCUMENT}", place=str(folder), mend="Give what export_generation wrote.")
         document = sealed_json.read(folder / DOCUMENT)
+        for name in sorted({path.name for path in folder.iterdir()} - {DOCUMENT, *document["parts"]}):
+            raise BundleError("the export does not know it", place=name, mend="Remove it.")
         manifests = {name: bundle_files.read_manifest(folder / name) for name in document["parts"]}
         for name, digest in document["parts"].items():
             if manifests[name].digest != digest:

@@ -99,6 +99,9 @@ def test_a_changed_part_and_a_part_of_another_export_are_refused(tmp_path: Path)
         file.write(b"x")
     with pytest.raises(BundleError, match="changed since"):
         Generator.load(folder)
+    (folder / "notes.md").touch()
+    with pytest.raises(BundleError, match=r"notes\.md: the export does not know it"):
+        Generator.load(folder)
 
 
 def test_what_cannot_be_generated_from_is_refused(tmp_path: Path) -> None:
