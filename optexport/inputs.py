@@ -21,11 +21,11 @@ from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.positions import most_tokens
 from optexport.program_inputs import program_inputs
+from optexport.program_signature import input_names
 from optexport.proof.cases import Batch, at_least_two, traceable
 from optexport.proof.shards import shards
 from optexport.signature import Dim, Dynamic, call_signature, conventional_axes, numbered_axis
 from optexport.sources import Pretrained
-from optexport.trace import input_names
 
 # Tokenizers that know no longest sequence say 1e30.
 _UNLIMITED = 10**9

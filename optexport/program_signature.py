@@ -105,3 +105,8 @@ def take_tensors(graph_module: fx.GraphModule, program: ExportedProgram) -> None
     spec = pytree.tree_structure((tuple(kept), {}))
     graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(kept, spec, program.call_spec.out_spec)))
     graph_module.recompile()
+
+
+def input_names(program: ExportedProgram) -> list[str]:
+    """The names of the tensors that a program takes, in their order."""
+    return list(tensor_inputs(program).values())
