@@ -93,22 +93,22 @@ def postgresql() -> Iterator[str]:
     found = [shutil.which("pg_ctl") or "", *sorted(glob.glob("/usr/lib/postgresql/*/bin/pg_ctl"))]
     programs = Path(next(path for path in reversed(found) if path)).parent
     place = Path(tempfile.mkdtemp(prefix="optexport-postgresql-"))
-    port = free_port()
+    port, as_root = free_port(), os.geteuid() == 0
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
 
     def call(program: str, *arguments: str) -> None:
         # It refuses to run as root.
-        user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
+        user: dict[str, Any] = {"user": "postgres", "group": "postgres", "extra_groups": []} if as_root else {}
         log = place / "call.log"
         with log.open("ab") as output:
             done = subprocess.run(
-                [*user, str(programs / program), *arguments], stdout=output, stderr=output, cwd=place, check=False
+                [str(programs / program), *arguments], stdout=output, stderr=output, cwd=place, check=False, **user
             )
         assert done.returncode == 0, log.read_text()
 
     try:
         (place / "password").write_text(SECRET)
-        if os.geteuid() == 0:
+        if as_root:
             postgres = pwd.getpwnam("postgres")
             for path in (place, place / "password"):
                 os.chown(path, postgres.pw_uid, postgres.pw_gid)
