@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from optexport.bundle_files import sha256
 from optexport.config import Config
 from optexport.config_decisions import METRIC
 from optexport.config_source import SourceKind, source_kind
@@ -138,7 +138,7 @@ def _differences(was: Mapping[str, str], now: Mapping[str, str], shown: int | No
 
 
 def _digests(config: Config, folder: Path) -> dict[str, str]:
-    return {name: _sha256(path) for name, path in sorted(_files(config, folder))}
+    return {name: sha256(path) for name, path in sorted(_files(config, folder))}
 
 
 def _files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
@@ -159,8 +159,3 @@ def _files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file() and "__pycache__" not in file.parts and file.suffix not in _WEIGHTS:
                 yield str(Path(name) / file.relative_to(path)), file
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

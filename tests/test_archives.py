@@ -280,14 +280,7 @@ def test_a_graph_that_calls_anything_but_operators_is_refused(archive: Path, tmp
 def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
     """torch hands sizes to sympy, which evaluates them."""
     code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
-    rezip(
-        archive,
-        lambda name, content: (
-            json.dumps(_everywhere(json.loads(content), "expr_str", code)).encode()
-            if name.endswith("models/model.json")
-            else content
-        ),
-    )
+    give_sizes(archive, code)
     refused(archive, tmp_path / "ran")
 
 
@@ -295,6 +288,17 @@ def _everywhere(value: Any, key: str, replacement: str) -> Any:
     if isinstance(value, dict):
         return {k: replacement if k == key else _everywhere(v, key, replacement) for k, v in value.items()}
     return [_everywhere(item, key, replacement) for item in value] if isinstance(value, list) else value
+
+
+def give_sizes(archive: Path, text: str) -> None:
+    """Gives every size in an archive's graph another text."""
+
+    def change(name: str, content: bytes) -> bytes:
+        if not name.endswith("models/model.json"):
+            return content
+        return json.dumps(_everywhere(json.loads(content), "expr_str", text)).encode()
+
+    rezip(archive, change)
 
 
 def _spelled(code: str) -> str:
@@ -331,28 +335,14 @@ def _spelled(code: str) -> str:
     ],
 )
 def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, code: str) -> None:
-    rezip(
-        archive,
-        lambda name, content: (
-            json.dumps(_everywhere(json.loads(content), "expr_str", code)).encode()
-            if name.endswith("models/model.json")
-            else content
-        ),
-    )
+    give_sizes(archive, code)
     with pytest.raises(SourceError, match="neither a name nor a size|Python|damaged"):
         archives.load_pt2(archive)
 
 
 def test_brackets_in_brackets_are_refused(archive: Path) -> None:
     text = "(" * 100_000 + "1" + ")" * 100_000
-    rezip(
-        archive,
-        lambda name, content: (
-            json.dumps(_everywhere(json.loads(content), "expr_str", text)).encode()
-            if name.endswith("models/model.json")
-            else content
-        ),
-    )
+    give_sizes(archive, text)
     with pytest.raises(SourceError, match="neither a name nor a size") as raised:
         archives.load_pt2(archive)
     assert len(str(raised.value)) < 500

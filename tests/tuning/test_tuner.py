@@ -24,6 +24,8 @@ from optexport.config import load_config
 from optexport.errors import ConfigError, GateError
 from optexport.manifest import ParityRecord
 from optexport.pipeline import Result, run
+from optexport.reproduction import reproduce
+from optexport.stages import Stages
 from tests.exports import INPUTS
 
 _RULES = """
@@ -131,6 +133,13 @@ enabled = false
 """
     again = run(_write(tmp_path, text))
     assert again.files["onnx"].read_bytes() == result.files["onnx"].read_bytes()
+
+
+def test_a_tuned_bundle_is_made_again_without_a_search(result: Result) -> None:
+    folder = next(parent for parent in result.output.parents if (parent / "rules_of_mine.py").is_file())
+    stages = Stages()
+    assert reproduce(result.output, folder, stages) == []
+    assert not any("tun" in name for name in stages.seconds)
 
 
 def test_a_second_run_starts_from_what_the_first_one_found(
