@@ -255,7 +255,7 @@ def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
     def forward(self: Any, /, **tensors: torch.Tensor) -> Any:
         return base.forward(self, **tensors)
 
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # any function may carry one
     if of_its_own:
         calls: nn.Module = type(cls.__name__, (_Calls,), {**names, "forward": forward})(model, arguments)
         return calls

@@ -59,7 +59,7 @@ _JUNIT = click.option(
 )
 
 
-def _forbid_code(context: click.Context, parameter: click.Parameter, given: bool) -> None:  # noqa: ARG001
+def _forbid_code(context: click.Context, parameter: click.Parameter, given: bool) -> None:  # noqa: ARG001 - click's
     if given:
         os.environ[foreign_code.VARIABLE] = "1"
 

@@ -21,7 +21,7 @@ _DEBUG = "optexport.debug"
 
 
 def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
-    def callback(context: click.Context, option: click.Parameter, given: bool) -> bool:  # noqa: ARG001
+    def callback(context: click.Context, option: click.Parameter, given: bool) -> bool:  # noqa: ARG001 - click's
         context.meta[key] = context.meta.get(key, False) or given
         return given
 

@@ -21,7 +21,7 @@ class _FullLayer(DynamicLayer):
     """Keys and values that are given, of any length, 0 too, and never cut: attention masks what a window hides."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' class
         self.dtype, self.device = keys.dtype, keys.device
         self.keys, self.values = keys, values
         self.is_initialized = True

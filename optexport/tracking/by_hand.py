@@ -37,5 +37,5 @@ def _asked(uri: str, action: Callable[[Any], T]) -> T:
         return action(store.open_store(uri, Path()))
     except OptexportError:
         raise
-    except Exception as error:
+    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
         raise store.failure(error, uri, "Nothing says whether the alias moved: look, and do it again.") from error

@@ -61,7 +61,7 @@ def log_bundle(folder: Path, uri: str | None = None, experiment: str | None = No
         return _logged(client, run_id, False, outcome)
     except OptexportError:
         raise
-    except Exception as error:
+    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
         failed = store.failure(error, uri, f"The bundle is whole on disk. Again: optexport log {folder}")
         if run_id is not None:
             give_up(client, run_id, str(failed))

@@ -80,7 +80,7 @@ class Tracker:
             return
         try:
             action()
-        except Exception as error:
+        except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
             later = f"optexport log {self._bundle} --config {self._path}"
             mend = f"The bundle is whole on disk. When the store answers: {later}"
             self.failure = store.failure(error, self._config.uri, mend)
