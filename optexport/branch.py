@@ -16,6 +16,7 @@ from optexport.blame.files import blame_files
 from optexport.blame.rules import blame_rules
 from optexport.config import Format
 from optexport.job import Branch, Job
+from optexport.kept import exports
 from optexport.manifest import ArtifactRecord, PrecisionRecord
 from optexport.original import graph_runner, trace_original
 from optexport.precision import lowering
@@ -35,11 +36,13 @@ class Made:
 
     Attributes:
         artifacts: Its files, in the draft of the bundle.
+        kept: The formats whose files were taken from an earlier run.
     """
 
     branch: Branch
     transformed: Transformed
     artifacts: tuple[ArtifactRecord, ...]
+    kept: tuple[str, ...]
 
 
 def produce(
@@ -68,7 +71,8 @@ def produce(
         freeing.page_out(_replaced(job.loaded.model, graph_module))
     proof = suspects.proof
     with stages.stage(f"check graph{formats}"):
-        if not suspects.check(f"{GRAPH}{formats}", graph_runner(graph_module, call)).passed:
+        place, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
+        if not suspects.check(place, runner, content=exports.of_graph(graph_module)).passed:
             find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof)
             raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
     lowered: PrecisionRecord | None = None
@@ -77,46 +81,51 @@ def produce(
             cast, applied, lowered = lowering.cast_graph(transformed.graph_module, branch, job, call, proof)
         with stages.stage(f"check graph{formats}"):
             place = f"{GRAPH}, cast{formats}"
-            lowering.check_passed(suspects.check(place, graph_runner(cast, call), precision=branch.precision), proof)
+            runner = partial(graph_runner, cast, call)
+            lowering.check_passed(suspects.check(place, runner, precision=branch.precision), proof)
         transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
     records.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
-    with stages.stage(f"re-export{formats}"):
-        writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied)
-        if set(branch.formats) - {"onnx"}:
-            _ = writer.program
-    artifacts = _write(branch, writer, suspects, job, draft, stages)
+    writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied)
+    artifacts, kept = _write(branch, writer, suspects, job, draft, stages)
     if lowered is not None:
         artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
     with stages.stage("undo"):
         check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
-    return Made(branch, transformed, tuple(artifacts))
+    return Made(branch, transformed, tuple(artifacts), tuple(kept))
 
 
 def _write(
     branch: Branch, writer: Writer, suspects: Suspects, job: Job, draft: Path, stages: Stages
-) -> list[ArtifactRecord]:
-    """Writes the files of a graph and checks them; an ONNX file of lower precision is made of one that passed."""
+) -> tuple[list[ArtifactRecord], list[str]]:
+    """Writes the files of a graph and checks them; an ONNX file of lower precision is made of one that passed.
+
+    Returns:
+        What the manifest says of them, and the formats of those that an earlier run kept.
+    """
     proof, outputs = suspects.proof, writer.signature.output_names
     precision = job.precision_of("onnx") if "onnx" in branch.formats else None
     files: dict[str, Path] = {}
     artifacts: list[ArtifactRecord] = []
+    kept: list[str] = []
     with interrupts.temporary_folder() as scratch:
         for name in branch.formats:
             later = name == "onnx" and precision is not None
             with stages.stage(f"export {name}"):
                 folder = scratch if later else draft
-                artifact = writer.write(
-                    name, folder, job.config.export.lowerings.get(name, []), job.config.export.opset
-                )
+                lowerings = job.config.export.lowerings.get(name, [])
+                artifact, is_kept = exports.export(writer, name, folder, lowerings, job.config.export.opset)
+                content = exports.of_file(folder / artifact.path)
             files[name] = folder / artifact.path
             artifacts.append(artifact)
+            kept += [name] * is_kept
             with stages.stage(f"check {name}"):
                 fixed = artifact.fixed_shape is not None
-                for place, run in runtimes.open_file(files[name], name, outputs):
+                for place, opened in runtimes.ways_to_open(files[name], name, outputs):
                     place = place.replace(ONNX, ONNX_FLOAT32, 1) if later else place
-                    parity = suspects.check(place, run, traced_shape_only=fixed, precision=branch.precision)
+                    parity = suspects.check(
+                        place, opened, content=content, traced_shape_only=fixed, precision=branch.precision
+                    )
                     lowering.check_passed(parity, proof)
-                    del run  # before the next is opened: each holds the weights
                     if freeing.is_large(job.loaded.model):
                         freeing.collect()
         if not proof.passed:
@@ -126,10 +135,10 @@ def _write(
             with stages.stage("lower onnx"):
                 record = lowering.quantize_file(files["onnx"], draft, precision, job, proof, writer.flat)
             with stages.stage("check onnx"):
-                for place, run in runtimes.open_file(draft / files["onnx"].name, "onnx", outputs):
-                    lowering.check_passed(suspects.check(place, run, precision=precision), proof)
+                for place, opened in runtimes.ways_to_open(draft / files["onnx"].name, "onnx", outputs):
+                    lowering.check_passed(suspects.check(place, opened, precision=precision), proof)
             artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
-    return artifacts
+    return artifacts, kept
 
 
 def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tensor]:

@@ -23,11 +23,12 @@ def lock(config: Path) -> None:
 
     read, folder = load_config(config), config.parent
     with progress(quiet=False) as stages:
-        from optexport import interrupts, lockfile, pipeline, records
+        from optexport import interrupts, lockfile, pipeline
+        from optexport.kept.surroundings import versions
 
         with contextlib.redirect_stdout(sys.stderr), interrupts.temporary_folder() as scratch:
             job = pipeline.prepare(read, folder, (), scratch / "bundle", scratch, stages)
-            made = lockfile.make(read, folder, job.loaded, records.versions())
+            made = lockfile.make(read, folder, job.loaded, versions())
     path = lockfile.write(made, config)
     echo(f"Wrote {path}: {len(made.versions)} versions, the model's weights, {len(made.files)} files. Then:")
     echo(f"  optexport run --locked {config}")

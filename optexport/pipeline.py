@@ -34,6 +34,7 @@ from optexport.config_source import SourceKind, source_kind
 from optexport.errors import ConfigError, OptexportError, TrackingError, redact
 from optexport.html_report import page
 from optexport.job import Job, resolved, rules_of, unmeasured
+from optexport.kept.surroundings import versions
 from optexport.manifest import Manifest
 from optexport.original import run_reference, trace_original
 from optexport.proof import decisions, floor
@@ -66,6 +67,7 @@ class Result:
         baseline: The folder of the untransformed export, if it was asked for.
         bench: What was measured of the files, if anything.
         tuned: What came of tuning, by format.
+        kept: The stages whose results were taken from an earlier run.
     """
 
     output: Path
@@ -78,6 +80,7 @@ class Result:
     baseline: Path | None = None
     bench: Report | None = None
     tuned: tuple[Outcome, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -138,7 +141,7 @@ def run(
         )
     lock = lockfile.read(path) if locked else None
     if lock is not None:
-        lockfile.check_surroundings(lock, config, path, records.versions())
+        lockfile.check_surroundings(lock, config, path, versions())
         config = lockfile.pinned(config, lock, folder)
     rules = rules_of(config, folder, without)
     config = resolved(config, rules)
@@ -159,7 +162,7 @@ def run(
         except OSError as error:
             raise ConfigError(f"nothing can be written there: {error}", place=f"--dump {dump}") from error
     settings, origin = records.portable(config), {"git": checkout(folder)}
-    tags = facts.tags(settings["model"]["source"], records.versions(), origin)
+    tags = facts.tags(settings["model"]["source"], versions(), origin)
     with (
         interrupts.temporary_folder() as downloads,
         tracking.tracking(config.tracking, path, output, settings, tags) as tracker,
@@ -240,6 +243,7 @@ def produce(job: Job, stages: Stages) -> Result:
         suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
         made = [branch.produce(each, traced, call, suspects, job, draft, stages) for each in job.branches]
         artifacts = [artifact for each in made for artifact in each.artifacts]
+        kept = [f"export {name}" for each in made for name in each.kept] + [f"check {p}" for p in suspects.kept]
         found = parity_record(proof)
         bench = exports.measure_exports(job, workloads, artifacts, draft, scratch, found, stages, tuned=bool(tuned))
         with stages.stage("bundle"):
@@ -253,12 +257,13 @@ def produce(job: Job, stages: Stages) -> Result:
             bundle.write_manifest(draft, manifest)
         measured: dict[str, Any] = {} if bench is None else {"bench": report.as_json(bench)}
         measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
+        measured |= {"kept": kept} if kept else {}
         measured |= {"origin": dict(job.origin)} if job.origin else {}
         bundle.write_measurements(draft, records.measurements(stages.seconds, measured))
         with stages.stage("report"):
             page.write(draft)
     failure.remove(job.failure)
-    return Result(job.output, tuple(proof.places), manifest, bench=bench, tuned=tuned)
+    return Result(job.output, tuple(proof.places), manifest, bench=bench, tuned=tuned, kept=tuple(kept))
 
 
 def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:

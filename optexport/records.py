@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import math
-import platform
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from optexport import __version__
 from optexport.arguments import Constant
 from optexport.config import Config
 from optexport.errors import redact
+from optexport.kept.surroundings import versions
 from optexport.machine import machine
 from optexport.manifest import (
     ChangeRecord,
@@ -36,17 +35,6 @@ from optexport.transform import Applied
 
 if TYPE_CHECKING:
     from optexport.branch import Made
-
-_PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
-
-
-def versions() -> dict[str, str]:
-    """The versions of everything that has a say in the files."""
-    return {
-        "optexport": __version__,
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in _PACKAGES},
-    }
 
 
 def write_graph(path: Path, graph_module: fx.GraphModule) -> int:

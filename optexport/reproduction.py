@@ -15,6 +15,7 @@ from optexport import archives, bundle_files, interrupts, pipeline
 from optexport.config import checked_settings
 from optexport.errors import ConfigError
 from optexport.job import rules_of, unmeasured
+from optexport.kept import store
 from optexport.manifest import Manifest
 from optexport.stages import Stages
 
@@ -42,7 +43,7 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
             mend="Run its config again, and compare: optexport diff",
         )
     config = unmeasured(checked_settings(_in_order(manifest), str(bundle)))
-    with interrupts.temporary_folder() as scratch:
+    with store.off(), interrupts.temporary_folder() as scratch:
         job = pipeline.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)
         made = pipeline.produce(replace(job, beside=bundle.resolve()), stages).manifest
         return [*_reasons(manifest, made), *_differences(bundle, manifest, scratch / "bundle", made)]

@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +23,38 @@ Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def open_file(path: Path, file_format: str, outputs: Sequence[str]) -> Iterator[tuple[str, Run]]:
-    """Opens an exported file in each way that it is proven; gives the name of each and how to run it.
+    """Opens an exported file in each way that it is proven, one after the other.
 
     Raises:
-        ExportError: Its runtime refuses it. The file's folder is not named, since a draft is gone when that is read.
+        ExportError: As for `ways_to_open`.
     """
+    for place, opened in ways_to_open(path, file_format, outputs):
+        yield place, opened()
+
+
+def ways_to_open(path: Path, file_format: str, outputs: Sequence[str]) -> list[tuple[str, Callable[[], Run]]]:
+    """Each way in which an exported file is proven: the place's name, and what opens the file and tells how to run it.
+
+    The latter raises ExportError where the runtime refuses the file, whose folder is not named: a draft is gone when
+    that is read.
+    """
+    ways: list[tuple[str, Callable[[], Run]]] = []
+    match file_format:
+        case "onnx":
+            ways = [
+                ("onnx", partial(open_onnx, path, outputs, optimised=False)),
+                ("onnx, optimised", partial(open_onnx, path, outputs, optimised=True)),
+            ]
+        case "torchscript":
+            ways = [("torchscript", partial(open_torchscript, path, outputs))]
+        case "pt2":
+            ways = [("pt2", partial(open_pt2, path, outputs))]
+    return [(place, partial(_opened, open_it, path, file_format)) for place, open_it in ways]
+
+
+def _opened(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
     try:
-        match file_format:
-            case "onnx":
-                yield "onnx", open_onnx(path, outputs, optimised=False)
-                yield "onnx, optimised", open_onnx(path, outputs, optimised=True)
-            case "torchscript":
-                yield "torchscript", open_torchscript(path, outputs)
-            case "pt2":
-                yield "pt2", open_pt2(path, outputs)
+        return open_it()
     except (ExportError, SourceError) as error:
         place = path.name if error.place is None else error.place.replace(str(path), path.name)
         cause = error.cause.replace(f"{path.parent}{os.sep}", "")

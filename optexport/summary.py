@@ -35,6 +35,13 @@ def show(result: Result, console: Console) -> None:
     _show_transformations(manifest, console)
     _show_parity(manifest, result.parity, console)
     _show_precision(manifest, console)
+    if result.kept:
+        kept = ", ".join(result.kept)
+        console.print(
+            f"[bold]Kept[/] of an earlier run: {escape(kept)}; OPTEXPORT_CACHE= computes all anew",
+            soft_wrap=True,
+            highlight=False,
+        )
     if result.tuned:
         console.print("[bold]Tuned[/]", highlight=False)
         outcome.show(result.tuned, console)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import onnx_ir
 from torch import fx
@@ -72,9 +73,12 @@ class Writer:
             fixed_shape = torchscript.save(self.program, self.signature, self.example, path, lowerings=lowerings)
         else:
             model = self._onnx_model(onnx_lowerings.opset(lowerings, opset))
-            metadata = records.onnx_metadata(self._loaded, self._applied, lowerings)
-            onnx.write(model, path, metadata=metadata, lowerings=lowerings)
+            onnx.write(model, path, metadata=self.metadata(lowerings), lowerings=lowerings)
         return ArtifactRecord(format=file_format, path=path.name, fixed_shape=fixed_shape, lowerings=lowerings)
+
+    def metadata(self, lowerings: Sequence[str]) -> dict[str, Any]:
+        """What an ONNX file says of its own making."""
+        return records.onnx_metadata(self._loaded, self._applied, lowerings)
 
     def _convert(self, opset: int | None) -> onnx_ir.Model:
         return onnx.convert(self.flat, self.signature, self.example, opset)

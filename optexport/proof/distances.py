@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 # The floor of an output that is not rounded at all (a gather) is zero; this many units in the last place of its
@@ -22,12 +24,16 @@ def known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     if not original.is_floating_point():
         return original
     exact = exact.double()
+    if _all_below(exact, math.inf) and _all_below(original, 2.0**_LEAST_MARK_EXPONENT):
+        return exact
     own = (~torch.isfinite(exact) & torch.isfinite(original)) | marks(original, exact)
     return torch.where(own, original.double(), exact)
 
 
 def marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Which values are marks: far above the others, and the same in float64, or there the mark of float64."""
+    if _all_below(original, 2.0**_LEAST_MARK_EXPONENT):
+        return torch.zeros_like(original, dtype=torch.bool)
     magnitude = finite(original).abs()
     exponents = torch.frexp(magnitude[magnitude > 0]).exponent.unique()
     above_gap = exponents[1:][(exponents.diff() > _GAP_EXPONENTS) & (exponents[1:] > _LEAST_MARK_EXPONENT)]
@@ -47,7 +53,7 @@ def why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> 
         return f"its shape is {list(candidate.shape)}, and the original's {list(original.shape)}"
     if candidate.dtype != original.dtype:
         return f"its dtype is {candidate.dtype}, and the original's {original.dtype}"
-    if original.is_floating_point():
+    if original.is_floating_point() and not (_all_below(original, math.inf) and _all_below(candidate, math.inf)):
         strange = ~torch.isfinite(candidate) & torch.isfinite(original)
         if strange.any():
             return f"{int(strange.sum())} elements are NaN or infinite where the original's are not"
@@ -70,6 +76,14 @@ def finite(values: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(values.double(), nan=0.0, posinf=0.0, neginf=0.0)
 
 
+def _all_below(values: torch.Tensor, limit: float) -> bool:
+    """Whether all are finite, and nearer to zero than a limit. One pass, where there is nothing to look at closer."""
+    if not values.numel() or not values.is_floating_point():
+        return not values.numel()
+    low, high = (values.float() if values.dtype.itemsize == 1 else values).aminmax()
+    return bool(low > -limit) and bool(high < limit)  # NaN is neither
+
+
 def largest(values: torch.Tensor) -> float:
     """The largest value; zero of none."""
     return float(values.max()) if values.numel() else 0.0
@@ -78,11 +92,13 @@ def largest(values: torch.Tensor) -> float:
 def cosine(candidate: torch.Tensor, expected: torch.Tensor) -> float:
     """Cosine similarity of two tensors as vectors, where both are finite."""
     a, b = candidate.double().flatten(), expected.double().flatten()
-    finite = torch.isfinite(a) & torch.isfinite(b)
-    a, b = a[finite], b[finite]
-    if torch.equal(a, b) or a.norm() * b.norm() == 0:
-        return 1.0 if torch.equal(a, b) else 0.0
-    return float(torch.dot(a, b) / (a.norm() * b.norm()))
+    if not (_all_below(a, math.inf) and _all_below(b, math.inf)):
+        finite = torch.isfinite(a) & torch.isfinite(b)
+        a, b = a[finite], b[finite]
+    if torch.equal(a, b):
+        return 1.0
+    norms = a.norm() * b.norm()
+    return float(torch.dot(a, b) / norms) if norms else 0.0
 
 
 def argmax_agreement(candidate: torch.Tensor, original: torch.Tensor) -> float:

@@ -139,6 +139,10 @@ class Proof:
         """What a place gave at a case; where it raised, what."""
         return self._results[place][case]
 
+    def results(self, place: str) -> list[Outputs]:
+        """What a place that raised nowhere gave at each of its cases."""
+        return [result for result in self._results[place].values() if not isinstance(result, str)]
+
     def check(
         self, place: str, run: Run, *, traced_shape_only: bool = False, precision: str | None = None
     ) -> PlaceParity:
@@ -160,7 +164,19 @@ class Proof:
                     results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
                 else:
                     results.append(kept(case, result))
-        return self._add(place, results, reference, precision)
+        return self.take(place, results, traced_shape_only=traced_shape_only, precision=precision)
+
+    def take(
+        self,
+        place: str,
+        results: Sequence[Outputs | str],
+        *,
+        traced_shape_only: bool = False,
+        precision: str | None = None,
+    ) -> PlaceParity:
+        """The same, of a candidate that was run: what it gave at each case, or what it raised."""
+        reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
+        return self._add(place, list(results), reference, precision)
 
     def extend(self, found: Reference, bounds: Mapping[str, Bound]) -> None:
         """Adds cases with bounds of their own, for some of the outputs; places are checked there too from now on."""

@@ -13,8 +13,8 @@ from torch import nn
 
 from optexport import freeing
 from optexport.errors import TraceError, first_line
-from optexport.places import cache
-from optexport.proof import distances, reference_store, upcasting
+from optexport.kept import content, results, store
+from optexport.proof import distances, upcasting
 from optexport.proof.cases import Batch, Case
 from optexport.proof.spilling import spilled
 
@@ -41,6 +41,7 @@ class Reference:
         ways: How else the original was run, in its own precision, to see how it rounds.
         other_noise: Its distance from float64 there, per case and output the largest over the ways and all elements.
         left_out: The cases that are not among these, and why.
+        name: What it is kept under between runs; empty where it is not.
     """
 
     cases: tuple[Case, ...]
@@ -51,6 +52,7 @@ class Reference:
     ways: tuple[str, ...] = ()
     other_noise: tuple[Mapping[str, float], ...] = ()
     left_out: tuple[str, ...] = ()
+    name: str = ""
 
     @cached_property
     def noise(self) -> tuple[dict[str, float], ...]:
@@ -77,6 +79,7 @@ class Reference:
             outputs=self.outputs + more.outputs,
             exact=self.exact + more.exact,
             other_noise=self.other_noise + tuple({} for _ in more.cases) if self.other_noise else (),
+            name="",
         )
 
     def only(self, indices: Sequence[int]) -> Reference:
@@ -126,20 +129,31 @@ def run_original(
             return own
         large = not writes and freeing.is_large(model)
         why_no_room = _why_no_room(model, copied=not large)
-        keep = why_no_room is None and cache() is not None
-        inputs = [case.batch for case in own.cases]
-        settings = (sorted(batched), in_other_ways, [(case.name, case.extreme) for case in own.cases])
-        name = reference_store.digest(model, inputs, own.outputs, settings) if keep else ""
-        if keep and (kept := reference_store.read(name)) is not None:
-            exact, notes = kept
+        name = "" if why_no_room else _name(model, own, sorted(batched), in_other_ways)
+        if name and (stored := results.read(name)) is not None:
+            exact, notes = stored
             unguided, ways, noise = (tuple(notes[key]) for key in ("unguided", "ways", "other_noise"))
-            return replace(own, exact=tuple(exact), unguided=unguided, ways=ways, other_noise=noise)
+            return replace(own, exact=tuple(exact), unguided=unguided, ways=ways, other_noise=noise, name=name)
         rows = batched if in_other_ways else None
         found = _run_in_float64(run, model, replace(own, fallback=why_no_room), rows, upcast=large)
-        if keep and found.fallback is None:
+        if name and found.fallback is None:
             notes = {"unguided": found.unguided, "ways": found.ways, "other_noise": found.other_noise}
-            reference_store.write(name, found.exact, notes)
+            results.write(name, found.exact, notes)
+            found = replace(found, name=name)
         return found
+
+
+def _name(model: nn.Module, own: Reference, *ways: object) -> str:
+    """What the reference is kept under; empty where nothing is kept.
+
+    What the model made of its inputs in its own precision has a say in it, and is computed anew every time: a model
+    whose code was changed is never taken for the one before.
+    """
+    if not store.enabled():
+        return ""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    computed = content.of_tensors([tensors, *(case.batch for case in own.cases), *own.outputs])
+    return store.name("reference", computed, [(case.name, case.extreme) for case in own.cases], *ways)
 
 
 def _run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, declared: bool) -> Reference:

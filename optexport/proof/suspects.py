@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from optexport.config import ParityConfig
+from optexport.kept import results, store
 from optexport.proof import search
 from optexport.proof.parity import PlaceParity, Proof
-from optexport.proof.reference import Call
+from optexport.proof.reference import Call, Reference
 from optexport.runtimes import Run
 from optexport.signature import Signature
 
@@ -25,6 +26,9 @@ class Suspects:
         run: Runs the original on a batch and names its outputs.
         vocabularies: The number of ids that an input may hold, of those that go into an embedding.
         config: How far results may be from the original's, and how much effort is made to find those that are not.
+
+    Attributes:
+        kept: The places whose results were taken from an earlier run.
     """
 
     def __init__(
@@ -38,38 +42,72 @@ class Suspects:
     ) -> None:
         self.proof, self.run, self.model = proof, run, model
         self.signature, self.vocabularies, self.config = signature, vocabularies, config
-        self._failing: tuple[PlaceParity, Run, Signature] | None = None
+        self.kept: list[str] = []
+        self._failing: tuple[PlaceParity, Callable[[], Run], Signature] | None = None
 
     def check(
-        self, place: str, candidate: Run, *, traced_shape_only: bool = False, precision: str | None = None
+        self,
+        place: str,
+        open_candidate: Callable[[], Run],
+        *,
+        content: str | None = None,
+        traced_shape_only: bool = False,
+        precision: str | None = None,
     ) -> PlaceParity:
         """Checks a place on the cases; with exhaustive effort, on others too, and one that fails joins them.
 
         Of lower precision there is none to look for: no single input fails a gate.
+
+        Args:
+            open_candidate: Gives how to run it. Not called where an earlier run kept what that content gave.
+            content: A digest of what the candidate is; None where its results are not kept.
         """
-        parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only, precision=precision)
+        at = self.proof.reference.at_traced_shape() if traced_shape_only else self.proof.reference
+        entry = self._entry(place, content, at)
+        stored = results.read(entry) if entry else None
+        if stored is not None:
+            self.kept.append(place)
+            parity = self.proof.take(place, stored[0], traced_shape_only=traced_shape_only, precision=precision)
+        else:
+            candidate = open_candidate()
+            parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only, precision=precision)
+            if entry and parity.passed:
+                results.write(entry, self.proof.results(place))
+            del candidate
         if precision is not None:
             return parity
-        example = self.proof.reference.cases[0].batch
-        signature = self.signature.at(example) if traced_shape_only else self.signature
+        signature = self.signature.at(at.cases[0].batch) if traced_shape_only else self.signature
         if parity.passed and self.config.effort == "exhaustive":
-            # Of random values an integer may be a tie, which says nothing of the candidate.
-            outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
-            measure = self._measurer(outputs)
-            fails = search.failure_test(measure, candidate)
-            found = search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
-            measured = None if found is None else measure(replace(found, name=f"{_FOUND}{found.name}"))
-            if measured is not None:
-                self.proof.extend(*measured)
-                parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only)
+            parity = self._search(parity, open_candidate(), signature, traced_shape_only=traced_shape_only)
         if not parity.passed:
-            self._failing = self._failing or (parity, candidate, signature)
+            self._failing = self._failing or (parity, open_candidate, signature)
         return parity
+
+    def _entry(self, place: str, content: str | None, reference: Reference) -> str:
+        """What the results of a place are kept under; empty where they are not."""
+        if content is None or not reference.name or not store.enabled():
+            return ""
+        return store.name("results", reference.name, [case.name for case in reference.cases], place, content)
+
+    def _search(
+        self, parity: PlaceParity, candidate: Run, signature: Signature, *, traced_shape_only: bool
+    ) -> PlaceParity:
+        """Looks for more inputs at which a place that passed fails, and checks it there too."""
+        # Of random values an integer may be a tie, which says nothing of the candidate.
+        outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
+        measure, example = self._measurer(outputs), self.proof.reference.cases[0].batch
+        fails = search.failure_test(measure, candidate)
+        found = search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
+        measured = None if found is None else measure(replace(found, name=f"{_FOUND}{found.name}"))
+        if measured is None:
+            return parity
+        self.proof.extend(*measured)
+        return self.proof.check(parity.place, candidate, traced_shape_only=traced_shape_only)
 
     def smallest(self) -> str | None:
         """The smallest input that was found at which the first place that failed still fails."""
         assert self._failing is not None
-        place, candidate, signature = self._failing
+        place, open_candidate, signature = self._failing
         outputs = [output for output in place.outputs if not output.passed]
         if not outputs:  # it is the decisions at all cases together that fail
             return None
@@ -79,7 +117,7 @@ class Suspects:
         reference = self.proof.reference
         case = next(case for case in reference.cases if case.name == name)
         real = all(reference.outputs[0][output.output].is_floating_point() for output in outputs)
-        fails = search.failure_test(self._measurer([output.output for output in outputs]), candidate)
+        fails = search.failure_test(self._measurer([output.output for output in outputs]), open_candidate())
         found = search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
         return None if found is None else found.name
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from optexport.bench.workload import Workload
 from optexport.job import Job, resolved
+from optexport.kept import store
 from optexport.proof.parity import Proof
 from optexport.proof.reference import Call
-from optexport.records import versions
 from optexport.stages import Stages
 from optexport.trace import Traced
 from optexport.transform import NamedRule, is_built_in
-from optexport.tuning import store
+from optexport.tuning import trials
 from optexport.tuning.contest import Contest
 from optexport.tuning.outcome import Outcome
 from optexport.tuning.recipe import configured
@@ -56,7 +56,8 @@ def tune(
             now = time.monotonic()
             contest = Contest(workloads, job.config.bench.threads)
             search = Search(job, name, workshop, contest, now + share(budget, end - now, index, len(formats)))
-            known = store.digest(
+            known = store.name(
+                "tuning",
                 str(traced.graph_module.graph),
                 job.loaded.weights_sha256,
                 name,
@@ -69,11 +70,10 @@ def tune(
                 [case.name for case in proof.reference.cases],
                 {name: bound.limit for name, bound in proof.bounds.items()},
                 job.config.bench.threads,
-                versions(),
             )
-            outcome = search.run(store.read(known))
+            outcome = search.run(trials.read(known))
             if outcome is not None:
-                store.write(known, outcome.chosen, outcome.trials)
+                trials.write(known, outcome.chosen, outcome.trials)
                 outcomes.append(outcome)
     return _with_chosen(job, outcomes), tuple(outcomes)
 

@@ -183,7 +183,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
     if transformed is None:
         return
     outcome.rules = {a.rule.name: len(a.report.changes) for a in transformed.applied if a.report.changes}
-    _check(outcome, "graph", lambda: [suspects.check("graph", graph_runner(transformed.graph_module, call))])
+    _check(outcome, "graph", lambda: [suspects.check("graph", lambda: graph_runner(transformed.graph_module, call))])
     writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied)
     for name in formats:
 
@@ -191,9 +191,8 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
             artifact = writer.write(name, folder, ())
             fixed = artifact.fixed_shape is not None
             checked = []
-            for place, run in runtimes.open_file(folder / artifact.path, name, traced.signature.output_names):
-                checked.append(suspects.check(place, run, traced_shape_only=fixed))
-                del run
+            for place, opened in runtimes.ways_to_open(folder / artifact.path, name, traced.signature.output_names):
+                checked.append(suspects.check(place, opened, traced_shape_only=fixed))
             if fixed:
                 outcome.stages[name] = FIXED
                 outcome.reasons[name] = str(artifact.fixed_shape)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from optexport.bench.comparison import Comparison
-from optexport.tuning import store
+from optexport.kept import store
+from optexport.tuning import trials
 from optexport.tuning.outcome import Trial
 
 CHOSEN = Trial("with freeze", (0,), ("freeze",), comparison=Comparison(1.2, 1.1, 1.3, "faster", None, 20))
@@ -25,34 +26,28 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("place")
 def test_what_was_chosen_comes_first_and_what_may_fare_better_another_time_is_not_kept() -> None:
-    store.write("name", CHOSEN, [ENDED, DROPPED, WRONG, UNLUCKY])
-    assert store.read("name") == [CHOSEN, ENDED, WRONG]
-    assert store.read("another") == []
+    trials.write("name", CHOSEN, [ENDED, DROPPED, WRONG, UNLUCKY])
+    assert trials.read("name") == [CHOSEN, ENDED, WRONG]
+    assert trials.read("another") == []
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", '[{"change": "x"}]', '[{"change": "x", "rules": ["a"], "lowerings": []}]']
+    "notes", [None, "x", [1], [{"change": "x"}], [{"change": "x", "rules": ["a"], "lowerings": []}]]
 )
-def test_a_damaged_entry_is_none(place: Path, text: str) -> None:
-    store.write("name", CHOSEN, [])
-    (entry,) = place.iterdir()
-    entry.write_text(text, encoding="utf-8")
-    assert store.read("name") == []
+def test_what_another_version_kept_is_none(notes: object) -> None:
+    store.write("name", notes)
+    assert trials.read("name") == []
 
 
 def test_without_a_place_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
-    store.write("name", CHOSEN, [])
-    assert store.read("name") == []
+    trials.write("name", CHOSEN, [])
+    assert trials.read("name") == []
 
 
 @pytest.mark.usefixtures("place")
 def test_where_nothing_can_be_written_the_search_goes_on(place: Path) -> None:
     place.write_text("a file where the folder should be", encoding="utf-8")
-    store.write("name", CHOSEN, [])
-    assert store.read("name") == []
-
-
-def test_the_name_of_an_entry_tells_what_has_a_say_apart() -> None:
-    assert store.digest("a", [1]) == store.digest("a", [1])
-    assert len({store.digest("a", [1]), store.digest("a", [2]), store.digest("a", ["1"]), store.digest("b", [1])}) == 4
+    trials.write("name", CHOSEN, [])
+    assert trials.read("name") == []

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.proof import reference_store
 from optexport.proof.cases import Batch, Case
 from optexport.proof.reference import Reference, run_original
 from tests.proof.measuring import Tensors, call, network
@@ -75,35 +74,6 @@ def test_other_code_over_the_same_weights_is_other_work() -> None:
     assert reference(model, cases)[1]
 
 
-def test_an_entry_that_was_edited_is_not_believed(store: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
-    model, cases = network()
-    first, _ = reference(model, cases)
-    (entry,) = store.iterdir()
-    with safe_open(entry, framework="pt") as file:
-        notes = file.metadata()
-    tensors = load_file(entry)
-    tensors["0.y"] = tensors["0.y"] + 0.01
-    save_file(tensors, entry, notes)
-    again, runs = reference(model, cases)
-    assert runs
-    assert_same(first, again)
-
-
-@pytest.mark.parametrize("damage", [b"", b"not a tensor", None])
-def test_what_is_damaged_is_computed_again(store: Path, damage: bytes | None) -> None:
-    model, cases = network()
-    first, _ = reference(model, cases)
-    (entry,) = store.iterdir()
-    content = entry.read_bytes()
-    entry.write_bytes(content[: len(content) // 2] if damage is None else damage)
-    again, runs = reference(model, cases)
-    assert runs
-    assert_same(first, again)
-
-
 def test_nothing_is_kept_where_no_place_is_named_or_none_can_be_written(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,16 +86,3 @@ def test_nothing_is_kept_where_no_place_is_named_or_none_can_be_written(
     monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "file" / "below"))
     assert reference(model, cases)[1]
     assert reference(model, cases)[1]
-
-
-def test_what_was_not_used_for_longest_makes_room(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    for index in range(3):
-        reference_store.write(f"entry {index}", [{"y": torch.full((256,), float(index))}], {})
-        os.utime(store / f"entry {index}.safetensors", (index, index))
-    size = (store / "entry 0.safetensors").stat().st_size
-    monkeypatch.setattr(reference_store, "_ALL_BYTES", 2 * size + 1)
-    assert reference_store.read("entry 0") is not None  # which is used again
-    reference_store.write("entry 3", [{"y": torch.ones(256)}], {})
-    assert sorted(path.stem for path in store.iterdir()) == ["entry 0", "entry 3"]

@@ -1,0 +1,61 @@
+"""Exported files that are kept, under a digest of the graph that they are made of and of how."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import fx
+
+from optexport import freeing
+from optexport.config import Format
+from optexport.kept import content, store
+from optexport.manifest import ArtifactRecord
+from optexport.writer import Writer
+
+
+def export(
+    writer: Writer, file_format: Format, folder: Path, lowerings: Sequence[str], opset: int | None
+) -> tuple[ArtifactRecord, bool]:
+    """Writes a file, or takes the one that an earlier run wrote of the same graph; tells whether it did.
+
+    Files of large models are not kept, and those of graphs that call what is not known by its name.
+
+    Raises:
+        ExportError: The graph cannot be written in that format.
+    """
+    entry = _name(writer, file_format, lowerings, opset)
+    if entry is not None and (kept := store.read(entry)) is not None:
+        place, notes = kept
+        record = ArtifactRecord.model_validate_json(notes)
+        for file in content.files_of(place / record.path):
+            shutil.copyfile(file, folder / file.name)
+        return record, True
+    record = writer.write(file_format, folder, lowerings, opset)
+    if entry is not None:
+        files = content.files_of(folder / record.path)
+
+        def fill(place: Path) -> None:
+            for file in files:
+                shutil.copyfile(file, place / file.name)
+
+        store.write(entry, record.model_dump_json(), size=sum(file.stat().st_size for file in files), fill=fill)
+    return record, False
+
+
+def of_graph(graph_module: fx.GraphModule) -> str | None:
+    """A digest of a graph with its weights; None where nothing is kept of it."""
+    return content.of_graph(graph_module) if store.enabled() and not freeing.is_large(graph_module) else None
+
+
+def of_file(path: Path) -> str | None:
+    """A digest of an exported file; None where nothing is kept."""
+    return content.of_file(path) if store.enabled() else None
+
+
+def _name(writer: Writer, file_format: Format, lowerings: Sequence[str], opset: int | None) -> str | None:
+    if (graph := of_graph(writer.flat)) is None:
+        return None
+    made_of = [content.of_tensors([writer.example]), str(writer.signature), writer.metadata(lowerings)]
+    return store.name("export", graph, file_format, lowerings, opset, made_of)
