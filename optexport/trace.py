@@ -20,6 +20,7 @@ from optexport import transformers_exporters
 from optexport.dataclass_outputs import register_dataclasses
 from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import TraceError, first_line
+from optexport.long_sizes import LongSizeError, SizesWatched
 from optexport.model_lines import line_of_model
 from optexport.program_shapes import read_signature
 from optexport.raising import raise_graph
@@ -107,8 +108,16 @@ def trace(
     example = {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in example.items()}
     if isinstance(model, fx.GraphModule):
         example = _in_order(model, example)
-    program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
+    why = ""
+    try:
+        program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
+    except LongSizeError as error:
+        assert not isinstance(model, ExportedProgram)
+        if dynamic is not None:
+            raise _long_size_error(model, error) from error
+        program, why = _export(model, example, None, dict.fromkeys(example, (0,))), f"; if that were dynamic, {error}"
     signature, fixed, symbols = read_signature(program, dynamic, example)
+    fixed = tuple(f"{axis}{why}" for axis in fixed)
     held = held_sizes(program, symbols, signature.dims, signature.sizes(example))
     if held and not isinstance(model, ExportedProgram):
         if dynamic is not None:
@@ -153,6 +162,15 @@ def _held_error(held: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError
         f"traced at {at} the model goes a way that holds only where {next(iter(held.values()))}",
         place="inputs.dynamic",
         mend=f"Leave {names} out of inputs.dynamic to have them fixed, or trace with other sizes.",
+    )
+
+
+def _long_size_error(model: nn.Module, error: LongSizeError) -> TraceError:
+    line = line_of_model(error)
+    return TraceError(
+        f"{error}{f', at {line}' if line else ''}, which torch.export would reason about for hours",
+        place=type(model).__name__,
+        mend="Leave all dimensions but the batch out of inputs.dynamic to have them fixed.",
     )
 
 
@@ -212,7 +230,7 @@ def _export(
         hints = {name: {axis: axes[axis] for axis in free[name] if axis in axes} for name, axes in hints.items()}
     shapes = as_arguments(hints)
     try:
-        with torch.no_grad(), transformers_exporters.no_cache(model), transformers_exporters.quiet():
+        with torch.no_grad(), transformers_exporters.no_cache(model), transformers_exporters.quiet(), SizesWatched():
             if transformers_exporters.holds_transformers(model):
                 _check_complete(model, example)
                 return transformers_exporters.export_program(model, as_arguments(example), shapes)
@@ -224,7 +242,7 @@ def _export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-    except TraceError:
+    except (TraceError, LongSizeError):
         raise
     except Exception as error:  # torch.export raises many kinds, and the model's own code any other
         if register_dataclasses(model, as_arguments(example)):
