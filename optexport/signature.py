@@ -101,9 +101,18 @@ class Signature:
             for spec in self.inputs
         }
 
-    def dynamic_shapes(self) -> dict[str, dict[int, Any]]:
-        """The same for ``torch.export``, by argument: axes that share a dimension share one ``torch.export.Dim``."""
-        dims = {name: torch.export.Dim(name, min=dim.min, max=dim.max) for name, dim in self.dims.items()}
+    def dynamic_shapes(self, *, named: bool = True) -> dict[str, dict[int, Any]]:
+        """The same for ``torch.export``, by argument: axes that share a dimension share one ``torch.export.Dim``.
+
+        Args:
+            named: Whether it is told which these are, or only their ranges.
+        """
+        dims = {
+            name: torch.export.Dim(name, min=dim.min, max=dim.max)
+            if named
+            else torch.export.Dim.AUTO(min=dim.min, max=dim.max)
+            for name, dim in self.dims.items()
+        }
         return as_arguments(
             {
                 spec.name: {

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
+from torch._dynamo.exc import UserError
 from torch.export import ExportedProgram
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
 from optexport.formats import torch_lowerings
-from optexport.signature import Signature, as_argument, as_arguments
+from optexport.signature import Signature, TensorSpec, as_argument, as_arguments
 
 
 def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModule:
@@ -57,35 +58,67 @@ def to_program(
     """
     inputs = as_arguments({spec.name: example[spec.name] for spec in signature.inputs})
     try:
-        with torch.no_grad(), transformers_exporters.quiet():
-            program = torch.export.export(
-                graph_module,
-                args=(),
-                kwargs=copy.deepcopy(inputs),
-                dynamic_shapes=signature.dynamic_shapes(),
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+        try:
+            program = _export(graph_module, inputs, signature.dynamic_shapes())
+        except UserError as error:
+            if _UNSOLVED not in str(error):
+                raise
+            program = _export(graph_module, inputs, signature.dynamic_shapes(named=False))
+            if not _is_dynamic(program, signature):
+                raise
     except Exception as error:  # torch.export raises many kinds; each means the same to the user
         raise ExportError(
             f"torch.export refused the transformed graph: {first_line(error)}",
             place="export",
             mend="Run again with --without RULE to find the transformation that it does not take.",
         ) from error
-    _widen_sums(program, signature)
+    _widen(program, signature)
     return program
 
 
-def _widen_sums(program: ExportedProgram, signature: Signature) -> None:
-    """Has an axis that is a sum of dimensions begin at the sum of their least sizes.
+# What torch.export says where it solves the conditions on a size that has a name, and finds a single one: wrongly, of
+# linear attention over chunks. Where sizes have no names it solves nothing.
+_UNSOLVED = "Specializations unexpectedly required"
+
+
+def _export(
+    graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], shapes: Mapping[str, Any]
+) -> ExportedProgram:
+    with torch.no_grad(), transformers_exporters.quiet():
+        return torch.export.export(
+            graph_module,
+            args=(),
+            kwargs=copy.deepcopy(dict(inputs)),
+            dynamic_shapes=dict(shapes),
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+
+
+def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:
+    """Whether no axis was fixed that is dynamic in the signature."""
+    return all(
+        isinstance(found, torch.SymInt) and found.node.expr.free_symbols
+        for spec, placeholder in _inputs(program, signature)
+        for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True)
+        if isinstance(size, str)
+    )
+
+
+def _inputs(program: ExportedProgram, signature: Signature) -> Iterator[tuple[TensorSpec, fx.Node]]:
+    names = set(program.graph_signature.user_inputs)
+    placeholders = [node for node in program.graph.find_nodes(op="placeholder") if node.name in names]
+    return zip(signature.inputs, placeholders, strict=True)
+
+
+def _widen(program: ExportedProgram, signature: Signature) -> None:
+    """Has an axis begin at its least size, or that of a sum of dimensions at the sum of theirs.
 
     While it traces, ``torch.export`` takes every dynamic size for 2 or more; only those that are declared widen again.
     """
-    names = set(program.graph_signature.user_inputs)
-    placeholders = [node for node in program.graph.find_nodes(op="placeholder") if node.name in names]
-    for spec, placeholder in zip(signature.inputs, placeholders, strict=True):
+    for spec, placeholder in _inputs(program, signature):
         for axis, size in enumerate(spec.shape):
-            if isinstance(size, str) and size not in signature.dims:
+            if isinstance(size, str):
                 symbol = placeholder.meta["val"].shape[axis].node.expr
                 if (limits := program.range_constraints.get(symbol)) is not None:
                     least = sum(signature.dims[name].min for name in size.split(" + "))

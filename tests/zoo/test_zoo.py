@@ -15,6 +15,7 @@ from tests.zoo import runner, shrinking, stages, table
 SMALL = ("bert", "llama", "vit", "patchtst")
 SAMPLE = (
     *(
+        "bailing_hybrid",
         "bart",
         "clip",
         "convnext",
