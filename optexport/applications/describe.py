@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optexport.applications import preprocessors, sentence_embedding
+from optexport.applications.processing import processing_of
 from optexport.manifest import ApplicationRecord
 from optexport.positions import most_tokens
 from optexport.signature import Signature
@@ -27,14 +28,16 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
     task = task or _task_of(loaded.model)
     config: Any = getattr(loaded.model, "config", None)
     inputs = [spec.name for spec in signature.inputs]
+    classes = processing_of(loaded.model).classes
     saved = preprocessors.save(loaded.pretrained, inputs, folder, most_tokens(config))
     return ApplicationRecord(
         task=task,
         labels=_labels(task, config),
-        scores=_scores(task, config),
+        scores=_scores(task, config) if classes is None else classes.function,
         preprocessors=list(saved.kinds),
         prompt="" if loaded.pretrained is None else loaded.pretrained.prompt,
         missing=list(saved.missing),
+        outputs="logits" if classes is None else "probabilities" if classes.best is None else "labels",
     )
 
 

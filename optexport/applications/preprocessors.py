@@ -101,8 +101,13 @@ def save(pretrained: Pretrained | None, inputs: Collection[str], folder: Path, l
     return Saved(tuple(kinds), tuple(missing))
 
 
+def _at_hand(pretrained: Pretrained, kind: Kind) -> Any:
+    """What was loaded with the model; None where nothing was."""
+    return {"tokenizer": pretrained.tokenizer, "image_processor": pretrained.image_processor}.get(kind)
+
+
 def _is_there(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> bool:
-    if kind == "tokenizer" and pretrained.tokenizer is not None:
+    if _at_hand(pretrained, kind) is not None:
         return True
     return any(find(pretrained.name, name, options) is not None for name in _FILES[kind])
 
@@ -110,8 +115,8 @@ def _is_there(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) ->
 def _loaded(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> Any:
     import transformers
 
-    if kind == "tokenizer" and pretrained.tokenizer is not None:
-        return pretrained.tokenizer
+    if (processor := _at_hand(pretrained, kind)) is not None:
+        return processor
     return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
         pretrained.name, **_BACKENDS.get(kind, {}), **options
     )
