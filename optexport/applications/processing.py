@@ -55,11 +55,15 @@ class Classes:
             [batch], the likeliest first, beside ``labels``, int64 of the same shape.
 
         Raises:
-            ConfigError: The logits have no such axis, are of several positions, or of fewer classes.
+            ConfigError: There are no several classes to choose from, several positions, or fewer classes than labels.
         """
-        if self.function == "softmax" and logits.dim() < 2:
-            raise ConfigError(f"the logits are {list(logits.shape)}, and have no axis of classes", place=_OUTPUTS)
         axis = 1 if logits.dim() > 3 else -1
+        if self.function == "softmax" and (logits.dim() < 2 or logits.shape[axis] == 1):
+            raise ConfigError(
+                f"the logits are {list(logits.shape)}, and softmax of one class is 1 whatever the input",
+                place=_OUTPUTS,
+                mend='Write outputs = "sigmoid".',
+            )
         probabilities = torch.softmax(logits, axis) if self.function == "softmax" else torch.sigmoid(logits)
         if self.best is None:
             return {PROBABILITIES: probabilities}

@@ -236,8 +236,9 @@ def test_probabilities_are_of_classes_wherever_these_lie() -> None:
     torch.testing.assert_close(Classes("softmax").of(logits)["probabilities"].sum(1), torch.ones(2, 4, 5))
     torch.testing.assert_close(Classes("softmax").of(logits[0])["probabilities"].sum(-1), torch.ones(3, 4))
     torch.testing.assert_close(Classes("sigmoid").of(logits)["probabilities"], logits.sigmoid())
-    with pytest.raises(ConfigError, match="have no axis of classes"):
-        Classes("softmax").of(logits[0, 0, 0])
+    for one in (logits[0, 0, 0], logits[:, :1]):
+        with pytest.raises(ConfigError, match="softmax of one class is 1 whatever the input"):
+            Classes("softmax").of(one)
     # Probabilities of which two are 1 in float32: the larger logit is the better label all the same.
     found = Classes("sigmoid", 2).of(torch.tensor([[40.0, -1.0, 50.0]]))
     assert found["labels"].tolist() == [[2, 0]]
