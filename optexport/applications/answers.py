@@ -1,4 +1,4 @@
-"""What a model's outputs mean, by its task: labels with scores, fills for a mask, embeddings. Needs no torch."""
+"""What a model's outputs mean, by its task: labels with scores, transcripts, embeddings. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from optexport.applications.bundle import Arrays, Bundle
 from optexport.config_processing import LABELS, PROBABILITIES
 from optexport.manifest import ApplicationRecord
+from optexport.tasks import SPEECH
 
 Answer = dict[str, Any]
 Array = npt.NDArray[Any]
@@ -29,7 +30,10 @@ def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
     application = bundle.application
     answer = _ANSWERS.get(application.task or "")
     given = outputs.get(_LOGITS if application.outputs == _LOGITS else PROBABILITIES)
-    if answer in _OF_TOKENS and ("input_ids" not in inputs or "tokenizer" not in bundle.application.preprocessors):
+    reads = inputs.keys() & {"input_ids", "decoder_input_ids"}
+    if answer in _OF_TOKENS and ("input_ids" not in reads or "tokenizer" not in application.preprocessors):
+        answer = None
+    if answer is _transcript and (reads or "tokenizer" not in application.preprocessors):
         answer = None
     if answer is None or given is None or given.shape[0] != rows or np.isnan(given).any():
         return [_outputs(outputs, row, rows) for row in range(rows)]
@@ -130,6 +134,11 @@ def _next_tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
     return {"next": [{"token": bundle.tokenizer.decode([i]), "score": float(scores[i])} for i in _best(scores)]}
 
 
+def _transcript(bundle: Bundle, _: Arrays, given: Array) -> Answer:
+    """The likeliest token at each moment, of which the tokenizer makes a text: repeated ones are one, blanks none."""
+    return {"transcript": bundle.tokenizer.decode(given.argmax(-1))}
+
+
 _ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
     **dict.fromkeys(
         ("text-classification", "image-classification", "audio-classification", "video-classification"), _classes
@@ -137,12 +146,15 @@ _ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
     "token-classification": _tokens,
     "fill-mask": _fills,
     "text-generation": _next_tokens,
+    SPEECH: _transcript,
 }
 _OF_TOKENS = (_tokens, _fills, _next_tokens)
 
 
 def as_text(answer: Answer) -> list[str]:
     """An answer as lines for people."""
+    if "transcript" in answer:
+        return [answer["transcript"]]
     if "labels" in answer:
         return [f"{ranked['label']:24} {ranked['score']:.4f}" for ranked in answer["labels"][:_SHOWN]]
     if "tokens" in answer:

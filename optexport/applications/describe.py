@@ -11,11 +11,11 @@ from optexport.manifest import ApplicationRecord
 from optexport.positions import most_tokens
 from optexport.signature import Signature
 from optexport.sources import Loaded
-from optexport.tasks import AUTO_CLASSES
+from optexport.tasks import AUTO_CLASSES, SPEECH
 
 # What the names of classes end with; a model without a head gives features.
 _ENDINGS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
-_ENDINGS["LMHeadModel"] = "text-generation"
+_ENDINGS |= {"LMHeadModel": "text-generation", "ForCTC": SPEECH}
 
 
 def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Path) -> ApplicationRecord:
@@ -28,8 +28,11 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
     task = task or _task_of(loaded.model)
     config: Any = getattr(loaded.model, "config", None)
     inputs = [spec.name for spec in signature.inputs]
+    encoded = getattr(config, "is_encoder_decoder", False)  # then its tokens are read by who generates
     classes = processing_of(loaded.model).classes
-    saved = preprocessors.save(loaded.pretrained, inputs, folder, most_tokens(config))
+    saved = preprocessors.save(
+        loaded.pretrained, inputs, folder, most_tokens(config), gives_tokens=task == SPEECH and not encoded
+    )
     return ApplicationRecord(
         task=task,
         labels=_labels(task, config),
