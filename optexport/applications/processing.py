@@ -146,7 +146,7 @@ def _with_classes(outputs: Any, classes: Classes) -> dict[str, Any]:
 
 def processing_of(model: nn.Module) -> Processing:
     """What a model does besides; nothing of one that `built_in` was not asked for."""
-    return getattr(model, "_processing", Processing(False, None))
+    return model._processing if isinstance(model, _Processes) else Processing(False, None)
 
 
 def built_in(loaded: Loaded, config: ProcessingConfig | None) -> Loaded:
