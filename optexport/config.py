@@ -28,6 +28,7 @@ from optexport.config_generation import GenerationConfig, check_generation
 from optexport.config_measuring import BenchConfig, GateConfig, TuneConfig, check_measuring
 from optexport.config_mistakes import explained
 from optexport.config_precision import PrecisionConfig, check_precision
+from optexport.config_processing import ProcessingConfig, check_processing
 from optexport.config_registering import RegisterConfig, check_register
 from optexport.config_source import SourceKind, check_files, check_module, source_kind
 from optexport.errors import ConfigError, did_you_mean
@@ -220,6 +221,7 @@ class Config(_Table):
     """A whole config file."""
 
     model: ModelConfig
+    processing: ProcessingConfig | None = None
     inputs: InputsConfig = InputsConfig()
     transformations: list[TransformationConfig] | None = None
     parity: ParityConfig = ParityConfig()
@@ -284,6 +286,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
     check_inputs(config.inputs, of_program=of_program, place=path.name)
     check_tolerance(config, without, path.name)
+    check_processing(config, path.parent, path.name)
     check_precision(config, path.name)
     check_generation(config, path.name)
     check_register(config, path.name)

@@ -29,6 +29,7 @@ def check_generation(config: Config, place: str) -> None:
         return
     inputs = config.inputs
     asked = {
+        "processing": config.processing is not None,
         "bench": config.bench.enabled,
         "tune": config.tune is not None,
         "gate": config.gate != type(config.gate)(),

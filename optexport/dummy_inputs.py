@@ -12,7 +12,7 @@ from torch import nn
 
 from optexport.dummy_media import BATCH, MEDIA, Maker, find
 from optexport.dummy_vision_text import with_image_tokens
-from optexport.errors import TraceError, first_line
+from optexport.errors import OptexportError, TraceError, first_line
 from optexport.positions import most_tokens
 from optexport.transformers_exporters import computed_outside, no_cache, quiet
 
@@ -147,6 +147,8 @@ def _why_refused(model: nn.Module, batch: Batch) -> Exception | None:
     try:
         with torch.no_grad(), no_cache(model), quiet(), torch.random.fork_rng(devices=[]):
             torch.func.functional_call(model, buffers, (), {name: tensor.clone() for name, tensor in batch.items()})
+    except OptexportError:
+        raise
     except Exception as error:  # the model's own code may raise anything
         return error
     return None

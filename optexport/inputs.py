@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from optexport.applications.processing import as_whole_numbers, check_images
 from optexport.config import InputsConfig, TensorConfig
 from optexport.data_lines import read_lines, stack_records, texts_of
 from optexport.dummy_inputs import dummy_inputs
@@ -81,13 +82,15 @@ def prepare(
     elif program is not None:
         example = program_inputs(program, seed)
     elif hasattr(model, "main_input_name"):
-        example = dummy_inputs(model)
+        example = as_whole_numbers(model, dummy_inputs(model))
     else:
         raise ConfigError(
             "nothing says what the model's inputs are",
             place="inputs",
             mend='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
         )
+    for batch in real or (example,):
+        check_images(model, batch)
     if program is None:
         _check_names(example, config.constants, model)
     elif config.constants:
@@ -259,7 +262,7 @@ def _from_images(paths: Sequence[Path], pretrained: Pretrained | None) -> Batch:
         raise ConfigError("this model has no image processor", place="inputs.images", mend="Give data or tensors.")
     place = "inputs.images"
     try:
-        processor = transformers.AutoImageProcessor.from_pretrained(
+        processor = pretrained.image_processor or transformers.AutoImageProcessor.from_pretrained(
             pretrained.name, backend="pil", **pretrained.options
         )
         images = []

@@ -253,6 +253,9 @@ class ArtifactRecord(_Record):
 class ApplicationRecord(_Record):
     """What a person uses the model for, and what lies in ``preprocessor/`` that turns texts or images into its inputs.
 
+    ``outputs`` says what the files give of classes: logits; probabilities of all in their place, or labels of the
+    likeliest, as indices, with their probabilities. ``scores`` then says what made these.
+
     ``task`` is named as the hub names its pipelines; null where nothing tells. ``labels`` are those of the classes, in
     the order of the logits; ``scores`` says what makes scores of these, null where they are the result themselves.
     ``prompt`` stands before every text. ``missing`` says why a tokenizer or processor that the source has is not here.
@@ -264,6 +267,7 @@ class ApplicationRecord(_Record):
     preprocessors: list[Literal["tokenizer", "image_processor", "feature_extractor"]]
     prompt: str
     missing: list[str]
+    outputs: Literal["logits", "probabilities", "labels"] = "logits"
 
 
 class FileRecord(_Record):

@@ -23,6 +23,7 @@ from optexport import (
     tracking,
 )
 from optexport.applications.describe import describe
+from optexport.applications.processing import built_in
 from optexport.arguments import arguments_of
 from optexport.bench import exports, report
 from optexport.bench.measuring import Report
@@ -267,12 +268,15 @@ def produce(job: Job, stages: Stages) -> Result:
 
 
 def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
-    """Loads the model that a config names; one that MLflow keeps is put in a folder for downloads first."""
+    """Loads the model that a config names, with the processing that becomes part of it.
+
+    One that MLflow keeps is put in a folder for downloads first.
+    """
     downloaded = None
     if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
         uri = config.model.source.removeprefix("mlflow:")
         downloaded = tracking.download_model(uri, config.tracking, folder, downloads)
-    return sources.load(config.model, folder, downloaded)
+    return built_in(sources.load(config.model, folder, downloaded), config.processing)
 
 
 def _proof(job: Job, reference: Reference) -> Proof:

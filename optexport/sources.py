@@ -34,6 +34,7 @@ class Pretrained:
 
     Attributes:
         tokenizer: The model's tokenizer, where it was loaded with the model.
+        image_processor: The model's image processor, where it is another than the one that lies there.
         prompt: What stands before every text.
     """
 
@@ -41,6 +42,7 @@ class Pretrained:
     options: Mapping[str, Any]
     tokenizer: Any = None
     prompt: str = ""
+    image_processor: Any = None
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ def _task(known: dict[str, Any]) -> list[str]:
         for ending, task in endings.items():
             if name.endswith(ending):
                 return [f"task = {json.dumps(task)}  # its config names {name}"]
+    if names and names[0].endswith("ForCTC"):
+        return [f"# Without a task it is loaded as its config names it: {names[0]}"]
     if names:
         return [f'task = "feature-extraction"  # its config names {names[0]}']
     return ['# task = "feature-extraction"']

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+# A model that goes on from what it has heard, or, without model.task, one that gives a letter for each moment (CTC).
+SPEECH = "automatic-speech-recognition"
+
 AUTO_CLASSES: Mapping[str, str] = {
     "audio-classification": "AutoModelForAudioClassification",
-    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
+    SPEECH: "AutoModelForSpeechSeq2Seq",
     "depth-estimation": "AutoModelForDepthEstimation",
     "feature-extraction": "AutoModel",
     "fill-mask": "AutoModelForMaskedLM",

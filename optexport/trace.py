@@ -19,7 +19,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from optexport import transformers_exporters
 from optexport.dataclass_outputs import register_dataclasses
 from optexport.dummy_inputs import dummy_inputs
-from optexport.errors import TraceError, first_line
+from optexport.errors import OptexportError, TraceError, first_line
 from optexport.long_sizes import LongSizeError, SizesWatched
 from optexport.model_lines import line_of_model
 from optexport.program_shapes import read_signature
@@ -242,7 +242,7 @@ def _export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-    except (TraceError, LongSizeError):
+    except (OptexportError, LongSizeError):
         raise
     except Exception as error:  # torch.export raises many kinds, and the model's own code any other
         if register_dataclasses(model, as_arguments(example)):

@@ -116,6 +116,17 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "bench.rounds",
         "gate.min_speedup needs at least 12",
     ),
+    # processing
+    "processing that nobody knows": (table("processing", 'outputs = "max"'), "processing.outputs", "not 'max'"),
+    "processing in British": (table("processing", "normalise = true"), "processing.normalise", '"normalize"?'),
+    "k of all classes": (table("processing", 'outputs = "argmax"', "k = 3"), "processing", 'outputs = "top_k"'),
+    "k of nothing": (table("processing", 'outputs = "top_k"', "k = 0"), "processing.k", "not 0"),
+    "gate on labels": (
+        table("processing", 'outputs = "argmax"', "[parity]", "decisions.argmax_agreement = 0.9"),
+        "parity.decisions.argmax_agreement",
+        'Write processing.outputs = "probabilities"',
+    ),
+    "processing of parts": (table("processing", "normalize = true", "[generation]"), "processing", "[generation]"),
     # kinds of inputs
     "two kinds of inputs": (table("inputs", 'texts = ["a"]', 'data = "a.npz"'), "inputs", "texts and data exclude"),
     "data and tensors": (

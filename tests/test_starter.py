@@ -176,6 +176,11 @@ ARCHITECTURES = {
 }
 
 
+def test_a_model_that_gives_letters_is_loaded_as_its_config_names_it(tmp_path: Path) -> None:
+    transformers.Wav2Vec2Config(architectures=["Wav2Vec2ForCTC"]).save_pretrained(tmp_path / "model")
+    assert started("model", tmp_path).model.task is None
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_task_is_one_whose_class_loads_the_architecture(architecture: str, tmp_path: Path) -> None:
     config_class = getattr(transformers, architecture).config_class

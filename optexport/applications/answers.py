@@ -1,4 +1,4 @@
-"""What a model's outputs mean, by its task: labels with scores, fills for a mask, embeddings. Needs no torch."""
+"""What a model's outputs mean, by its task: labels with scores, transcripts, embeddings. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from optexport.applications.bundle import Arrays, Bundle
+from optexport.config_processing import LABELS, PROBABILITIES
 from optexport.manifest import ApplicationRecord
+from optexport.tasks import SPEECH
 
 Answer = dict[str, Any]
 Array = npt.NDArray[Any]
 
+_LOGITS = "logits"
 _SHOWN = 5
 _FIRST_NUMBERS = 4
 
@@ -24,12 +27,19 @@ def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
     A task that is not known here, or whose output or tokenizer is not there, is answered with the outputs as they are.
     """
     rows = next((array.shape[0] for array in inputs.values() if array.ndim), 1)
-    answer, logits = _ANSWERS.get(bundle.application.task or ""), outputs.get("logits")
-    if answer in _OF_TOKENS and ("input_ids" not in inputs or "tokenizer" not in bundle.application.preprocessors):
+    application = bundle.application
+    answer = _ANSWERS.get(application.task or "")
+    given = outputs.get(_LOGITS if application.outputs == _LOGITS else PROBABILITIES)
+    reads = inputs.keys() & {"input_ids", "decoder_input_ids"}
+    if answer in _OF_TOKENS and ("input_ids" not in reads or "tokenizer" not in application.preprocessors):
         answer = None
-    if answer is None or logits is None or logits.shape[0] != rows or np.isnan(logits).any():
+    if answer is _transcript and (reads or "tokenizer" not in application.preprocessors):
+        answer = None
+    if answer is None or given is None or given.shape[0] != rows or np.isnan(given).any():
         return [_outputs(outputs, row, rows) for row in range(rows)]
-    return [answer(bundle, {name: array[row] for name, array in inputs.items()}, logits[row]) for row in range(rows)]
+    if application.outputs == "labels":
+        return [_ranked(application, outputs[LABELS][row], given[row]) for row in range(rows)]
+    return [answer(bundle, {name: array[row] for name, array in inputs.items()}, given[row]) for row in range(rows)]
 
 
 def similarities(found: Sequence[Answer]) -> list[list[float]] | None:
@@ -58,9 +68,10 @@ def _numbers(array: Array) -> Any:
     return array.tolist()
 
 
-def _probabilities(logits: Array, kind: str | None) -> Array:
-    """Scores of the last axis: softmax, sigmoid, or the logits themselves."""
-    logits = logits.astype(np.float64)
+def _scores(application: ApplicationRecord, given: Array, kind: str | None) -> Array:
+    """Scores of the last axis: softmax or sigmoid of logits, the logits themselves, or what the file made of them."""
+    logits = given.astype(np.float64)
+    kind = kind if application.outputs == _LOGITS else None
     if kind == "softmax":
         shifted = np.exp(logits - logits.max(-1, keepdims=True))
         return shifted / shifted.sum(-1, keepdims=True)  # type: ignore[no-any-return]  # numpy's arithmetic is
@@ -76,17 +87,22 @@ def _best(scores: Array, count: int = _SHOWN) -> list[int]:
     return [int(index) for index in np.argsort(-scores, kind="stable")[:count]]
 
 
-def _classes(bundle: Bundle, _: Arrays, logits: Array) -> Answer:
-    application = bundle.application
-    scores = _probabilities(logits.reshape(-1), application.scores)
-    ranked = [{"label": _label(application, i), "score": float(scores[i])} for i in _best(scores, len(scores))]
-    return {"labels": ranked}
+def _classes(bundle: Bundle, _: Arrays, given: Array) -> Answer:
+    scores = _scores(bundle.application, given.reshape(-1), bundle.application.scores)
+    best = np.asarray(_best(scores, len(scores)))
+    return _ranked(bundle.application, best, scores[best])
 
 
-def _tokens(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
+def _ranked(application: ApplicationRecord, labels: Array, scores: Array) -> Answer:
+    """Labels by their indices, the likeliest first, with their scores."""
+    pairs = zip(labels.reshape(-1).tolist(), scores.reshape(-1).tolist(), strict=True)
+    return {"labels": [{"label": _label(application, index), "score": score} for index, score in pairs]}
+
+
+def _tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
     """A label for every token that stands for a piece of the text."""
     ids, tokenizer = inputs["input_ids"], bundle.tokenizer
-    scores = _probabilities(logits, bundle.application.scores)
+    scores = _scores(bundle.application, given, bundle.application.scores)
     said = [
         {"token": token, "label": _label(bundle.application, int(row.argmax())), "score": float(row.max())}
         for token, identity, row in zip(tokenizer.convert_ids_to_tokens(ids.tolist()), ids, scores, strict=True)
@@ -95,12 +111,12 @@ def _tokens(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
     return {"tokens": said}
 
 
-def _fills(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
+def _fills(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
     """The best tokens for each mask, and the text with each of them in its place."""
     ids, tokenizer = inputs["input_ids"], bundle.tokenizer
     masks = []
     for place in np.flatnonzero(ids == tokenizer.mask_token_id):
-        scores = _probabilities(logits[place], "softmax")
+        scores = _scores(bundle.application, given[place], "softmax")
         fills = []
         for index in _best(scores):
             filled = ids.copy()
@@ -111,11 +127,16 @@ def _fills(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
     return {"mask_token": tokenizer.mask_token, "masks": masks}
 
 
-def _next_tokens(bundle: Bundle, inputs: Arrays, logits: Array) -> Answer:
+def _next_tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
     """The most likely tokens after the text."""
-    kept = np.flatnonzero(inputs.get("attention_mask", np.ones(len(logits), np.int64)))
-    scores = _probabilities(logits[kept[-1] if len(kept) else -1], "softmax")
+    kept = np.flatnonzero(inputs.get("attention_mask", np.ones(len(given), np.int64)))
+    scores = _scores(bundle.application, given[kept[-1] if len(kept) else -1], "softmax")
     return {"next": [{"token": bundle.tokenizer.decode([i]), "score": float(scores[i])} for i in _best(scores)]}
+
+
+def _transcript(bundle: Bundle, _: Arrays, given: Array) -> Answer:
+    """The likeliest token at each moment, of which the tokenizer makes a text: repeated ones are one, blanks none."""
+    return {"transcript": bundle.tokenizer.decode(given.argmax(-1))}
 
 
 _ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
@@ -125,12 +146,15 @@ _ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
     "token-classification": _tokens,
     "fill-mask": _fills,
     "text-generation": _next_tokens,
+    SPEECH: _transcript,
 }
 _OF_TOKENS = (_tokens, _fills, _next_tokens)
 
 
 def as_text(answer: Answer) -> list[str]:
     """An answer as lines for people."""
+    if "transcript" in answer:
+        return [answer["transcript"]]
     if "labels" in answer:
         return [f"{ranked['label']:24} {ranked['score']:.4f}" for ranked in answer["labels"][:_SHOWN]]
     if "tokens" in answer:

@@ -1,7 +1,7 @@
 """A bundle in use: its file in its runtime, and its own tokenizer or processor.
 
 Needs neither the original model, nor its code or weights; for an ONNX file nothing but numpy and ONNX Runtime, and
-transformers where texts or images are to be made inputs of.
+transformers where texts, images or sounds are to be made inputs of.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from optexport.applications import preprocessors
+from optexport.applications import preprocessors, sounds
 from optexport.bundle_files import read_manifest
 from optexport.errors import BundleError, ConfigError, OptexportError, did_you_mean, first_line
 from optexport.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
@@ -127,17 +127,19 @@ class Bundle:
                 if problem is not None:
                     raise ConfigError(problem, place=spec.name, mend=self._signature)
 
-    def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None) -> Arrays:
-        """Makes inputs of texts, of images, or of both.
+    def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None, sounds: Any = None) -> Arrays:
+        """Makes inputs of texts, images or sounds, or of several of them.
 
         Several texts are padded to the longest, at the right, and cut to what the model takes.
 
         Args:
             texts: One, or several.
             images: One, or several: paths, or images as PIL or numpy hold them.
+            sounds: One, or several of one length: paths of WAV files, or numpy arrays [samples] from -1 to 1, with as
+                many samples a second as the model takes.
 
         Returns:
-            Inputs by name, as far as texts and images make them.
+            Inputs by name, as far as these make them.
 
         Raises:
             ConfigError: The bundle has nothing to make them with, or they cannot be read or padded.
@@ -149,6 +151,8 @@ class Bundle:
             )
         if images is not None:
             arrays |= self._from_images(list(images) if isinstance(images, list | tuple) else [images])
+        if sounds is not None:
+            arrays |= self._from_sounds(list(sounds) if isinstance(sounds, list | tuple) else [sounds])
         specs = {spec.name: spec for spec in self.manifest.inputs}
         return {name: array.astype(_dtype(specs[name])) for name, array in arrays.items() if name in specs}
 
@@ -168,6 +172,12 @@ class Bundle:
         """The bundle's image processor, as transformers loads it; raises as `tokenizer` does."""
         self._check_holds("image_processor")
         return preprocessors.load(self._folder, "image_processor")
+
+    @cached_property
+    def feature_extractor(self) -> Any:
+        """What makes inputs of sounds, as transformers loads it; raises as `tokenizer` does."""
+        self._check_holds("feature_extractor")
+        return preprocessors.load(self._folder, "feature_extractor")
 
     def _check_holds(self, kind: preprocessors.Kind) -> None:
         if kind not in self.application.preprocessors:
@@ -225,6 +235,26 @@ class Bundle:
             raise
         except Exception as error:  # transformers raises many kinds
             raise ConfigError(f"they cannot be processed: {first_line(error)}", place="images") from error
+
+    def _from_sounds(self, given: Sequence[Any]) -> Arrays:
+        if not given:
+            raise ConfigError("there must be one at least", place="sounds")
+        extractor = self.feature_extractor
+        rate = int(extractor.sampling_rate)
+        read = [sounds.read(sound, rate) for sound in given]
+        masked = any(spec.name == "attention_mask" for spec in self.manifest.inputs)
+        options = {"return_attention_mask": True} if masked else {}
+        try:
+            made = {
+                name: np.asarray(rows)
+                for name, rows in extractor(read, sampling_rate=rate, return_tensors="np", **options).items()
+            }
+        except Exception as error:  # transformers raises many kinds
+            raise ConfigError(f"they cannot be processed: {first_line(error)}", place="sounds") from error
+        if any(array.dtype == object for array in made.values()):  # rows of several lengths
+            lengths = ", ".join(str(len(sound)) for sound in read)
+            raise ConfigError(f"they are {lengths} samples long", place="sounds", mend="Give one at a time.")
+        return made
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:

@@ -12,7 +12,7 @@ from optexport.cli_group import Command, json_option, print_json
 
 @click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
-@click.argument("inputs", nargs=-1, metavar="[TEXT|IMAGE]...")
+@click.argument("inputs", nargs=-1, metavar="[TEXT|IMAGE|SOUND]...")
 @click.option(
     "--data",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -25,13 +25,13 @@ from optexport.cli_group import Command, json_option, print_json
 )
 @json_option
 def predict(bundle: Path, inputs: tuple[str, ...], data: Path | None, file_format: str | None, as_json: bool) -> None:
-    """Run BUNDLE on texts or image files.
+    """Run BUNDLE on texts, image files or WAV files.
 
-    Says what its task calls for: labels with scores, fills for a mask, embeddings and how similar they are. Needs
-    neither the original model nor its code.
+    Says what its task calls for: labels with scores, fills for a mask, what was said, embeddings and how similar they
+    are. Needs neither the original model nor its code.
     """
     if bool(inputs) == (data is not None):
-        raise click.UsageError("give texts or image files, or --data." if data is None else "give one, or --data.")
+        raise click.UsageError("give texts or files, or --data." if data is None else "give one, or --data.")
     from optexport.applications import answers, predicting
     from optexport.applications.bundle import Bundle
 

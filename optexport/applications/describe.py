@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optexport.applications import preprocessors, sentence_embedding
+from optexport.applications.processing import processing_of
 from optexport.manifest import ApplicationRecord
 from optexport.positions import most_tokens
 from optexport.signature import Signature
 from optexport.sources import Loaded
-from optexport.tasks import AUTO_CLASSES
+from optexport.tasks import AUTO_CLASSES, SPEECH
 
 # What the names of classes end with; a model without a head gives features.
 _ENDINGS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
-_ENDINGS["LMHeadModel"] = "text-generation"
+_ENDINGS |= {"LMHeadModel": "text-generation", "ForCTC": SPEECH}
 
 
 def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Path) -> ApplicationRecord:
@@ -27,14 +28,19 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
     task = task or _task_of(loaded.model)
     config: Any = getattr(loaded.model, "config", None)
     inputs = [spec.name for spec in signature.inputs]
-    saved = preprocessors.save(loaded.pretrained, inputs, folder, most_tokens(config))
+    encoded = getattr(config, "is_encoder_decoder", False)  # then its tokens are read by who generates
+    classes = processing_of(loaded.model).classes
+    saved = preprocessors.save(
+        loaded.pretrained, inputs, folder, most_tokens(config), gives_tokens=task == SPEECH and not encoded
+    )
     return ApplicationRecord(
         task=task,
         labels=_labels(task, config),
-        scores=_scores(task, config),
+        scores=_scores(task, config) if classes is None else classes.function,
         preprocessors=list(saved.kinds),
         prompt="" if loaded.pretrained is None else loaded.pretrained.prompt,
         missing=list(saved.missing),
+        outputs="logits" if classes is None else "probabilities" if classes.best is None else "labels",
     )
 
 

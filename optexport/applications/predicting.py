@@ -1,4 +1,4 @@
-"""Runs a bundle on what a person gives: texts, image files, or a file of lines."""
+"""Runs a bundle on what a person gives: texts, files of images or sounds, or a file of lines."""
 
 from __future__ import annotations
 
@@ -16,34 +16,39 @@ from optexport.errors import ConfigError, did_you_mean
 from optexport.manifest import TensorRecord
 
 _ROWS = 16
+_MEDIA = {"image_processor": "image", "feature_extractor": "sound"}
 
 
 @dataclass(frozen=True)
 class Given:
-    """One thing to predict on: a text, an image file, or the inputs themselves; and the line that it was read from."""
+    """One thing to predict on: a text, a file, or the inputs themselves; and the line that it was read from."""
 
     shown: str
     text: str | None = None
     image: Path | None = None
+    sound: Path | None = None
     inputs: Arrays | None = None
     line: str | None = None
 
 
 def given_as_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Given]:
-    """Reads arguments as texts, or as image files where the model takes images."""
-    kinds = bundle.application.preprocessors
-    if "image_processor" in kinds and "tokenizer" in kinds:
+    """Reads arguments as texts, or as files where the model takes images or sounds."""
+    kinds, names = bundle.application.preprocessors, [spec.name for spec in bundle.manifest.inputs]
+    media = [what for kind, what in _MEDIA.items() if kind in kinds]
+    if len(media) + ("tokenizer" in kinds and "input_ids" in names) > 1:
         raise ConfigError(
-            f"the model takes {', '.join(spec.name for spec in bundle.manifest.inputs)} at once",
+            f"the model takes {', '.join(names)} at once",
             place="predict",
-            mend="From Python: bundle(**bundle.preprocess(texts, images)).",
+            mend="From Python: bundle(**bundle.preprocess(texts, images, sounds)).",
         )
-    if "image_processor" not in kinds:
+    if not media:
         return [Given(text, text=text) for text in arguments]
     for path in arguments:
         if not Path(path).is_file():
-            raise ConfigError("there is no such file, and the model takes images", place=path)
-    return [Given(path, image=Path(path)) for path in arguments]
+            raise ConfigError(f"there is no such file, and the model takes {media[0]}s", place=path)
+    if media[0] == "image":
+        return [Given(path, image=Path(path)) for path in arguments]
+    return [Given(path, sound=Path(path)) for path in arguments]
 
 
 def given_in_file(bundle: Bundle, path: Path) -> list[Given]:
@@ -98,7 +103,7 @@ def _numbers(value: Any, spec: TensorRecord, place: str) -> npt.NDArray[Any]:
 def predict(bundle: Bundle, given: Sequence[Given]) -> list[Answer]:
     """Answers each thing that is given, in order.
 
-    Texts go one at a time: some models let padding into their results, whatever the mask says.
+    Texts and sounds go one at a time: some models let padding into their results, whatever the mask says.
 
     Raises:
         ConfigError: Something given cannot be made an input of, or the model does not take it.
@@ -120,6 +125,8 @@ def _inputs(bundle: Bundle, batch: Sequence[Given]) -> Arrays:
         return batch[0].inputs
     if batch[0].image is not None:
         return bundle.preprocess(images=[one.image for one in batch])
+    if batch[0].sound is not None:
+        return bundle.preprocess(sounds=[one.sound for one in batch])
     return bundle.preprocess([one.text or "" for one in batch])
 
 

@@ -70,7 +70,14 @@ class Saved:
     missing: tuple[str, ...] = ()
 
 
-def save(pretrained: Pretrained | None, inputs: Collection[str], folder: Path, longest: int | None = None) -> Saved:
+def save(
+    pretrained: Pretrained | None,
+    inputs: Collection[str],
+    folder: Path,
+    longest: int | None = None,
+    *,
+    gives_tokens: bool = False,
+) -> Saved:
     """Writes what makes a model's inputs, if its source has it, to ``preprocessor/`` of a bundle.
 
     Args:
@@ -78,6 +85,7 @@ def save(pretrained: Pretrained | None, inputs: Collection[str], folder: Path, l
         inputs: The names of the model's inputs.
         folder: The bundle's.
         longest: How many tokens the model takes, where it tells; many a tokenizer does not.
+        gives_tokens: Whether a tokenizer reads what the model gives, whatever it takes.
     """
     kinds: list[Kind] = []
     missing: list[str] = []
@@ -86,7 +94,7 @@ def save(pretrained: Pretrained | None, inputs: Collection[str], folder: Path, l
     # Of a model that a factory made nothing but its name is known: nothing is fetched for that.
     options = {"local_files_only": True, **pretrained.options}
     for kind, makes in _MAKES.items():
-        if makes.isdisjoint(inputs):
+        if makes.isdisjoint(inputs) and not (gives_tokens and kind == "tokenizer"):
             continue
         try:
             if not _is_there(pretrained, kind, options):
@@ -101,8 +109,13 @@ def save(pretrained: Pretrained | None, inputs: Collection[str], folder: Path, l
     return Saved(tuple(kinds), tuple(missing))
 
 
+def _at_hand(pretrained: Pretrained, kind: Kind) -> Any:
+    """What was loaded with the model; None where nothing was."""
+    return {"tokenizer": pretrained.tokenizer, "image_processor": pretrained.image_processor}.get(kind)
+
+
 def _is_there(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> bool:
-    if kind == "tokenizer" and pretrained.tokenizer is not None:
+    if _at_hand(pretrained, kind) is not None:
         return True
     return any(find(pretrained.name, name, options) is not None for name in _FILES[kind])
 
@@ -110,8 +123,8 @@ def _is_there(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) ->
 def _loaded(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> Any:
     import transformers
 
-    if kind == "tokenizer" and pretrained.tokenizer is not None:
-        return pretrained.tokenizer
+    if (processor := _at_hand(pretrained, kind)) is not None:
+        return processor
     return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
         pretrained.name, **_BACKENDS.get(kind, {}), **options
     )
