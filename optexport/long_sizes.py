@@ -1,4 +1,4 @@
-"""Stops a trace whose sizes become expressions that ``torch.export`` would reason about for hours.
+"""Stops a trace whose sizes become expressions that ``torch.export`` would reason about without an end in sight.
 
 It keeps every size as an expression of the inputs' sizes, and simplifies all of them at each comparison. Where a model
 pads what it computes to whole windows, and cuts and pads that again stage after stage, as Swin does, they double from

@@ -168,7 +168,7 @@ def _held_error(held: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError
 def _long_size_error(model: nn.Module, error: LongSizeError) -> TraceError:
     line = line_of_model(error)
     return TraceError(
-        f"{error}{f', at {line}' if line else ''}, which torch.export would reason about for hours",
+        f"{error}{f', at {line}' if line else ''}, which torch.export would reason about without an end in sight",
         place=type(model).__name__,
         mend="Leave all dimensions but the batch out of inputs.dynamic to have them fixed.",
     )
