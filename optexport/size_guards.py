@@ -36,13 +36,13 @@ _MOST_NUMBERS = 6
 _LARGEST = 2**20
 
 
-def above_assertions(
+def within_assertions(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> dict[str, Dim]:
-    """Raises the lower end of each range above the sizes that break an assertion about that dimension alone.
+    """Ends each range, on both sides, before the sizes that break an assertion about that dimension alone.
 
-    Images of a few pixels break what holds of all that are larger. Larger sizes that break one stay in the range, where
-    they are in doubt: a file that gives something else for them would be used with them sooner or later.
+    Images of a few pixels break what holds of all that are larger; with a sequence longer than a chunk the model goes
+    another way. A range that would be a single size stays as wide as it is, and its sizes in doubt.
 
     Args:
         names: The dimension that each of the program's symbols stands for.
@@ -54,9 +54,11 @@ def above_assertions(
         if in_doubt is _broken and len(free) == 1:
             ((name, symbol),) = free.items()
             dim = found[name]
-            smaller = [size for size in _sizes(dim, expression) if size < traced[name]]
-            broken = [size for size in smaller if _broken(expression, {symbol: size})]
-            found[name] = Dim(name, max(broken, default=dim.min - 1) + 1, dim.max)
+            broken = [size for size in _sizes(dim, expression) if _broken(expression, {symbol: size})]
+            least = max((size for size in broken if size < traced[name]), default=dim.min - 1) + 1
+            larger = [size for size in broken if size > max(traced[name], least + 1)]
+            most = min(larger) - 1 if larger and not _is_exclusion(expression) else dim.max
+            found[name] = Dim(name, least, most)
     return found
 
 

@@ -32,7 +32,7 @@ from optexport.signature import (
     as_arguments,
     named_inputs,
 )
-from optexport.size_guards import above_assertions, doubtful_sizes, drop_exclusions, held_sizes
+from optexport.size_guards import doubtful_sizes, drop_exclusions, held_sizes, within_assertions
 
 logger = logging.getLogger("optexport")
 
@@ -126,7 +126,7 @@ def trace(
         program = _export(model, example, None, free)
         signature, fixed, symbols = read_signature(program, None, example)
     undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
-    dims = {**signature.dims, **above_assertions(program, symbols, undeclared, signature.sizes(example))}
+    dims = {**signature.dims, **within_assertions(program, symbols, undeclared, signature.sizes(example))}
     signature = replace(signature, dims=dims)
     doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
     if not isinstance(model, ExportedProgram):

@@ -144,3 +144,15 @@ def test_declared_sizes_at_which_the_model_goes_another_way_are_in_doubt_however
     traced = trace(_doubled_at(condition), {"x": torch.randn(3, 20, 4)}, dynamic)
     assert traced.doubtful
     assert all(condition(sizes["batch"], sizes["rows"]) for sizes in traced.doubtful)
+
+
+@pytest.mark.parametrize(("traced_at", "ends"), [(20, (2, 40)), (50, (41, 90)), (100, (91, None))])
+def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(
+    traced_at: int, ends: tuple[int, int | None]
+) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[1] <= 40 else x * 3 if x.shape[1] <= 90 else x * 4
+
+    found = trace(Program(forward).eval(), {"x": torch.ones(2, traced_at)})
+    (length,) = (dim for name, dim in found.signature.dims.items() if name != "batch")
+    assert (length.min, length.max) == ends
