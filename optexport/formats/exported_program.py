@@ -84,7 +84,7 @@ _UNSOLVED = "Specializations unexpectedly required"
 def _export(
     graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], shapes: Mapping[str, Any]
 ) -> ExportedProgram:
-    with torch.no_grad(), transformers_exporters.quiet():
+    with transformers_exporters.exporting():
         return torch.export.export(
             graph_module,
             args=(),

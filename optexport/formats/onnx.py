@@ -42,7 +42,7 @@ def convert(
         ExportError: The graph holds an operator that ONNX lacks.
     """
     try:
-        with torch.no_grad(), transformers_exporters.onnx_patches():
+        with transformers_exporters.onnx_patches():
             model = _convert(graph_module, signature, example, opset)
     except OptexportError:
         raise
