@@ -13,7 +13,7 @@ import click
 
 from optexport import interrupts
 from optexport.cli_console import echo
-from optexport.errors import OptexportError
+from optexport.errors import OptexportError, redact
 
 # What a command was asked for, in the part of click's contexts that the program's and the command's share.
 _AS_JSON = "optexport.json"
@@ -112,7 +112,7 @@ class Group(click.Group):
 
 def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> NoReturn:
     if ctx.meta.get(_DEBUG):
-        traceback.print_exc()
+        echo(redact(traceback.format_exc().rstrip()), err=True)
     echo(f"Error: {message}", err=True)
     _tell_machine(ctx, message, code, error)
     ctx.exit(code)
