@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -112,3 +113,19 @@ def test_a_report_that_cannot_be_written_to_its_end_leaves_the_bundle_as_it_was(
     assert caught.value.errno == errno.EFBIG
     assert {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()} == before
     read_manifest(copied)
+
+
+# Root reads everything, unless it gives that up.
+_AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+
+
+@pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
+@pytest.mark.parametrize(("name", "command"), [("model.onnx", "report"), ("report.html", "diff")])
+def test_a_file_that_may_not_be_read_is_named_and_no_defect(copied: Path, name: str, command: str) -> None:
+    (copied / name).chmod(0)
+    arguments = [copied, copied] if command == "diff" else [copied]
+    done = subprocess.run(
+        [*_AS_ANYBODY, sys.executable, "-m", "optexport", command, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.startswith(f"Error: {name}: it cannot be read: ")
