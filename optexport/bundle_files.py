@@ -69,20 +69,29 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
             what = "folder" if path.is_dir() else "file"
             raise BundleError(f"the manifest does not know this {what}", place=name, mend="Remove it.")
     for name, record in expected.items():
-        path = folder / name
-        if not path.is_file():
-            raise BundleError("it is missing", place=name)
-        if path.stat().st_size != record.size or sha256(path) != record.sha256:
-            raise BundleError("it was changed since the bundle was written", place=name)
+        _check_file(folder / name, record)
     if report:
         _check_report(folder, measurements.get("report_sha256"))
     return manifest
 
 
+def _check_file(path: Path, record: FileRecord) -> None:
+    try:
+        if not path.is_file():
+            raise BundleError("it is missing", place=record.path)
+        if path.stat().st_size != record.size or sha256(path) != record.sha256:
+            raise BundleError("it was changed since the bundle was written", place=record.path)
+    except OSError as error:
+        raise BundleError(f"it cannot be read: {error}", place=record.path) from error
+
+
 def _check_report(folder: Path, digest: object) -> None:
     """Checks the report against the measurements, which it is made of; bundles of earlier versions have none."""
     path = folder / REPORT
-    found = sha256(path) if path.is_file() else None
+    try:
+        found = sha256(path) if path.is_file() else None
+    except OSError as error:
+        raise BundleError(f"it cannot be read: {error}", place=REPORT) from error
     if found != digest:
         what = "missing" if found is None else "of no run" if digest is None else "not the one that was written"
         raise BundleError(f"it is {what}", place=REPORT, mend="Write it again: optexport report BUNDLE")

@@ -206,8 +206,9 @@ def start(junit_file: Path | None, kept: Iterable[Path]) -> None:
 
 
 def _unwritable(junit_file: Path, problem: OSError, mend: str | None = None) -> ConfigError | OSError:
-    """What the program fails with; a full disk is no mistake of its call."""
+    """What the program fails with; a full disk is no mistake of its call, and does not say itself which file it is."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        problem.filename = str(junit_file)
         return problem
     return ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}", mend=mend)
 
@@ -244,6 +245,7 @@ def publish(title: str, proof: ParityRecord | None, error: OptexportError | None
         try:
             junit_file.write_text(text, encoding="utf-8")
         except OSError as problem:
+            told = _unwritable(junit_file, problem, "All else is done.")
             if error is None:
-                raise _unwritable(junit_file, problem, "All else is done.") from problem
+                raise told from problem
             print(f"The JUnit file cannot be written: {problem}", file=sys.stderr)

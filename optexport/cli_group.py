@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import click
 
 from optexport import interrupts
 from optexport.cli_console import echo
-from optexport.errors import OptexportError
+from optexport.errors import OptexportError, redact
 
 # What a command was asked for, in the part of click's contexts that the program's and the command's share.
 _AS_JSON = "optexport.json"
@@ -102,7 +103,7 @@ class Group(click.Group):
                 raise
             if isinstance(error, OptexportError):
                 _fail(ctx, str(error), error.exit_code, error)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if _is_full(error):
                 _fail(ctx, f"{error}\n  Make room, and run again.", 1)
             if isinstance(error, SystemExit):
                 _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
@@ -110,9 +111,17 @@ class Group(click.Group):
             _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
 
 
+def _is_full(error: BaseException) -> bool:
+    """Whether a disk is full. Libraries that are not written in Python say so in words."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in numbers
+    return any(os.strerror(number) in str(error) for number in numbers)
+
+
 def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> NoReturn:
     if ctx.meta.get(_DEBUG):
-        traceback.print_exc()
+        echo(redact(traceback.format_exc().rstrip()), err=True)
     echo(f"Error: {message}", err=True)
     _tell_machine(ctx, message, code, error)
     ctx.exit(code)

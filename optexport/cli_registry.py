@@ -107,10 +107,14 @@ def _read(config: Path | None) -> Config | None:
 
 
 def _alias(given: str | None, config: Config | None) -> str:
-    from optexport.config_registering import DEFAULT_ALIAS
+    from optexport.config_registering import DEFAULT_ALIAS, alias_name
 
-    named = DEFAULT_ALIAS if config is None or config.registering is None else config.registering.alias
-    return given or named
+    if given is not None:
+        try:
+            return alias_name(given)
+        except ValueError as error:
+            raise ConfigError(str(error), place="--alias") from error
+    return DEFAULT_ALIAS if config is None or config.registering is None else config.registering.alias
 
 
 def _store(uri: str | None, path: Path | None, config: Config | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import click
@@ -42,7 +43,9 @@ def report(bundle: Path, output: Path | None) -> None:
     else:
         try:
             page.write(bundle)
-        except PermissionError as error:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
             raise ConfigError(
                 f"it cannot be written: {error}", place=str(bundle / REPORT), mend="Name a file: --output FILE"
             ) from error

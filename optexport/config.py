@@ -214,7 +214,7 @@ class TrackingConfig(_Table):
 
     enabled: bool = True
     uri: str = Field(default="sqlite:///mlflow.db", min_length=1)
-    experiment: str = Field(default="optexport", min_length=1)
+    experiment: str = Field(default="optexport", min_length=1, max_length=500)
 
 
 class Config(_Table):

@@ -20,12 +20,14 @@ class _Table(BaseModel):
 
 
 def _model_name(name: str) -> str:
-    if not name.strip() or re.search(r"[/:]", name):
-        raise ValueError(f"{name!r} is no name of a registered model: it may hold neither / nor :")
+    # By a name with " or \ MLflow finds nothing again.
+    if not name.strip() or re.search(r'[/:"\\]', name):
+        raise ValueError(f'{name!r} is no name of a registered model: it may hold none of / : " \\')
     return name
 
 
-def _alias_name(alias: str) -> str:
+def alias_name(alias: str) -> str:
+    """An alias as it is; a ValueError where MLflow would not take it."""
     if not re.fullmatch(r"[\w\-]{1,255}", alias) or re.fullmatch(r"(?i)latest|v\d+", alias):
         raise ValueError(f'{alias!r} is no alias: write letters, digits, "_" and "-", but not "latest" or "v1"')
     return alias
@@ -48,8 +50,8 @@ class RatchetConfig(_Table):
 class RegisterConfig(_Table):
     """``[register]``: the registered model that gets the ONNX file as a version, and the alias that may move to it."""
 
-    name: Annotated[str, AfterValidator(_model_name)]
-    alias: Annotated[str, AfterValidator(_alias_name)] = DEFAULT_ALIAS
+    name: Annotated[str, Field(max_length=256), AfterValidator(_model_name)]
+    alias: Annotated[str, AfterValidator(alias_name)] = DEFAULT_ALIAS
     ratchet: RatchetConfig = RatchetConfig()
 
 

@@ -67,10 +67,10 @@ def _draft(output: Path, locks: contextlib.ExitStack) -> Path:
     """Makes a locked draft, where no other run has one, and removes those whose run is no more."""
     prefix = f".{output.name}.partial-"
     # One run at a time looks for the others. In a draft of its own, which it has locked, there are none.
-    looking = contextlib.nullcontext() if output.parent in _OWN else _locked(output.parent, wait=True)
+    looking = contextlib.nullcontext() if output.parent in _OWN else locked(output.parent, wait=True)
     with looking:
         for other in output.parent.glob(f"{_literally(prefix)}*"):
-            with _locked(other, wait=False) as was_free:
+            with locked(other, wait=False) as was_free:
                 if not was_free:
                     raise ConfigError(
                         "another run is writing to it",
@@ -80,7 +80,7 @@ def _draft(output: Path, locks: contextlib.ExitStack) -> Path:
                 with interrupts.deferred():
                     shutil.rmtree(other, ignore_errors=True)
         draft = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
-        locks.enter_context(_locked(draft, wait=False))
+        locks.enter_context(locked(draft, wait=False))
         _OWN.add(draft)
         locks.callback(_OWN.discard, draft)
     return draft
@@ -91,8 +91,12 @@ def _literally(name: str) -> str:
 
 
 @contextmanager
-def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Locks a folder, which the system undoes when the process ends, however it ends; says whether it could."""
+def locked(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Locks a folder, which the system undoes when the process ends, however it ends; says whether it could.
+
+    Args:
+        wait: Whether to wait for another process that has locked it.
+    """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:  # its run has just ended

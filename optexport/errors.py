@@ -49,9 +49,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"Known are: {', '.join(names)}." if names else "None are known."
 
 
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s\"'<>]*@")
+# A password may hold what a URI should not: SQLAlchemy takes it as it is. What follows a host's port is none.
+_CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s\"'<>]*|[^/\s\"'<>:@\[]*:(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))\S*)@")
+# A value ends where the next one begins, which is encoded where its own "=" is, or in the braces of ODBC.
 _SECRETS = re.compile(
-    r"((?:password|passwd|pwd|token|secret|api[_-]?key|access[_-]?key)(?:=|%3D))(?:(?!%3B|%26)[^&;\s\"'])+",
+    r"((?:password|passwd|pwd|token|secret|api[_-]?key|access[_-]?key)(?:=|(%3D)))"
+    r"(?(2)(?:%7B.*?%7D|(?:(?!%3B|%26)[^&;\s\"'])+)|(?:\{[^}]*\}|[^&;\s\"']+))",
     re.IGNORECASE,
 )
 

@@ -36,6 +36,9 @@ def heeded() -> Iterator[None]:
         for signum, handler in before.items():
             signal.signal(signum, handler)
         _received.clear()
+        # Once KeyboardInterrupt has passed through exec() of a text, as torch calls it, `python -m` ends itself by
+        # SIGINT in place of any exit code; the next exec() undoes that.
+        exec("")  # noqa: S102 - no text of anyone else
 
 
 def received() -> int | None:

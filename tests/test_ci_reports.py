@@ -337,7 +337,7 @@ def test_a_report_that_can_no_longer_be_written_hides_no_failure_and_is_told_alo
     report = tmp_path / "reports" / "parity.xml"
     result = call("run", config(more=GONE_RULE), "--junit", str(report))
     told = message(result, 4 if fails else 1 if full else 2)
-    why = "No space left on device" if full else f"No such file or directory: '{report}'"
+    why = f"No space left on device: '{report}'" if full else f"No such file or directory: '{report}'"
     if fails:
         assert "python:halves:Gone is to blame" in told
         assert why in result.stderr.split("The JUnit file cannot be written: ")[1].splitlines()[0]

@@ -13,9 +13,11 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from safetensors import SafetensorError
 
 from optexport import __version__
 from optexport.cli import cli
+from optexport.cli_group import Group
 from optexport.config_source import SourceKind
 from optexport.errors import OptexportError
 from optexport.registry import RULES
@@ -309,6 +311,19 @@ def test_the_module_is_the_program(tmp_path: Path) -> None:
     assert shown.returncode == 2
     assert "Traceback" in shown.stderr
     assert shown.stderr.endswith(bad.stderr)
+
+
+def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
+    """safetensors is written in Rust, and raises no OSError."""
+    group = Group("program")
+
+    @group.command()
+    def fill() -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    result = CliRunner().invoke(group, ["fill"])
+    assert result.exit_code == 1
+    assert result.stderr.endswith("No space left on device (os error 28)\n  Make room, and run again.\n")
 
 
 def test_a_reader_that_goes_away_is_no_defect() -> None:

@@ -104,3 +104,22 @@ def test_a_call_that_is_wrong_ends_with_2_and_one_message(arguments: list[str], 
 def test_a_store_that_cannot_be_reached_ends_with_7(command: list[str], tmp_path: Path) -> None:
     result = call(*command, "--uri", f"sqlite:///{tmp_path}/nowhere/mlflow.db")
     assert "Nothing says whether the alias moved" in message(result, 7)
+
+
+@pytest.mark.parametrize("alias", ["latest", "v3", "the best"])
+def test_what_cannot_be_an_alias_is_a_wrong_call(alias: str, uri: str) -> None:
+    for command in (("promote", "block", "1"), ("rollback", "block")):
+        result = call(*command, "--uri", uri, "--alias", alias)
+        assert (result.exit_code, result.stderr.splitlines()[0]) == (
+            2,
+            f'Error: --alias: {alias!r} is no alias: write letters, digits, "_" and "-", but not "latest" or "v1"',
+        )
+
+
+def test_a_traceback_shows_no_password(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlflow's and requests' own errors, which a traceback shows, repeat the address as it is."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    result = call("--debug", "promote", "block", "1", "--uri", "http://someone:hunter2@127.0.0.1:9")
+    assert result.exit_code == 7
+    assert "Traceback" in result.stderr
+    assert "hunter2" not in result.stderr

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from click.testing import CliRunner, Result
 from optexport.bundle_files import read_manifest
 from optexport.cli import cli
 from optexport.errors import BundleError
+from optexport.html_report import page
 from tests import exports
 
 
@@ -95,3 +99,33 @@ def test_it_needs_neither_torch_nor_mlflow(copied: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, str(copied)], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+def test_a_report_that_cannot_be_written_to_its_end_leaves_the_bundle_as_it_was(copied: Path) -> None:
+    before = {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            page.write(copied)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()} == before
+    read_manifest(copied)
+
+
+# Root reads everything, unless it gives that up.
+_AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+
+
+@pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
+@pytest.mark.parametrize(("name", "command"), [("model.onnx", "report"), ("report.html", "diff")])
+def test_a_file_that_may_not_be_read_is_named_and_no_defect(copied: Path, name: str, command: str) -> None:
+    (copied / name).chmod(0)
+    arguments = [copied, copied] if command == "diff" else [copied]
+    done = subprocess.run(
+        [*_AS_ANYBODY, sys.executable, "-m", "optexport", command, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.startswith(f"Error: {name}: it cannot be read: ")

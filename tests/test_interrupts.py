@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -138,3 +140,26 @@ def test_a_signal_waits_until_what_defers_it_is_done() -> None:
         interrupts.check()
     assert done
     assert interrupts.received() is None, "the next command starts afresh"
+
+
+@SIGNALS
+def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
+    sent: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """torch.export executes texts; Python remembers an interrupt that passed through one, and heeds it under ``-m``."""
+    inner = f"import os, time; os.kill(os.getpid(), {int(sent)}); time.sleep(60)"
+    (tmp_path / "program.py").write_text(
+        "from optexport.cli_group import Group\n"
+        "group = Group('program')\n"
+        f"group.command(name='works')(lambda: exec({inner!r}))\n"
+        "group(['works'])\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(interrupts.__file__).parent.parent)])
+    done = subprocess.run(
+        [sys.executable, "-m", "program"],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stderr) == (code, "Error: interrupted\n")

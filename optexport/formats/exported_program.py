@@ -16,6 +16,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
 from optexport.formats import torch_lowerings
+from optexport.formats.room import check_room
 from optexport.signature import Signature, TensorSpec, as_argument, as_arguments
 
 
@@ -136,6 +137,7 @@ def save(program: ExportedProgram, path: Path, *, lowerings: Sequence[str] = ())
 
     Raises:
         ExportError: The graph, or a weight, is of a kind that the format lacks.
+        OSError: The disk is full.
     """
     program = copy.copy(torch_lowerings.lower(program, lowerings, "pt2"))
     program._example_inputs = None
@@ -144,6 +146,7 @@ def save(program: ExportedProgram, path: Path, *, lowerings: Sequence[str] = ())
             for node in module.graph.nodes:
                 node.meta.pop("from_node", None)
                 node.meta.pop("stack_trace", None)
+    check_room(path, program)
     try:
         with transformers_exporters.quiet():
             torch.export.save(program, path)

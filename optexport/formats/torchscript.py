@@ -18,6 +18,7 @@ from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
 from optexport.formats import torch_lowerings
 from optexport.formats.fresh_compiler import compile_afresh
+from optexport.formats.room import check_room
 from optexport.signature import Signature, as_argument, as_arguments
 
 aten = torch.ops.aten
@@ -65,6 +66,7 @@ def save(
 
     Raises:
         ExportError: It can be neither scripted nor traced.
+        OSError: The disk is full.
     """
     for name in (*(spec.name for spec in signature.inputs), *signature.output_names):
         if not name.isascii():
@@ -85,6 +87,7 @@ def save(
             module = compile_afresh(partial(_trace, graph_module, signature, example, reason))
         if "freeze" in lowerings:
             module = torch_lowerings.freeze(module)
+        check_room(path, program)
         torch.jit.save(module, str(path))
     return reason
 

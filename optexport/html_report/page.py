@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,13 @@ def write(folder: Path) -> None:
     html = render(folder, Manifest.model_validate(sealed_json.read(folder / MANIFEST)))
     measurements = sealed_json.read(folder / MEASUREMENTS)
     del measurements["digest"]
-    with interrupts.deferred():
-        (folder / REPORT).write_text(html, encoding="utf-8")
-        sealed_json.write(folder / MEASUREMENTS, {**measurements, "report_sha256": sha256(folder / REPORT)})
+    # Each takes its place when it is whole: a bundle whose measurements are cut short is lost.
+    with interrupts.deferred(), tempfile.TemporaryDirectory(dir=folder) as draft:
+        written, measured = Path(draft) / REPORT, Path(draft) / MEASUREMENTS
+        written.write_text(html, encoding="utf-8")
+        sealed_json.write(measured, {**measurements, "report_sha256": sha256(written)})
+        written.replace(folder / REPORT)
+        measured.replace(folder / MEASUREMENTS)
 
 
 @functools.cache

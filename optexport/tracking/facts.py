@@ -6,10 +6,11 @@ import datetime
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from optexport import sealed_json
 from optexport.errors import redact
@@ -20,7 +21,12 @@ from optexport.places import MANIFEST, MEASUREMENTS
 BUNDLE_TAG = "optexport.bundle"
 RUN_TAG = "optexport.measurements"
 
+T = TypeVar("T")
+
 _LONGEST_PARAM = 500
+# What MLflow takes in the name of a param. Those of metrics have no spaces and colons here.
+_LONGEST_NAME = 250
+_PARAM_CHARACTERS, _METRIC_CHARACTERS = r"\w.\-/: ", r"\w.\-/"
 _GIT_TAGS = {
     "commit": "mlflow.source.git.commit",
     "branch": "mlflow.source.git.branch",
@@ -80,16 +86,18 @@ def tags(source: str, versions: Mapping[str, str], origin: Mapping[str, Any]) ->
     return {**named, **versions, **part, **{_GIT_TAGS[key]: value for key, value in origin["git"].items()}}
 
 
-def params(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def params(values: Mapping[str, Any]) -> dict[str, str]:
     """Nested settings as flat params; long ones are cut, the whole config being an artifact anyway."""
-    flat: dict[str, str] = {}
+    return _named(dict(_flat(values)), _PARAM_CHARACTERS)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            flat |= params(value, f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         elif value is not None:
             text = redact(value if isinstance(value, str) else json.dumps(value))
-            flat[f"{prefix}{key}"] = text if len(text) <= _LONGEST_PARAM else f"{text[: _LONGEST_PARAM - 3]}..."
-    return flat
+            yield f"{prefix}{key}", text if len(text) <= _LONGEST_PARAM else f"{text[: _LONGEST_PARAM - 3]}..."
 
 
 def metrics(finished: Finished) -> dict[str, float]:
@@ -97,7 +105,7 @@ def metrics(finished: Finished) -> dict[str, float]:
     manifest, measured = finished.manifest, finished.measurements
     found: dict[str, float] = {"nodes.before": manifest.nodes_before, "nodes.after": manifest.nodes_after}
     for transformation in manifest.transformations:
-        rule = _key(".".join([*transformation.formats, transformation.rule]))
+        rule = ".".join([*transformation.formats, transformation.rule])
         found[f"{rule}.changes"] = len(transformation.changes)
         found[f"{rule}.near_misses"] = len(transformation.near_misses)
         found[f"{rule}.nodes_before"] = transformation.nodes_before
@@ -109,15 +117,15 @@ def metrics(finished: Finished) -> dict[str, float]:
             found[f"precision.{artifact.format}.layers"] = len(artifact.precision.layers)
             found[f"precision.{artifact.format}.layers_kept"] = len(kept)
     for file in manifest.files:
-        found[f"bytes.{_key(file.path)}"] = file.size
+        found[f"bytes.{file.path}"] = file.size
     for stage, spent in measured["seconds"].items():
-        found[f"seconds.{_key(stage)}"] = spent
+        found[f"seconds.{stage}"] = spent
     found |= dict(_times(measured.get("bench") or {}))
     for outcome in measured.get("tune") or ():
         if (over := outcome["over_plain"]) is not None:
             prefix = f"tune.{outcome['format']}.speedup"
             found |= {prefix: over["speedup"], f"{prefix}_low": over["low"], f"{prefix}_high": over["high"]}
-    return found
+    return _named(found, _METRIC_CHARACTERS)
 
 
 def steps(manifest: Manifest) -> Iterator[tuple[str, float, int]]:
@@ -139,25 +147,42 @@ def steps(manifest: Manifest) -> Iterator[tuple[str, float, int]]:
 def _parity(manifest: Manifest) -> Iterator[tuple[str, float]]:
     for place in manifest.parity.places:
         for output in place.outputs:
-            prefix = f"parity.{_key(place.place)}.{_key(output.output)}"
+            prefix = f"parity.{place.place}.{output.output}"
             values = output.model_dump(include={"max_abs", "multiple", "step", "cosine", "argmax_agreement"})
             yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
         for decision in place.decisions:
             parts = ("decisions", place.place, decision.output, decision.measure)
-            prefix = ".".join(_key(part) for part in parts if part)
+            prefix = ".".join(part for part in parts if part)
             values = decision.model_dump(include={"value", "mean", "low", "high", "count", "ties"})
             yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
 
 
 def _times(bench: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for row in bench.get("figures", ()):
-        prefix = f"bench.{_key(row['artifact'])}.{_key(row['shape'])}"
+        prefix = f"bench.{row['artifact']}.{row['shape']}"
         yield from ((f"{prefix}.{key}", row[key]) for key in _TIMED if row[key] is not None)
     for row in bench.get("comparisons", ()):
-        prefix = f"bench.{_key(row['artifact'])}.{_key(row['shape'])}.speedup"
+        prefix = f"bench.{row['artifact']}.{row['shape']}.speedup"
         yield from ((prefix, row["speedup"]), (f"{prefix}_low", row["low"]), (f"{prefix}_high", row["high"]))
 
 
-def _key(name: str) -> str:
-    """A name in the characters that MLflow takes for metrics."""
-    return re.sub(r"[^\w.\-/]+", "_", name)
+def _named(values: Mapping[str, T], characters: str) -> dict[str, T]:
+    """Values by names that MLflow takes, each by one of its own: those of a model or a config may hold anything.
+
+    Args:
+        characters: What a name may hold, as in a set of a regular expression; also, no part of a path may be only dots.
+    """
+
+    def taken(name: str) -> str:
+        return "/".join(part for part in re.sub(f"[^{characters}]+", "_", name).split("/") if part.strip("."))
+
+    shared = Counter(map(taken, values))
+
+    def final(name: str) -> str:
+        text = taken(name)
+        if len(text) <= _LONGEST_NAME and (text == name or shared[text] == 1):
+            return text
+        digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).hexdigest()[:8]
+        return f"{text[: _LONGEST_NAME - 9]}-{digest}"
+
+    return {final(name): value for name, value in values.items()}

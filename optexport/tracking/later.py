@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport import bundle_files
+from optexport import bundle_files, drafts
 from optexport.errors import ConfigError, OptexportError
 from optexport.tracking import facts, store
 from optexport.tracking.facts import RUN_TAG, Finished
@@ -46,6 +46,11 @@ def log_bundle(folder: Path, uri: str | None = None, experiment: str | None = No
     bundle_files.read_manifest(folder)
     finished = Finished.read(folder)
     uri = uri or _own_uri(finished, folder)
+    with drafts.locked(folder, wait=True):  # of two at a time each would start a run
+        return _log(finished, uri, experiment)
+
+
+def _log(finished: Finished, uri: str, experiment: str | None) -> Logged:
     run_id: str | None = None
     client: Any = None
     try:
@@ -62,7 +67,7 @@ def log_bundle(folder: Path, uri: str | None = None, experiment: str | None = No
     except OptexportError:
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
-        failed = store.failure(error, uri, f"The bundle is whole on disk. Again: optexport log {folder}")
+        failed = store.failure(error, uri, f"The bundle is whole on disk. Again: optexport log {finished.folder}")
         if run_id is not None:
             give_up(client, run_id, str(failed))
         raise failed from error

@@ -23,7 +23,8 @@ _MOVED, _STAYED = "moved", "stayed"
 # Of a registered model, for each alias: who held it, the last one last.
 _HISTORY_TAG = "optexport.history."
 _LONGEST_HISTORY = 100
-_LONGEST_REASON = 5000
+# In characters: what the databases of MLflow hold of a tag of the registry.
+_LONGEST_TAG = 5000
 _TRIES = 5
 
 
@@ -134,10 +135,10 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
 
 def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, name: str) -> Any:
     """The version of a run's model, which is made where it is not there yet."""
-    if name not in [model.name for model in client.search_registered_models(f"name = '{_quoted(name)}'")]:
+    if name not in [model.name for model in client.search_registered_models(_named(name))]:
         client.create_registered_model(name)
     source = f"models:/{model_id}"
-    made = client.search_model_versions(f"name = '{_quoted(name)}'")
+    made = client.search_model_versions(_named(name))
     known = [version for version in made if version.run_id == run_id]
     if known:
         return client.get_model_version(name, known[0].version)
@@ -151,8 +152,7 @@ def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, c
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
         run_id = client.get_model_version(config.name, champion).run_id
         try:
-            known = {file.path for file in client.list_artifacts(run_id, "bundle")} if run_id else set()
-            if not known >= {f"bundle/{MANIFEST}", f"bundle/{MEASUREMENTS}"}:
+            if not _kept(client, run_id) >= {f"bundle/{MANIFEST}", f"bundle/{MEASUREMENTS}"}:
                 return Verdict((f"version {champion} is of no run of optexport: nothing tells how good it is",), ())
             documents = [
                 client.download_artifacts(run_id, f"bundle/{each}", scratch) for each in (MANIFEST, MEASUREMENTS)
@@ -163,8 +163,22 @@ def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, c
     return ratchet.compare(new, held, config.ratchet)
 
 
+def _kept(client: Any, run_id: str | None) -> set[str]:
+    """What a run keeps of its bundle; nothing where there is no run, or it is gone for good."""
+    from mlflow.exceptions import MlflowException
+
+    if not run_id:
+        return set()
+    try:
+        return {file.path for file in client.list_artifacts(run_id, "bundle")}
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return set()
+
+
 def _decide(client: Any, name: str, version: str, moved: bool, why: tuple[str, ...]) -> None:
-    client.set_model_version_tag(name, version, REASON_TAG, "\n".join(why)[:_LONGEST_REASON])
+    client.set_model_version_tag(name, version, REASON_TAG, "\n".join(why)[:_LONGEST_TAG])
     client.set_model_version_tag(name, version, DECISION_TAG, _MOVED if moved else _STAYED)
 
 
@@ -187,12 +201,14 @@ def _model(client: Any, name: str) -> Any:
 
 def _versions(client: Any, name: str) -> list[str]:
     """Those of a registered model, the oldest first."""
-    found = client.search_model_versions(f"name = '{_quoted(name)}'")
+    found = client.search_model_versions(_named(name))
     return sorted((str(version.version) for version in found), key=int)
 
 
-def _quoted(name: str) -> str:
-    return name.replace("'", "''")
+def _named(name: str) -> str:
+    """A filter for what has a name. MLflow knows no way to write a quote within quotes of the same kind."""
+    quote = '"' if "'" in name else "'"
+    return f"name = {quote}{name}{quote}"
 
 
 def _move(client: Any, name: str, alias: str, version: str, by: str) -> None:
@@ -206,10 +222,7 @@ def _move(client: Any, name: str, alias: str, version: str, by: str) -> None:
 def _history(client: Any, name: str, alias: str) -> list[dict[str, str]]:
     """Who held the alias, up to whoever holds it now: it may have been moved by others, on MLflow's page."""
     model = _model(client, name)
-    try:
-        history: list[dict[str, str]] = json.loads(model.tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
-    except ValueError:
-        history = []
+    history = _entries(model.tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
     holder = model.aliases.get(alias)
     if holder is None:
         return history
@@ -217,9 +230,23 @@ def _history(client: Any, name: str, alias: str) -> list[dict[str, str]]:
     return history[: places[-1] + 1] if places else [*history, _entry(str(holder), "others")]
 
 
+def _entries(text: str) -> list[dict[str, str]]:
+    """The history that a tag holds; of what is none, nothing: anyone may write tags on MLflow's page."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    entries = found if isinstance(found, list) else []
+    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("version"), str)]
+
+
 def _entry(version: str, by: str) -> dict[str, str]:
     return {"version": version, "by": by, "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
 
 
 def _write_history(client: Any, name: str, alias: str, history: list[dict[str, str]]) -> None:
-    client.set_registered_model_tag(name, f"{_HISTORY_TAG}{alias}", json.dumps(history[-_LONGEST_HISTORY:]))
+    """Writes the end of a history, as much as fits."""
+    kept = history[-_LONGEST_HISTORY:]
+    while len(text := json.dumps(kept, separators=(",", ":"))) > _LONGEST_TAG:
+        kept = kept[1:]
+    client.set_registered_model_tag(name, f"{_HISTORY_TAG}{alias}", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlflow
@@ -122,6 +123,14 @@ def test_a_run_that_stopped_at_its_very_end_gets_nothing_twice(tmp_path: Path) -
         rows = len(client.load_table(run.info.experiment_id, name["path"], [run_id]))
         table = json.loads(Path(client.download_artifacts(run_id, name["path"], str(tmp_path))).read_text())
         assert rows == len(table["data"]) > 0
+
+
+def test_of_two_that_send_it_at_once_one_finds_it_there(tmp_path: Path) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(log_bundle, [place, place], [uri, uri]))
+    assert sorted(each.before for each in done) == [False, True]
+    assert len(runs(uri)) == 1
 
 
 def test_a_run_that_someone_deleted_is_not_continued(tmp_path: Path) -> None:

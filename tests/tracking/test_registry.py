@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,52 @@ def test_the_size_of_a_history_is_bounded(store: Registry) -> None:
     store.log()
     assert len(store.history) == 100
     assert store.history[-1] == ("2", "ratchet")
+
+
+def test_a_history_fits_what_postgres_holds_of_a_tag(store: Registry) -> None:
+    store.log()
+    entries = [{"version": "1", "by": "promote", "at": "2025-01-01T00:00:00+00:00"}] * 100
+    registry._write_history(store.client, "block", "champion", entries)
+    found = store.client.get_registered_model("block").tags["optexport.history.champion"]
+    assert 4900 < len(found) <= 5000
+    assert json.loads(found)[-1] == entries[-1]
+
+
+@pytest.mark.parametrize("tag", ["no JSON", "5", "null", "{}", "[1]", "[{}]", '[{"version": null}]', "[" * 4000])
+def test_a_history_that_others_wrote_over_stops_nobody(store: Registry, tag: str) -> None:
+    store.log()
+    store.client.set_registered_model_tag("block", "optexport.history.champion", tag)
+    store.log()
+    assert store.history == [("1", "others"), ("2", "ratchet")]
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_a_champion_whose_run_is_gone_for_good_keeps_the_alias(store: Registry) -> None:
+    """As `mlflow gc` leaves it."""
+    store.log()
+    run_id = store.client.get_model_version("block", "1").run_id
+    with contextlib.closing(sqlite3.connect(store.uri.removeprefix("sqlite:///"))) as database, database:
+        for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            columns = [column[1] for column in database.execute(f"PRAGMA table_info({table})")]
+            if "run_uuid" in columns:
+                database.execute(f"DELETE FROM {table} WHERE run_uuid = ?", (run_id,))
+    found = store.log()
+    assert (found.version, found.moved, store.holder) == ("2", False, "1")
+    assert found.why == ("version 1 is of no run of optexport: nothing tells how good it is",)
+
+
+@pytest.mark.parametrize("name", ["it's", "'", "a 'b' c", "50% {x} `y`; --", " \u202eé"])
+def test_a_name_of_any_kind_gets_its_second_version(store: Registry, name: str) -> None:
+    config = RegisterConfig(name=name)
+    versions = []
+    for _ in range(2):
+        place = bundle(store.folder, manifest=registering(name))
+        logged = log_bundle(place, store.uri).registered
+        assert logged is not None
+        versions.append(logged.version)
+    assert versions == ["1", "2"]
+    assert by_hand.promote(store.uri, name, "1", config.alias) == "2"
+    assert by_hand.rollback(store.uri, name, config.alias) == ("1", "2")
 
 
 def test_the_defaults_are_those_of_the_config() -> None:

@@ -272,6 +272,10 @@ SECRET_URIS = [
     f"postgresql://127.0.0.1:9/db?user=me&password={SECRET}",
     f"mssql+pyodbc:///?odbc_connect=DRIVER%3Dx%3BUID%3Dme%3BPWD%3D{SECRET}",
     f"mssql+pyodbc://127.0.0.1/db?Pwd={SECRET}",
+    f"mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3D%7Ba%3B{SECRET}%7D",
+    f"postgresql://127.0.0.1:9/db?password=a%26{SECRET}&user=me",
+    f"postgresql://someone:a/{SECRET}@127.0.0.1:9/db",
+    f"postgresql://someone:it's{SECRET}@127.0.0.1:9/db",
 ]
 
 
@@ -283,7 +287,17 @@ def test_no_secret_of_a_uri_stays_in_a_text(uri: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["sqlite:///mlflow.db", "http://127.0.0.1:5000", "mlflow:models:/name@alias", "user@example.org", "a=b"]
+    "text",
+    [
+        "sqlite:///mlflow.db",
+        "sqlite:////home/a@b/mlflow.db",
+        "http://127.0.0.1:5000",
+        "http://127.0.0.1:5000/name@alias",
+        '{"uri":"http://127.0.0.1:5000","model":"name@alias"}',
+        "mlflow:models:/name@alias",
+        "user@example.org",
+        "a=b",
+    ],
 )
 def test_what_holds_no_secret_stays_as_it_is(text: str) -> None:
     assert redact(text) == text
@@ -455,6 +469,29 @@ def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
     run = client.get_run(run_id)
     assert sum(key.startswith("inputs.setting") for key in run.data.params) == 250
     assert run.data.metrics["parity.original.layer.399.max_abs"] >= 0
+
+
+def test_names_that_mlflow_does_not_take_are_changed_and_none_hides_another(tmp_path: Path) -> None:
+    """Names of settings and outputs are the user's: one that MLflow refused cost the whole run."""
+    names = ["a b", "a_b", "a?b", "<b>", "a//b", "../x", "/", ".", "é", "a\nb", "x" * 300, "x" * 301, "\ud800"]
+
+    def change(document: dict[str, Any]) -> None:
+        place = document["parity"]["places"][0]
+        place["outputs"] = [{**place["outputs"][0], "output": name} for name in names[:-1]]
+        document["parity"]["places"] = [place]
+
+    uri = stores.store(tmp_path)
+    client = mlflow.MlflowClient(uri)
+    run_id = client.create_run("0").info.run_id
+    send_params(client, run_id, {"model": {"arguments": {name: number for number, name in enumerate(names)}}})
+    metrics = facts.metrics(Finished.read(bundle(tmp_path, manifest=change)))
+    client.log_batch(run_id, metrics=[Metric(name, value, 0, 0) for name, value in metrics.items()])
+    run = client.get_run(run_id)
+    assert sorted(map(int, run.data.params.values())) == [*range(len(names))]
+    assert run.data.params["model.arguments.a_b"] == "1"
+    assert run.data.params["model.arguments.a b"] == "0"
+    assert sum(key.endswith(".max_abs") or "xxx" in key for key in run.data.metrics) >= len(names) - 1
+    assert run.data.metrics == metrics
 
 
 def test_a_long_setting_is_cut_and_says_so() -> None:
