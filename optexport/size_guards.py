@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
@@ -142,11 +143,22 @@ def drop_exclusions(
             for sizes in _candidates(expression, list(free), dims, traced)
         )
     }
-    if not doubted:
-        return
+    if doubted:
+        _drop(program, lambda expression: expression.xreplace(renamed) in doubted)
+
+
+def drop_own_exclusions(program: ExportedProgram) -> None:
+    """Takes out, in place, what the export of a graph asserts sizes not to be.
+
+    A graph goes no other way at any size: what operators compute decides, and not what they look at to choose strides.
+    """
+    _drop(program, lambda expression: _is_exclusion(expression) and not free_unbacked_symbols(expression))
+
+
+def _drop(program: ExportedProgram, is_dropped: Callable[[Any], bool]) -> None:
     for node in list(program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default)):
         asserted = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
-        if isinstance(asserted, torch.SymBool) and asserted.node.expr.xreplace(renamed) in doubted:
+        if isinstance(asserted, torch.SymBool) and is_dropped(asserted.node.expr):
             program.graph.erase_node(node)
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()

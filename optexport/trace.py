@@ -251,7 +251,8 @@ def _export(
 
 
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
-    missing = transformers_exporters.computed_outside(model, example)
+    computed = transformers_exporters.computed_outside(model, example)
+    missing = [name for name, value in computed.items() if value is not None]
     if missing:
         raise TraceError(
             f"it computes {', '.join(missing)} from the values of other inputs, which a graph cannot",

@@ -125,6 +125,8 @@ def export_program(
 ) -> ExportedProgram:
     """Exports a model of transformers under the patches of its architecture; the model itself is not changed."""
     had_forward = "forward" in vars(model)
+    # The exporter adds them to the inputs, and wants every input named.
+    unused = {name: None for name, value in computed_outside(model, inputs).items() if value is None}
     # Masks that are made under torch.vmap would leave calls of it in the graph, which no format holds.
     masks = (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion)
     try:
@@ -135,7 +137,7 @@ def export_program(
                 dict(inputs),
                 DynamoConfig(
                     dynamic=True,
-                    dynamic_shapes=dict(dynamic_shapes),
+                    dynamic_shapes={**dynamic_shapes, **unused},
                     # Named ranges are promises: check them when the graph runs instead of refusing to prove them.
                     prefer_deferred_runtime_asserts_over_guards=True,
                 ),
@@ -147,7 +149,10 @@ def export_program(
 
 
 def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Inputs that a model computes from the values of those given, if it is not given them, as no graph can."""
+    """Inputs that a model computes from the values of those given, if it is not given them, as no graph can.
+
+    None are those that it would only compute with another kind of attention.
+    """
     extended: dict[str, Any] = dict(inputs)
     with torch.no_grad(), quiet():
         precompute_export_inputs(model, extended)

@@ -18,6 +18,7 @@ from optexport.errors import ExportError, first_line
 from optexport.formats import torch_lowerings
 from optexport.formats.room import check_room
 from optexport.signature import Signature, TensorSpec, as_argument, as_arguments
+from optexport.size_guards import drop_own_exclusions
 
 
 def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModule:
@@ -74,6 +75,7 @@ def to_program(
             mend="Run again with --without RULE to find the transformation that it does not take.",
         ) from error
     _widen(program, signature)
+    drop_own_exclusions(program)
     return program
 
 

@@ -31,8 +31,11 @@ _ASSERTIONS = (
     aten.sym_constrain_range_for_size.default,
 )
 
+# What takes the one value of a tensor, of which TorchScript has to be told what number it is.
+_SCALARS = (aten.item.default, aten._local_scalar_dense.default)
+_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # What turns values into numbers of Python, or into sizes.
-_VALUES = (aten.item.default, aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default)
+_VALUES = (*_SCALARS, aten.nonzero.default, aten.masked_select.default)
 
 # What is computed with sizes, in TorchScript's words.
 _SIZES: dict[Any, Callable[..., Any]] = {
@@ -111,6 +114,8 @@ def scriptable(graph_module: fx.GraphModule, signature: Signature | None = None)
     for node in graph.nodes:
         if node.target in _SIZES:
             node.target = _SIZES[node.target]
+        elif node.target in _SCALARS and type(node.meta.get("val")) in _NUMBERS:
+            node.target = _NUMBERS[type(node.meta["val"])]
         elif isinstance(node.target, torch._ops.OpOverload):
             node.target = node.target.overloadpacket
     return fx.GraphModule(graph_module, graph)
