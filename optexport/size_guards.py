@@ -57,9 +57,10 @@ def within_assertions(
             dim = found[name]
             broken = [size for size in _sizes(dim, expression) if _broken(expression, {symbol: size})]
             least = max((size for size in broken if size < traced[name]), default=dim.min - 1) + 1
-            larger = [size for size in broken if size > max(traced[name], least + 1)]
+            larger = [size for size in broken if size > traced[name]]
             most = min(larger) - 1 if larger and not _is_exclusion(expression) else dim.max
-            found[name] = Dim(name, least, most)
+            if most is None or least < most:
+                found[name] = Dim(name, least, most)
     return found
 
 

@@ -156,3 +156,13 @@ def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(
     found = trace(Program(forward).eval(), {"x": torch.ones(2, traced_at)})
     (length,) = (dim for name, dim in found.signature.dims.items() if name != "batch")
     assert (length.min, length.max) == ends
+
+
+def test_a_size_that_is_always_divided_evenly_keeps_its_range() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, 4, 3).sum(1)
+
+    found = trace(Program(forward).eval(), {"x": torch.ones(128, 3)})
+    (rows,) = found.signature.dims.values()
+    assert rows.min <= 4
+    assert rows.max is None

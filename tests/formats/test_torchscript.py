@@ -125,6 +125,27 @@ def test_functions_of_sizes_stay_functions_of_sizes(make: type[nn.Module], tmp_p
         torch.testing.assert_close(run({"x": x})["output"], make()(x))
 
 
+class Lengths(nn.Module):
+    """Cuts its rows into two parts, as long as another input says, and scales one by a third."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        first, second = lengths.tolist()
+        one, other = torch.split(x, [first, second])
+        return torch.cat([one * factor.item(), other])
+
+
+def test_numbers_that_inputs_hold_stay_numbers(tmp_path: Path) -> None:
+    rows, factor = {"x": {0: "rows"}}, torch.tensor(2.5)
+    made = files.prepare(Lengths(), {"x": torch.randn(6, 4), "lengths": torch.tensor([2, 4]), "factor": factor}, rows)
+    path, reason = saved(made, tmp_path)
+    assert reason is None
+    run = runtimes.open_torchscript(path, ["output"])
+    for first, second in ((1, 4), (7, 2)):
+        x, lengths = torch.randn(first + second, 4), torch.tensor([first, second])
+        outputs = run({"x": x, "lengths": lengths, "factor": factor * first})
+        torch.testing.assert_close(outputs["output"], Lengths()(x, lengths, factor * first))
+
+
 class OwnPrecision(nn.Module):
     """Leaves the precision that is set around it, in a way that TorchScript's compiler does not know."""
 
