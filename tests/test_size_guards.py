@@ -160,9 +160,9 @@ def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(
 
 def test_a_size_that_is_always_divided_evenly_keeps_its_range() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(-1, 4, 3).sum(1)
+        return x.reshape(x.shape[0] // 4, 4, 3).sum(1)
 
     found = trace(Program(forward).eval(), {"x": torch.ones(128, 3)})
     (rows,) = found.signature.dims.values()
-    assert rows.min <= 4
+    assert rows.min <= 16
     assert rows.max is None
