@@ -18,9 +18,8 @@ from optexport.errors import ConfigError, TraceError
 from optexport.job import Job, preset
 from optexport.pipeline import Result
 from optexport.proof import cases
-from optexport.proof.cases import Batch
 from optexport.proof.decisions import load_metrics
-from optexport.signature import Dim, Dynamic
+from optexport.signature import Batch, Dim, Dynamic
 from optexport.sources import Loaded
 from optexport.stages import Stages
 from optexport.transform import NamedRule

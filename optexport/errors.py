@@ -111,6 +111,10 @@ class TraceError(OptexportError):
     exit_code = 3
 
 
+class UntraceableError(TraceError):
+    """``torch.export`` could not trace the model, though it runs; with fewer sizes dynamic it may."""
+
+
 class ParityError(OptexportError):
     """A graph or a file does not compute what the original computes."""
 

@@ -23,9 +23,9 @@ from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.positions import most_tokens
 from optexport.program_inputs import program_inputs
 from optexport.program_signature import input_names
-from optexport.proof.cases import Batch, at_least_two, traceable
+from optexport.proof.cases import at_least_two, traceable
 from optexport.proof.shards import shards
-from optexport.signature import Dim, Dynamic, call_signature, conventional_axes, numbered_axis
+from optexport.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, numbered_axis
 from optexport.sources import Pretrained
 
 # Tokenizers that know no longest sequence say 1e30.

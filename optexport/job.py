@@ -11,9 +11,8 @@ from optexport import places, registry
 from optexport.config import Config, Format, TransformationConfig
 from optexport.config_measuring import BenchConfig, GateConfig
 from optexport.errors import ConfigError, did_you_mean
-from optexport.proof.cases import Batch
 from optexport.proof.decisions import Metric
-from optexport.signature import Dim, Dynamic
+from optexport.signature import Batch, Dim, Dynamic
 from optexport.sources import Loaded
 from optexport.transform import NamedRule
 

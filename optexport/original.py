@@ -10,11 +10,11 @@ from torch import fx, nn
 
 from optexport.job import Job
 from optexport.proof import shards
-from optexport.proof.cases import Batch, cases
+from optexport.proof.cases import cases
 from optexport.proof.reference import Call, Reference, run_original
 from optexport.proof.special_values import special_cases
 from optexport.runtimes import Run
-from optexport.signature import as_arguments, flatten_outputs
+from optexport.signature import Batch, as_arguments, flatten_outputs
 from optexport.trace import Traced, check_no_vmap, trace
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import no_cache

@@ -27,6 +27,8 @@ class Dim:
     max: int | None = None
 
 
+Batch = dict[str, torch.Tensor]
+
 # What a caller may say of the axes of an input: a dimension's name, or the name with the sizes that it may take.
 Dynamic = Mapping[str, Mapping[int, str | Dim]]
 

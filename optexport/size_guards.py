@@ -55,10 +55,13 @@ def within_assertions(
         if in_doubt is _broken and len(free) == 1:
             ((name, symbol),) = free.items()
             dim = found[name]
-            broken = [size for size in _sizes(dim, expression) if _broken(expression, {symbol: size})]
-            least = max((size for size in broken if size < traced[name]), default=dim.min - 1) + 1
+            tried = _sizes(dim, expression)
+            broken = [size for size in tried if _broken(expression, {symbol: size})]
             larger = [size for size in broken if size > traced[name]]
-            most = min(larger) - 1 if larger and not _is_exclusion(expression) else dim.max
+            if larger and larger != [size for size in tried if size >= larger[0]]:
+                continue  # true of some sizes beyond it again, as what is true of multiples: no end of a range
+            least = max((size for size in broken if size < traced[name]), default=dim.min - 1) + 1
+            most = larger[0] - 1 if larger else dim.max
             if most is None or least < most:
                 found[name] = Dim(name, least, most)
     return found
@@ -91,6 +94,19 @@ def held_sizes(
 
 
 _TIMES = (2, 3, 4, 5)
+
+
+def refusal(program: ExportedProgram, names: Mapping[Any, str], sizes: Mapping[str, int]) -> str | None:
+    """What the graph asserts that is not so at these sizes, but for what `drop_exclusions` takes out of it.
+
+    Args:
+        names: The dimension that each of the program's symbols stands for.
+    """
+    for expression, in_doubt, free in _doubts(program, names, sizes):
+        is_broken = in_doubt is _broken and not _is_exclusion(expression)
+        if is_broken and _broken(expression, {symbol: sizes[name] for name, symbol in free.items()}):
+            return str(expression)
+    return None
 
 
 def doubtful_sizes(

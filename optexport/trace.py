@@ -19,11 +19,12 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from optexport import transformers_exporters
 from optexport.dataclass_outputs import register_dataclasses
 from optexport.dummy_inputs import dummy_inputs
-from optexport.errors import OptexportError, TraceError, first_line
+from optexport.errors import OptexportError, TraceError, UntraceableError, first_line
 from optexport.long_sizes import LongSizeError, SizesWatched
 from optexport.model_lines import line_of_model
 from optexport.program_shapes import read_signature
 from optexport.raising import raise_graph
+from optexport.resizing import resize
 from optexport.signature import (
     Dim,
     Dynamic,
@@ -32,7 +33,7 @@ from optexport.signature import (
     as_arguments,
     named_inputs,
 )
-from optexport.size_guards import doubtful_sizes, drop_exclusions, held_sizes, within_assertions
+from optexport.size_guards import doubtful_sizes, drop_exclusions, held_sizes, refusal, within_assertions
 
 logger = logging.getLogger("optexport")
 
@@ -111,23 +112,22 @@ def trace(
     why = ""
     try:
         program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
-    except LongSizeError as error:
-        assert not isinstance(model, ExportedProgram)
-        if dynamic is not None:
-            raise _long_size_error(model, error) from error
-        program, why = _export(model, example, None, dict.fromkeys(example, (0,))), f"; if that were dynamic, {error}"
+    except UntraceableError as error:
+        if dynamic is not None or isinstance(model, ExportedProgram):
+            raise
+        program, why = _export_with_batch(model, example, error), f"; if that were dynamic, {error.cause}"
     signature, fixed, symbols = read_signature(program, dynamic, example)
-    fixed = tuple(f"{axis}{why}" for axis in fixed)
     held = held_sizes(program, symbols, signature.dims, signature.sizes(example))
-    if held and not isinstance(model, ExportedProgram):
-        if dynamic is not None:
+    signature = _narrowed(signature, program, dynamic, example, symbols)
+    if not isinstance(model, ExportedProgram):
+        held |= _refused_sizes(model, example, program, signature, symbols)
+        if held and dynamic is not None:
             raise _held_error(held, signature.sizes(example))
-        free = {spec.name: [a for a, size in enumerate(spec.shape) if size not in held] for spec in signature.inputs}
-        program = _export(model, example, None, free)
-        signature, fixed, symbols = read_signature(program, None, example)
-    undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
-    dims = {**signature.dims, **within_assertions(program, symbols, undeclared, signature.sizes(example))}
-    signature = replace(signature, dims=dims)
+        if held:
+            free = {s.name: [axis for axis, size in enumerate(s.shape) if size not in held] for s in signature.inputs}
+            program = _export(model, example, None, free)
+            signature, fixed, symbols = read_signature(program, None, example)
+            signature = _narrowed(signature, program, dynamic, example, symbols)
     doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
     if not isinstance(model, ExportedProgram):
         drop_exclusions(program, symbols, signature.dims, signature.sizes(example))
@@ -137,7 +137,20 @@ def trace(
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
         graph_module = raise_graph(program)
-    return Traced(graph_module, signature, fixed, doubtful)
+    return Traced(graph_module, signature, tuple(f"{axis}{why}" for axis in fixed), doubtful)
+
+
+def _narrowed(
+    signature: Signature,
+    program: ExportedProgram,
+    dynamic: Dynamic | None,
+    example: Mapping[str, torch.Tensor],
+    symbols: Mapping[Any, str],
+) -> Signature:
+    """A signature whose ranges end, where nobody declared them, at the sizes at which the program no longer holds."""
+    undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
+    narrowed = within_assertions(program, symbols, undeclared, signature.sizes(example))
+    return replace(signature, dims={**signature.dims, **narrowed})
 
 
 def check_no_vmap(traced: Traced) -> None:
@@ -165,9 +178,9 @@ def _held_error(held: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError
     )
 
 
-def _long_size_error(model: nn.Module, error: LongSizeError) -> TraceError:
+def _long_size_error(model: nn.Module, error: LongSizeError) -> UntraceableError:
     line = line_of_model(error)
-    return TraceError(
+    return UntraceableError(
         f"{error}{f', at {line}' if line else ''}, which torch.export would reason about without an end in sight",
         place=type(model).__name__,
         mend="Leave all dimensions but the batch out of inputs.dynamic to have them fixed.",
@@ -242,12 +255,44 @@ def _export(
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-    except (OptexportError, LongSizeError):
+    except OptexportError:
         raise
+    except LongSizeError as error:
+        raise _long_size_error(model, error) from error
     except Exception as error:  # torch.export raises many kinds, and the model's own code any other
         if register_dataclasses(model, as_arguments(example)):
             return _export(model, example, dynamic, free)
         raise _explained(model, example, error, dynamic) from error
+
+
+def _export_with_batch(
+    model: nn.Module, example: Mapping[str, torch.Tensor], error: UntraceableError
+) -> ExportedProgram:
+    """Exports a model that could not be traced with every axis dynamic, with the batch alone."""
+    try:
+        return _export(model, example, None, dict.fromkeys(example, (0,)))
+    except UntraceableError:
+        raise error from error.__cause__
+
+
+def _refused_sizes(
+    model: nn.Module,
+    example: Mapping[str, torch.Tensor],
+    program: ExportedProgram,
+    signature: Signature,
+    symbols: Mapping[Any, str],
+) -> dict[str, str]:
+    """Dimensions of which the graph refuses the size next to the traced one, though the model runs there; with why.
+
+    Traced at a multiple of 4, what pads to a multiple of 4 holds only where there is nothing to pad.
+    """
+    found = {}
+    for name, size in signature.sizes(example).items():
+        sizes = signature.sizes(example) | {name: size - 1 if size == signature.dims[name].max else size + 1}
+        refused = refusal(program, symbols, sizes)
+        if refused is not None and _failure(model, resize(example, signature, sizes)) is None:
+            found[name] = refused
+    return found
 
 
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
@@ -275,11 +320,7 @@ def _explained(
     model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception, dynamic: Dynamic | None
 ) -> TraceError:
     name = type(model).__name__
-    try:
-        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a model in train mode changes
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(example)))
-    except Exception as own:  # the model's own code may raise anything
+    if (own := _failure(model, example)) is not None:
         shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
         return TraceError(
             f"the model itself fails on the inputs {shapes}: {type(own).__name__}: {first_line(own)}",
@@ -295,10 +336,21 @@ def _explained(
             mend="Narrow the range, or leave the dimension out to have it fixed.",
         )
     line = line_of_model(error)
-    return TraceError(
+    return UntraceableError(
         f"torch.export could not trace it{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         place=name,
         mend="Change that line so that it depends on no values of its inputs, or export a part of the model without it."
         if line
         else "Run again with --debug for the line of the model that it stopped at.",
     )
+
+
+def _failure(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Exception | None:
+    """What the model itself raises on inputs; None where it runs."""
+    try:
+        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a model in train mode changes
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), transformers_exporters.no_cache(model):
+            torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(inputs)))
+    except Exception as error:  # the model's own code may raise anything
+        return error
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -96,6 +97,15 @@ def _products(
     return torch.matmul(torch.softmax(scores, dim=-1), value)
 
 
+def _running(
+    extreme: Callable[..., tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A running maximum or minimum; of equal elements the index is the last's, as torch's is, and not the patch's."""
+    values = extreme(x, dim)[0]
+    steps = torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+    return values, torch.cummax(torch.where(x == values, steps, 0), dim)[0]
+
+
 # The ONNX patches replace Python functions while a model is traced. A graph that already holds the ATen operator
 # passes them by, and some of the files are then wrong (rows that mask every key, for one): so these operators are
 # turned into calls of the Python function again before the graph is exported a second time.
@@ -112,6 +122,10 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.exp.default: lambda *a: torch.exp(*a),
     aten.fft_irfft.default: lambda *a: torch.fft.irfft(*a),
     aten.masked_scatter.default: lambda x, *a: x.masked_scatter(*a),
+    aten.cummax.default: lambda *a: _running(torch.cummax, *a),
+    aten.cummin.default: lambda *a: _running(torch.cummin, *a),
+    aten.searchsorted.Tensor: lambda *a, **kw: torch.searchsorted(*a, **kw),
+    aten.bucketize.Tensor: lambda *a, **kw: torch.bucketize(*a, **kw),
 }
 
 
@@ -130,7 +144,7 @@ def export_program(
     # Masks that are made under torch.vmap would leave calls of it in the graph, which no format holds.
     masks = (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion)
     try:
-        with quiet(), _utils.patch_attributes([masks]):
+        with quiet(), _utils.patch_attributes([masks, (torch.nn.Module, "to", _unless_it_is)]):
             exporter = DynamoExporter()
             program: ExportedProgram = exporter.export(
                 model,  # type: ignore[arg-type]  # typed for its own models, and made for modules that hold one too
@@ -146,6 +160,22 @@ def export_program(
         if not had_forward:
             vars(model).pop("forward", None)  # the exporter leaves its bound method behind
     return program
+
+
+def _unless_it_is(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """``Module.to`` that leaves a module alone which is there already: none may change while it is traced."""
+
+    def patched(module: torch.nn.Module, *args: Any, **kw: Any) -> torch.nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kw)
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        is_there = all(
+            (dtype is None or not tensor.is_floating_point() or tensor.dtype == dtype)
+            and (device is None or tensor.device == device)
+            for tensor in tensors
+        )
+        return module if is_there else to(module, *args, **kw)
+
+    return patched
 
 
 def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from optexport.config import Format
 from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
 from optexport.lowerings import of_format
 from optexport.manifest import ArtifactRecord
-from optexport.proof.cases import Batch
-from optexport.signature import Signature
+from optexport.signature import Batch, Signature
 from optexport.sources import Loaded
 from optexport.transform import Applied
 

@@ -166,3 +166,17 @@ def test_a_size_that_is_always_divided_evenly_keeps_its_range() -> None:
     (rows,) = found.signature.dims.values()
     assert rows.min <= 16
     assert rows.max is None
+
+
+def _padded(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Pads to a multiple of four, as models of images do, and does so only where there is something to pad."""
+    if x.shape[1] % 4 != 0:
+        x = nn.functional.pad(x, (0, 4 - x.shape[1] % 4))
+    return x.reshape(x.shape[0], -1, 4).sum(1)
+
+
+def test_a_size_that_had_nothing_to_pad_is_fixed_where_others_have() -> None:
+    found = trace(Program(_padded).eval(), {"x": torch.ones(3, 16)})
+    assert found.signature.inputs[0].shape == ("batch", 16)
+    with pytest.raises(TraceError, match=r"traced at width 16 .* only where"):
+        trace(Program(_padded).eval(), {"x": torch.ones(3, 16)}, {"x": {0: "batch", 1: "width"}})

@@ -372,3 +372,39 @@ def test_a_way_that_depends_on_values_is_an_error_that_names_its_line() -> None:
         trace(Branching(), {"x": X})
     assert raised.value.exit_code == 3
     assert raised.value.mend
+
+
+class Shuffled(nn.Module):
+    """Asks whether half of a size is whole in floats, of which torch.export knows no answer for a dynamic one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] % 0.5 != 0:
+            raise ValueError
+        return x.reshape(x.shape[0], int(x.shape[1] * 0.5), 2).sum(1)
+
+
+def test_a_size_that_torch_export_cannot_have_dynamic_is_fixed_with_the_reason_unless_it_is_declared() -> None:
+    traced = trace(Shuffled(), {"x": torch.randn(3, 8)})
+    assert traced.signature.inputs[0].shape == ("batch", 8)
+    (fixed,) = traced.fixed
+    assert fixed.startswith(
+        "x[1] = 8; if that were dynamic, torch.export could not trace it, and stopped at test_trace.py"
+    )
+    with pytest.raises(TraceError, match=r"could not trace it, and stopped at test_trace\.py"):
+        trace(Shuffled(), {"x": torch.randn(3, 8)}, {"x": {0: "batch", 1: "width"}})
+
+
+def test_a_module_that_is_moved_to_where_it_is_is_traced() -> None:
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert, self.head = models.model("bert"), nn.Linear(16, 2)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            self.head = self.head.to(torch.float32)
+            return self.head(self.bert(input_ids).pooler_output)
+
+    model = Moved()
+    inputs = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}
+    with torch.no_grad():
+        torch.testing.assert_close(trace(model, inputs).graph_module(**inputs), model(**inputs))

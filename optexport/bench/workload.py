@@ -60,7 +60,7 @@ def from_signature(
     """
     from safetensors.torch import save_file
 
-    from optexport.proof.cases import resize
+    from optexport.resizing import resize
 
     found: list[Workload] = []
     given = signature.sizes(batch)

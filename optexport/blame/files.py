@@ -16,8 +16,8 @@ from optexport.blame.failure import Finding, Reproduction, failing_case, incompa
 from optexport.blame.parting import Comparison, compare, lost, told
 from optexport.blame.values import Observed, observe_graph, observe_onnx, observe_torchscript
 from optexport.proof import parity
-from optexport.proof.cases import Batch
 from optexport.proof.parity import Proof
+from optexport.signature import Batch
 
 _OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
     "onnx": observe_onnx,

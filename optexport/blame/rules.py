@@ -16,9 +16,9 @@ from optexport.blame.pairing import name_alike
 from optexport.blame.parting import Comparison, compare, lost, told
 from optexport.blame.values import Observed, observe_graph
 from optexport.formats import exported_program, torchscript
-from optexport.proof.cases import Batch
 from optexport.proof.parity import GRAPH, PlaceParity, Proof
 from optexport.proof.reference import Call
+from optexport.signature import Batch
 from optexport.trace import Traced
 from optexport.transform import Applied, NamedRule, is_built_in, transform
 from optexport.transformations import DeepCopy, Match, Rule, Skip

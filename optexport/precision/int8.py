@@ -14,7 +14,7 @@ import onnx
 
 from optexport.errors import ExportError, first_line
 from optexport.formats.onnx import EXTERNAL_DATA_ABOVE, TRANSPOSED
-from optexport.proof.cases import Batch
+from optexport.signature import Batch
 
 # Elements of a row, or of a column of weights, that share a scale; of 32, 64, 128 and 256 the one that was fastest
 # on MiniLM (AMD EPYC with AVX512-VNNI), its cosine being 0.997 where that of 32 was 0.999.

@@ -15,8 +15,9 @@ from optexport import freeing
 from optexport.errors import TraceError, first_line
 from optexport.kept import content, results, store
 from optexport.proof import distances, upcasting
-from optexport.proof.cases import Batch, Case
+from optexport.proof.cases import Case
 from optexport.proof.spilling import spilled
+from optexport.signature import Batch
 
 Outputs = dict[str, torch.Tensor]
 # Runs a model, or a graph of it, on a batch, and names its outputs.

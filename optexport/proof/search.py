@@ -18,12 +18,13 @@ from torch import nn
 
 from optexport import interrupts
 from optexport.proof import distances
-from optexport.proof.cases import Batch, Case, cut_to, is_padding_mask, resize, with_padding
+from optexport.proof.cases import Case, cut_to, is_padding_mask, with_padding
 from optexport.proof.floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
 from optexport.proof.parity import Proof
 from optexport.proof.reference import Call, Reference, in_double
+from optexport.resizing import resize
 from optexport.runtimes import Run
-from optexport.signature import Signature
+from optexport.signature import Batch, Signature
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

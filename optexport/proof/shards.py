@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from optexport.proof.cases import Batch, Case
-from optexport.signature import Dim
+from optexport.proof.cases import Case
+from optexport.signature import Batch, Dim
 
 # A batch holds at most so many rows, and so many numbers: 32 texts of 512 tokens, or 6 images of 224 by 224.
 _ROWS = 32

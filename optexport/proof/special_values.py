@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 
 from optexport.config import Effort
-from optexport.proof.cases import PADDINGS, Batch, Case, with_padding
+from optexport.proof.cases import PADDINGS, Case, with_padding
+from optexport.signature import Batch
 
 # Normal numbers times 64 reach 200: beyond what exp takes in float32, and beyond every clamp of usual activations.
 _LARGE_TIMES = 64

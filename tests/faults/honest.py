@@ -29,8 +29,7 @@ from transformers import (
 
 from optexport import export, registry
 from optexport.pipeline import Result
-from optexport.proof.cases import Batch
-from optexport.signature import Dim, Dynamic
+from optexport.signature import Batch, Dim, Dynamic
 from optexport.transformations import Transformation
 from tests.exports import Block
 from tests.models import randomise

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from optexport.proof.cases import Batch
-from optexport.signature import Dynamic
+from optexport.signature import Batch, Dynamic
 from tests import exports, models
 
 _TEXT: Dynamic = {name: {0: "batch", 1: "sequence"} for name in ("input_ids", "attention_mask")}

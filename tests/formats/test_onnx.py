@@ -185,6 +185,23 @@ def test_attention_of_every_kind_gives_what_torch_gives(arguments: dict[str, Any
     runs(made, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)})
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: torch.cummax((x > 0).long(), 1)[1],
+        lambda m, x: torch.cummin(x, 0)[0],
+        lambda m, x: torch.searchsorted(torch.linspace(-1, 1, 5), x, right=True),
+        lambda m, x: torch.bucketize(x, torch.linspace(-1, 1, 5)),
+    ],
+    ids=["running maximum", "running minimum", "places among others", "buckets"],
+)
+def test_what_onnx_has_no_operator_for_is_said_with_others(forward: Any, tmp_path: Path) -> None:
+    x = torch.tensor([[0.5, -1.0, 2.0, 2.0], [0.5, 3.0, -0.25, 1.0]])
+    made = files.prepare(Program(forward), {"x": x}, {"x": {0: "rows", 1: "columns"}})
+    files.save_onnx(made, tmp_path / "model.onnx", example={"x": x})
+    runs(made, tmp_path / "model.onnx", {"x": x}, {"x": x.T.contiguous()}, {"x": torch.randn(5, 7)})
+
+
 def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -> None:
     example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
     axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.proof.cases import Batch, Case
+from optexport.proof.cases import Case
 from optexport.proof.reference import Reference, run_original
+from optexport.signature import Batch
 from tests.proof.measuring import Tensors, call, network
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from optexport.proof.cases import Batch, Case
+from optexport.proof.cases import Case
+from optexport.signature import Batch
 from tests.models import randomise
 
 Tensors = dict[str, torch.Tensor]

@@ -20,11 +20,12 @@ from optexport import export, pipeline
 from optexport.cli import cli
 from optexport.config_decisions import DecisionConfig
 from optexport.errors import ConfigError
-from optexport.proof.cases import Batch, Case
+from optexport.proof.cases import Case
 from optexport.proof.decisions import Decision, Gate, Metric, check_usable, judge, make_gates
 from optexport.proof.floor import bounds
 from optexport.proof.parity import Proof
 from optexport.proof.reference import Reference
+from optexport.signature import Batch
 from optexport.verification import verify
 from tests import exports
 from tests.mistakes import table

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.proof.cases import Batch, Case
+from optexport.proof.cases import Case
 from optexport.proof.floor import FALLBACK_ULPS, bounds
 from optexport.proof.reference import run_original
+from optexport.signature import Batch
 from tests.models import randomise
 from tests.proof.measuring import EPS, Tensors, call, network
 

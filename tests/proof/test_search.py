@@ -14,11 +14,11 @@ from torch import nn
 
 from optexport import export
 from optexport.errors import ParityError
-from optexport.proof.cases import Batch, Case
+from optexport.proof.cases import Case
 from optexport.proof.floor import bounds
 from optexport.proof.reference import Outputs, run_original
 from optexport.proof.search import failure_test, find_failing, measurer, smallest_failing
-from optexport.signature import Dim, Signature, TensorSpec
+from optexport.signature import Batch, Dim, Signature, TensorSpec
 from optexport.transformations import Transformation
 from tests import exports
 from tests.models import randomise

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 from optexport.config import Effort
-from optexport.proof.cases import Batch, Case, cases
+from optexport.proof.cases import Case, cases
 from optexport.proof.floor import bounds
 from optexport.proof.parity import Proof
 from optexport.proof.reference import run_original
 from optexport.proof.special_values import special_cases
-from optexport.signature import Dim, Signature, TensorSpec
+from optexport.signature import Batch, Dim, Signature, TensorSpec
 
 EFFORTS = get_args(Effort)
 IDS = 40
