@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,70 +97,65 @@ def held_sizes(
 _TIMES = (2, 3, 4, 5)
 
 
-def refusal(program: ExportedProgram, names: Mapping[Any, str], sizes: Mapping[str, int]) -> str | None:
-    """What the graph asserts that is not so at these sizes, but for what `drop_exclusions` takes out of it.
+@dataclass(frozen=True)
+class Doubt:
+    """What a trace takes for so, and sizes at which it is not.
 
-    Args:
-        names: The dimension that each of the program's symbols stands for.
+    Attributes:
+        expression: A condition that the graph asserts, or a size that is computed as a fraction.
+        sizes: Of every dimension; one set of sizes of each kind that was found.
+        is_asserted: Whether the graph asserts it.
+        is_exclusion: Whether it is asserted not to be a size: ``(height // 16) * (width // 16) != 4``. A model that
+            goes another way at a single size leaves one, if it was traced at any other. The way that it was traced in
+            may hold there too, and mostly does.
     """
-    for expression, in_doubt, free in _doubts(program, names, sizes):
-        is_broken = in_doubt is _broken and not _is_exclusion(expression)
-        if is_broken and _broken(expression, {symbol: sizes[name] for name, symbol in free.items()}):
-            return str(expression)
-    return None
+
+    expression: Any
+    sizes: tuple[dict[str, int], ...]
+    is_asserted: bool
+    is_exclusion: bool
 
 
-def doubtful_sizes(
+def find_doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
-) -> tuple[dict[str, int], ...]:
+) -> list[Doubt]:
     """Sizes that break an assertion in the graph, or at which another size depends on how a fraction is rounded.
 
     Args:
         names: The dimension that each of the program's symbols stands for.
         traced: The size of each dimension in the trace.
     """
-    found: list[dict[str, int]] = []
+    doubts: list[Doubt] = []
     for expression, in_doubt, free in _doubts(program, names, dims):
-        candidates = itertools.chain(
-            ({name: sizes[name] for name in free} for sizes in found), _candidates(expression, list(free), dims, traced)
-        )
-        ways: list[Iterator[dict[str, int]]] = [candidates]
+        known = ({name: sizes[name] for name in free} for doubt in doubts for sizes in doubt.sizes)
+        # Next to the traced sizes models run; at the smallest few do.
+        near = () if _is_exclusion(expression) else _neighbours(list(free), dims, traced)
+        ways = [itertools.chain(near, known, _candidates(expression, list(free), dims, traced))]
         if _is_exclusion(expression) and len(free) > 1:  # where all are alike the model may well go another way
             alike = set.intersection(*(set(_sizes(dims[name], expression)) for name in free))
-            ways.append(dict.fromkeys(free, size) for size in sorted(alike))
-        for way in ways:
-            for sizes in way:
-                if in_doubt(expression, {free[name]: size for name, size in sizes.items()}):
-                    if {**traced, **sizes} not in found:
-                        found.append({**traced, **sizes})
-                    break
-    return tuple(found)
+            ways.append(itertools.chain(dict.fromkeys(free, size) for size in sorted(alike)))
+        found = [
+            {**traced, **sizes}
+            for way in ways
+            for sizes in itertools.islice(
+                (s for s in way if in_doubt(expression, {free[name]: size for name, size in s.items()})), 1
+            )
+        ]
+        if found:
+            doubts.append(Doubt(expression, tuple(found), in_doubt is _broken, _is_exclusion(expression)))
+    return doubts
 
 
-def drop_exclusions(
-    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
+def drop_doubts(
+    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], doubts: Collection[Doubt]
 ) -> None:
-    """Takes out, in place, what the graph asserts not to be: ``(height // 16) * (width // 16) != 4``.
-
-    A model that goes another way at a single size leaves one, if it was traced at any other. The way that it was traced
-    in may hold there too, and mostly does: the proof tells, since such a size is in doubt. Other assertions stay, and
-    so do those that no size in the range of its dimension breaks.
+    """Takes out, in place, what the graph asserts; the proof is to check the sizes at which it is not so.
 
     Args:
         names: The dimension that each of the program's symbols stands for.
-        traced: The size of each dimension in the trace.
     """
     _, renamed = _renaming(names, dims)
-    doubted = {
-        expression
-        for expression, in_doubt, free in _doubts(program, names, dims)
-        if in_doubt is _broken
-        and _is_exclusion(expression)
-        and any(
-            _broken(expression, {free[name]: size for name, size in sizes.items()})
-            for sizes in _candidates(expression, list(free), dims, traced)
-        )
-    }
+    doubted = {doubt.expression for doubt in doubts}
     if doubted:
         _drop(program, lambda expression: expression.xreplace(renamed) in doubted)
 
@@ -283,6 +279,13 @@ class _InFloat32(PythonReferenceAnalysis):  # type: ignore[no-untyped-call, unus
         return np.float32(a) / np.float32(b)
 
     int_truediv = truediv
+
+
+def _neighbours(free: list[str], dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    for name, step in itertools.product(free, (1, -1)):
+        size = traced[name] + step
+        if dims[name].min <= size <= (dims[name].max or size):
+            yield {**{other: traced[other] for other in free}, name: size}
 
 
 def _candidates(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +23,9 @@ from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import OptexportError, TraceError, UntraceableError, first_line
 from optexport.long_sizes import LongSizeError, SizesWatched
 from optexport.model_lines import line_of_model
+from optexport.other_ways import find_other_ways, outcome
 from optexport.program_shapes import read_signature
 from optexport.raising import raise_graph
-from optexport.resizing import resize
 from optexport.signature import (
     Dim,
     Dynamic,
@@ -33,7 +34,7 @@ from optexport.signature import (
     as_arguments,
     named_inputs,
 )
-from optexport.size_guards import doubtful_sizes, drop_exclusions, held_sizes, refusal, within_assertions
+from optexport.size_guards import Doubt, drop_doubts, find_doubts, held_sizes, within_assertions
 
 logger = logging.getLogger("optexport")
 
@@ -116,41 +117,57 @@ def trace(
         if dynamic is not None or isinstance(model, ExportedProgram):
             raise
         program, why = _export_with_batch(model, example, error), f"; if that were dynamic, {error.cause}"
-    signature, fixed, symbols = read_signature(program, dynamic, example)
-    held = held_sizes(program, symbols, signature.dims, signature.sizes(example))
-    signature = _narrowed(signature, program, dynamic, example, symbols)
-    if not isinstance(model, ExportedProgram):
-        held |= _refused_sizes(model, example, program, signature, symbols)
-        if held and dynamic is not None:
-            raise _held_error(held, signature.sizes(example))
-        if held:
-            free = {s.name: [axis for axis, size in enumerate(s.shape) if size not in held] for s in signature.inputs}
-            program = _export(model, example, None, free)
-            signature, fixed, symbols = read_signature(program, None, example)
-            signature = _narrowed(signature, program, dynamic, example, symbols)
-    doubtful = doubtful_sizes(program, symbols, signature.dims, signature.sizes(example))
-    if not isinstance(model, ExportedProgram):
-        drop_exclusions(program, symbols, signature.dims, signature.sizes(example))
+    if isinstance(model, ExportedProgram):
+        signature, fixed, symbols = _read(program, dynamic, example)
+        doubts = find_doubts(program, symbols, signature.dims, signature.sizes(example))
+    else:
+        program, signature, fixed, doubts = _settle(model, example, dynamic, program)
+    doubtful = {tuple(sizes.items()): sizes for doubt in doubts for sizes in doubt.sizes}
     if isinstance(model, fx.GraphModule):
         graph_module = _copy(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
         graph_module = raise_graph(program)
-    return Traced(graph_module, signature, tuple(f"{axis}{why}" for axis in fixed), doubtful)
+    return Traced(graph_module, signature, tuple(f"{axis}{why}" for axis in fixed), tuple(doubtful.values()))
 
 
-def _narrowed(
-    signature: Signature,
-    program: ExportedProgram,
-    dynamic: Dynamic | None,
-    example: Mapping[str, torch.Tensor],
-    symbols: Mapping[Any, str],
-) -> Signature:
-    """A signature whose ranges end, where nobody declared them, at the sizes at which the program no longer holds."""
+def _settle(
+    model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, program: ExportedProgram
+) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[Doubt]]:
+    """Fixes the sizes beside which the model goes another way, and has the program run wherever it holds."""
+    while True:
+        wide, _, symbols = read_signature(program, dynamic, example)
+        signature, fixed, _ = _read(program, dynamic, example)
+        sizes = signature.sizes(example)
+        doubts = find_doubts(program, symbols, signature.dims, sizes)
+        export_again = functools.partial(_export, model, dynamic=dynamic, free=_axes(signature))
+        ways = find_other_ways(model, dict(example), program, signature, doubts, dynamic, export_again)
+        held = held_sizes(program, symbols, wide.dims, sizes) | ways.held_to
+        if not held:
+            drop_doubts(program, symbols, signature.dims, ways.crossed)
+            return program, signature, fixed, doubts + ways.further
+        if dynamic is not None:
+            raise _held_error(held, sizes)
+        program = _export(model, example, None, _axes(signature, but=held))
+
+
+def _axes(signature: Signature, *, but: Container[str] = ()) -> dict[str, list[int]]:
+    """The dynamic axes of each input, but for those of some dimensions."""
+    return {
+        spec.name: [axis for axis, size in enumerate(spec.shape) if isinstance(size, str) and size not in but]
+        for spec in signature.inputs
+    }
+
+
+def _read(
+    program: ExportedProgram, dynamic: Dynamic | None, example: Mapping[str, torch.Tensor]
+) -> tuple[Signature, tuple[str, ...], dict[Any, str]]:
+    """Reads the signature of a program; the ranges that nobody declared end where it no longer holds."""
+    signature, fixed, symbols = read_signature(program, dynamic, example)
     undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
-    narrowed = within_assertions(program, symbols, undeclared, signature.sizes(example))
-    return replace(signature, dims={**signature.dims, **narrowed})
+    dims = {**signature.dims, **within_assertions(program, symbols, undeclared, signature.sizes(example))}
+    return replace(signature, dims=dims), fixed, symbols
 
 
 def check_no_vmap(traced: Traced) -> None:
@@ -275,26 +292,6 @@ def _export_with_batch(
         raise error from error.__cause__
 
 
-def _refused_sizes(
-    model: nn.Module,
-    example: Mapping[str, torch.Tensor],
-    program: ExportedProgram,
-    signature: Signature,
-    symbols: Mapping[Any, str],
-) -> dict[str, str]:
-    """Dimensions of which the graph refuses the size next to the traced one, though the model runs there; with why.
-
-    Traced at a multiple of 4, what pads to a multiple of 4 holds only where there is nothing to pad.
-    """
-    found = {}
-    for name, size in signature.sizes(example).items():
-        sizes = signature.sizes(example) | {name: size - 1 if size == signature.dims[name].max else size + 1}
-        refused = refusal(program, symbols, sizes)
-        if refused is not None and _failure(model, resize(example, signature, sizes)) is None:
-            found[name] = refused
-    return found
-
-
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
     computed = transformers_exporters.computed_outside(model, example)
     missing = [name for name, value in computed.items() if value is not None]
@@ -320,7 +317,7 @@ def _explained(
     model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception, dynamic: Dynamic | None
 ) -> TraceError:
     name = type(model).__name__
-    if (own := _failure(model, example)) is not None:
+    if isinstance(own := outcome(model, example), Exception):
         shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
         return TraceError(
             f"the model itself fails on the inputs {shapes}: {type(own).__name__}: {first_line(own)}",
@@ -343,14 +340,3 @@ def _explained(
         if line
         else "Run again with --debug for the line of the model that it stopped at.",
     )
-
-
-def _failure(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Exception | None:
-    """What the model itself raises on inputs; None where it runs."""
-    try:
-        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a model in train mode changes
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), transformers_exporters.no_cache(model):
-            torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(inputs)))
-    except Exception as error:  # the model's own code may raise anything
-        return error
-    return None

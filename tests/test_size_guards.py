@@ -180,3 +180,29 @@ def test_a_size_that_had_nothing_to_pad_is_fixed_where_others_have() -> None:
     assert found.signature.inputs[0].shape == ("batch", 16)
     with pytest.raises(TraceError, match=r"traced at width 16 .* only where"):
         trace(Program(_padded).eval(), {"x": torch.ones(3, 16)}, {"x": {0: "batch", 1: "width"}})
+
+
+def _filled_up(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Takes the mean of pairs and fills up what is short of the input, which is nothing at even sizes."""
+    pairs = nn.functional.avg_pool1d(x, 2, 1 + m.careless, padding=0)
+    missing = x.shape[2] - 2 * (x.shape[2] // 2)
+    x = x[..., : 2 * (x.shape[2] // 2)]
+    if x.shape[2] + missing > 2 * (x.shape[2] // 2):
+        x = nn.functional.pad(x, (0, missing))
+    elif m.careless and x.shape[2] == 34:
+        x = x * 2
+    return x + pairs.sum(dim=(1, 2), keepdim=True)
+
+
+@pytest.mark.parametrize("careless", [False, True], ids=["no further way", "a way further on"])
+def test_an_assertion_goes_where_the_model_runs_on_and_ways_beyond_it_are_in_doubt(careless: bool) -> None:
+    model = Program(_filled_up).eval()
+    model.careless = careless  # type: ignore[assignment]
+    x = torch.linspace(-1, 1, 2 * 3 * 9).reshape(2, 3, 9)
+    traced = trace(model, {"x": x}, {"x": {0: "batch", 2: Dim("length", 2, 64)}})
+    lengths = {sizes["length"] for sizes in traced.doubtful}
+    assert any(length % 2 == 0 for length in lengths)
+    assert (34 in lengths) == careless
+    for length in (8, 11, 30):
+        batch = torch.randn(2, 3, length)
+        torch.testing.assert_close(traced.graph_module(batch), model(batch))
