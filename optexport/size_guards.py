@@ -154,7 +154,7 @@ def drop_doubts(
     Args:
         names: The dimension that each of the program's symbols stands for.
     """
-    _, renamed = _renaming(names, dims)
+    _, renamed = _renaming(program, names, dims)
     doubted = {doubt.expression for doubt in doubts}
     if doubted:
         _drop(program, lambda expression: expression.xreplace(renamed) in doubted)
@@ -182,11 +182,12 @@ def _is_exclusion(expression: Any) -> bool:
 
 
 def _renaming(
-    names: Mapping[Any, str], dims: Collection[str]
-) -> tuple[dict[str, sympy.Symbol], dict[Any, sympy.Symbol]]:
-    """A symbol for each dimension, and those of the program that it takes the place of."""
+    program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
+) -> tuple[dict[str, sympy.Symbol], dict[Any, Any]]:
+    """A symbol for each dimension, and what takes the place of the program's own: these, and sizes that are fixed."""
     symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
-    return symbols, {symbol: symbols[name] for symbol, name in names.items() if name in symbols}
+    fixed = {symbol: limits.lower for symbol, limits in program.range_constraints.items() if limits.is_singleton()}
+    return symbols, fixed | {symbol: symbols[name] for symbol, name in names.items() if name in symbols}
 
 
 _InDoubt = Callable[[Any, dict[sympy.Symbol, int]], bool]
@@ -196,7 +197,7 @@ def _doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
 ) -> Iterator[tuple[Any, _InDoubt, dict[str, sympy.Symbol]]]:
     """What is asserted of sizes, and sizes that are computed as fractions; when each is in doubt; and of what sizes."""
-    symbols, renamed = _renaming(names, dims)
+    symbols, renamed = _renaming(program, names, dims)
     for doubt, in_doubt in _found_in(program):
         expression = doubt.xreplace(renamed)
         free = {name: symbol for name, symbol in symbols.items() if symbol in expression.free_symbols}

@@ -106,6 +106,19 @@ def _running(
     return values, torch.cummax(torch.where(x == values, steps, 0), dim)[0]
 
 
+def _histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
+    """What ``torch.histc`` counts: what lies outside of the range in no bin, its upper end in the last.
+
+    The patch of transformers counts the former at the ends.
+    """
+    x = x.reshape(-1)
+    least, most = (x.min(), x.max()) if low == high == 0 else (x.new_tensor(low), x.new_tensor(high))
+    alike = (least == most).to(x.dtype)
+    least, most = least - alike, most + alike
+    places = ((x - least) / (most - least) * bins).clamp(0, bins - 1).long()
+    return x.new_zeros(bins).scatter_add(0, places, ((x >= least) & (x <= most)).to(x.dtype))
+
+
 # The ONNX patches replace Python functions while a model is traced. A graph that already holds the ATen operator
 # passes them by, and some of the files are then wrong (rows that mask every key, for one): so these operators are
 # turned into calls of the Python function again before the graph is exported a second time.
@@ -125,6 +138,7 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.cummax.default: lambda *a: _running(torch.cummax, *a),
     aten.cummin.default: lambda *a: _running(torch.cummin, *a),
     aten.searchsorted.Tensor: lambda *a, **kw: torch.searchsorted(*a, **kw),
+    aten.histc.default: _histogram,
     aten.bucketize.Tensor: lambda *a, **kw: torch.bucketize(*a, **kw),
 }
 
@@ -223,8 +237,15 @@ def call_patched_functions(graph_module: fx.GraphModule, *, has_attention: bool)
 
 
 def fix_for_onnx(program: ExportedProgram) -> None:
-    """Replaces, in place, the nodes that ONNX cannot express."""
+    """Replaces, in place, the nodes that ONNX cannot express, or that are written wrongly."""
     apply_fx_node_fixes("onnx", program.graph_module)
+    for node in program.graph.find_nodes(op="call_function", target=aten.conv3d.default):
+        weight = node.args[1].meta["val"]
+        if len(node.args) < 3 or node.args[2] is None:  # onnxscript writes a bias of two dimensions then
+            with program.graph.inserting_before(node):
+                bias = program.graph.call_function(aten.zeros.default, ([weight.shape[0]],), {"dtype": weight.dtype})
+            bias.meta["val"] = weight.new_zeros(weight.shape[0])
+            node.args = (*node.args[:2], bias, *node.args[3:])
 
 
 def onnx_translations() -> dict[Any, Any]:

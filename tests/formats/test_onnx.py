@@ -185,6 +185,14 @@ def test_attention_of_every_kind_gives_what_torch_gives(arguments: dict[str, Any
     runs(made, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)})
 
 
+def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) -> None:
+    model = Program(lambda m, x: m.conv(x), conv=nn.Conv3d(2, 3, 2, bias=False))
+    x = torch.randn(5, 2, 3, 4, 5)
+    made = files.prepare(model, {"x": x[:2]}, BATCH)
+    files.save_onnx(made, tmp_path / "model.onnx", example={"x": x[:2]})
+    runs(made, tmp_path / "model.onnx", {"x": x})
+
+
 @pytest.mark.parametrize(
     "forward",
     [
@@ -192,8 +200,10 @@ def test_attention_of_every_kind_gives_what_torch_gives(arguments: dict[str, Any
         lambda m, x: torch.cummin(x, 0)[0],
         lambda m, x: torch.searchsorted(torch.linspace(-1, 1, 5), x, right=True),
         lambda m, x: torch.bucketize(x, torch.linspace(-1, 1, 5)),
+        lambda m, x: torch.histc(x, 4, -1, 2),
+        lambda m, x: torch.histc(x, 4) + torch.histc(x * 0, 4),
     ],
-    ids=["running maximum", "running minimum", "places among others", "buckets"],
+    ids=["running maximum", "running minimum", "places among others", "buckets", "counts", "counts of all"],
 )
 def test_what_onnx_has_no_operator_for_is_said_with_others(forward: Any, tmp_path: Path) -> None:
     x = torch.tensor([[0.5, -1.0, 2.0, 2.0], [0.5, 3.0, -0.25, 1.0]])
