@@ -19,7 +19,8 @@ import onnx_ir
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from transformers import PreTrainedModel, exporters, masking_utils
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from transformers import AttentionInterface, PreTrainedModel, exporters, masking_utils
 from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
 from transformers.exporters import utils as _utils
@@ -29,6 +30,7 @@ from transformers.exporters.utils import (
     decompose_for_generation,
     precompute_export_inputs,
 )
+from transformers.integrations import sdpa_attention
 
 aten = torch.ops.aten
 
@@ -158,7 +160,7 @@ def export_program(
     # Masks that are made under torch.vmap would leave calls of it in the graph, which no format holds.
     masks = (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion)
     try:
-        with quiet(), _utils.patch_attributes([masks, (torch.nn.Module, "to", _unless_it_is)]):
+        with quiet(), _utils.patch_attributes([masks, *_PATCHES]):
             exporter = DynamoExporter()
             program: ExportedProgram = exporter.export(
                 model,  # type: ignore[arg-type]  # typed for its own models, and made for modules that hold one too
@@ -190,6 +192,38 @@ def _unless_it_is(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.
         return module if is_there else to(module, *args, **kw)
 
     return patched
+
+
+def _of_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
+    """Attention whose queries' number only running it tells, as that of windows cut by values: it is not causal.
+
+    That of transformers asks whether there is more than one query, though nothing hangs on it here.
+    """
+    attend = functions["sdpa"]
+
+    def patched(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kw: Any) -> tuple[Any, None]:
+        given = kw.get("is_causal")
+        causal = getattr(module, "is_causal", True) if given is None else given
+        length = query.shape[2]
+        is_known = not isinstance(length, torch.SymInt) or not free_unbacked_symbols(length)
+        if is_known or (causal and attention_mask is None) or kw.get("position_bias") is not None:
+            return attend(module, query, key, value, attention_mask, **kw)  # type: ignore[no-any-return]
+        groups = getattr(module, "num_key_value_groups", 1)
+        result = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            sdpa_attention.repeat_kv(key, groups),
+            sdpa_attention.repeat_kv(value, groups),
+            attn_mask=attention_mask,
+            dropout_p=kw.get("dropout", 0.0),
+            scale=kw.get("scaling"),
+        )
+        return result.transpose(1, 2).contiguous(), None
+
+    return {**functions, "sdpa": patched}
+
+
+# What stops a trace, and is the same without.
+_PATCHES = [(torch.nn.Module, "to", _unless_it_is), (AttentionInterface, "_global_mapping", _of_unknown_length)]
 
 
 def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:

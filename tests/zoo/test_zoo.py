@@ -16,6 +16,9 @@ SMALL = ("bert", "llama", "vit", "patchtst")
 SAMPLE = (
     *(
         "bailing_hybrid",
+        "focalnet",
+        "mimi_encoder",
+        "sew",
         "bart",
         "clip",
         "convnext",
