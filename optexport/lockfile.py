@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -64,10 +65,14 @@ def make(config: Config, folder: Path, loaded: Loaded, versions: Mapping[str, st
 def write(lock: Lock, config: Path) -> Path:
     """Writes a lock beside its config, in place of the one that is there."""
     path = lock_path(config)
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        path.write_text(json.dumps(lock.model_dump(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(lock.model_dump(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        draft.replace(path)
     except OSError as error:
         raise ConfigError(f"it cannot be written: {error}", place=str(path)) from error
+    finally:
+        draft.unlink(missing_ok=True)
     return path
 
 

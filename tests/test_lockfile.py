@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from click.testing import Result
 
 from optexport import lockfile
 from optexport.config import parse_config
+from optexport.errors import ConfigError
 from optexport.lockfile import Lock
 from tests.calling import CliRunner, cli, message
 
@@ -116,3 +118,18 @@ def test_a_model_of_the_hub_is_loaded_at_the_revision_that_was_locked(tmp_path: 
     assert lockfile.pinned(config, lock, tmp_path).model.revision == "abc123"
     (tmp_path / "org" / "name").mkdir(parents=True)  # now a folder, which has no revisions
     assert lockfile.pinned(config, lock, tmp_path).model.revision is None
+
+
+def test_a_lock_that_cannot_be_written_whole_leaves_the_one_before(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    lock = Lock(versions={"torch": "1"}, revision=None, weights_sha256="0" * 64, files={})
+    lockfile.write(lock, config)
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            lockfile.write(lock.model_copy(update={"versions": {"torch": "2"}}), config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    assert lockfile.read(config) == lock
+    assert [path.name for path in tmp_path.iterdir()] == [lockfile.lock_path(config).name]
