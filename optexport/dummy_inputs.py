@@ -14,7 +14,7 @@ from optexport.dummy_media import BATCH, MEDIA, Maker, find
 from optexport.dummy_vision_text import with_image_tokens
 from optexport.errors import OptexportError, TraceError, first_line
 from optexport.positions import most_tokens
-from optexport.transformers_exporters import computed_outside, no_cache, quiet
+from optexport.transformers_exporters import computed_outside, one_pass, quiet
 
 Batch = dict[str, torch.Tensor]
 
@@ -145,7 +145,7 @@ def _computed_outside(model: nn.Module, batch: Batch) -> Batch:
 def _why_refused(model: nn.Module, batch: Batch) -> Exception | None:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # which running it may change
     try:
-        with torch.no_grad(), no_cache(model), quiet(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), one_pass(model), quiet(), torch.random.fork_rng(devices=[]):
             torch.func.functional_call(model, buffers, (), {name: tensor.clone() for name, tensor in batch.items()})
     except OptexportError:
         raise

@@ -17,7 +17,7 @@ from optexport.runtimes import Run
 from optexport.signature import Batch, as_arguments, flatten_outputs
 from optexport.trace import Traced, check_no_vmap, trace
 from optexport.transformations import KeepOutputs
-from optexport.transformers_exporters import no_cache
+from optexport.transformers_exporters import one_pass
 
 
 def trace_original(job: Job) -> tuple[Traced, Call]:
@@ -29,7 +29,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
 
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
-        with no_cache(model):
+        with one_pass(model):
             outputs = flatten_outputs(model(**as_arguments(copied))).values()
         names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
         named = dict(zip(names, outputs, strict=True))

@@ -260,7 +260,7 @@ def _export(
         hints = {name: {axis: axes[axis] for axis in free[name] if axis in axes} for name, axes in hints.items()}
     shapes = as_arguments(hints)
     try:
-        with transformers_exporters.exporting(), transformers_exporters.no_cache(model), SizesWatched():
+        with transformers_exporters.exporting(), transformers_exporters.one_pass(model), SizesWatched():
             if transformers_exporters.holds_transformers(model):
                 _check_complete(model, example)
                 return transformers_exporters.export_program(model, as_arguments(example), shapes)

@@ -299,19 +299,19 @@ def fuse_for_onnxruntime(model: onnx_ir.Model) -> None:
 
 
 @contextlib.contextmanager
-def no_cache(model: torch.nn.Module) -> Iterator[None]:
-    """Within it, generative models return no key/value cache: one forward pass is exported, not a decoding loop."""
+def one_pass(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, models return neither a key/value cache nor a loss: one forward pass is exported, and no decoding."""
     configs = [c for child in model.modules() if (c := getattr(child, "config", None)) is not None]
     changed = []
-    for config in configs:
-        if getattr(config, "use_cache", False):
-            changed.append(config)
-            config.use_cache = False
+    for config, flag in itertools.product(configs, ("use_cache", "return_loss")):
+        if getattr(config, flag, False):
+            changed.append((config, flag))
+            setattr(config, flag, False)
     try:
         yield
     finally:
-        for config in changed:
-            config.use_cache = True
+        for config, flag in changed:
+            setattr(config, flag, True)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from optexport.job import preset
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.trace import trace
 from optexport.transform import transform
-from optexport.transformers_exporters import no_cache
+from optexport.transformers_exporters import one_pass
 from tests import models
 
 NAMES = ("albert", "bert", "llama", "resnet", "t5", "vit")
@@ -104,7 +104,7 @@ def pt2_file(name: str) -> Path:
 
 def eager(made: Prepared, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the model itself computes, by output name."""
-    with torch.no_grad(), no_cache(made.model):
+    with torch.no_grad(), one_pass(made.model):
         outputs = flatten_outputs(made.model(**{name: tensor.clone() for name, tensor in batch.items()}))
     return {name: value.detach() for name, value in zip(made.signature.output_names, outputs.values(), strict=True)}
 

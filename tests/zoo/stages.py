@@ -24,7 +24,7 @@ from optexport.proof.suspects import Suspects
 from optexport.proof.vocabulary import vocabularies
 from optexport.sources import Loaded
 from optexport.transform import transform
-from optexport.transformers_exporters import no_cache, quiet
+from optexport.transformers_exporters import one_pass, quiet
 from optexport.writer import Writer
 from tests.zoo.shrinking import NotBuiltError, candidates
 
@@ -106,7 +106,7 @@ def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
                 model.config.image_size = _IMAGE_SIDE
             try:
                 inputs = dummy_inputs(model)
-                with torch.no_grad(), no_cache(model), quiet():
+                with torch.no_grad(), one_pass(model), quiet():
                     model(**{name: tensor.clone() for name, tensor in inputs.items()})
             except Exception as error:  # the model's own code may raise anything
                 problems.append(f"{setting}: {type(error).__name__}: {error}"[:400])
