@@ -157,10 +157,8 @@ def export_program(
     had_forward = "forward" in vars(model)
     # The exporter adds them to the inputs, and wants every input named.
     unused = {name: None for name, value in computed_outside(model, inputs).items() if value is None}
-    # Masks that are made under torch.vmap would leave calls of it in the graph, which no format holds.
-    masks = (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion)
     try:
-        with quiet(), _utils.patch_attributes([masks, *_PATCHES]):
+        with quiet(), _utils.patch_attributes(_PATCHES):
             exporter = DynamoExporter()
             program: ExportedProgram = exporter.export(
                 model,  # type: ignore[arg-type]  # typed for its own models, and made for modules that hold one too
@@ -222,8 +220,14 @@ def _of_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
     return {**functions, "sdpa": patched}
 
 
-# What stops a trace, and is the same without.
-_PATCHES = [(torch.nn.Module, "to", _unless_it_is), (AttentionInterface, "_global_mapping", _of_unknown_length)]
+# What stops a trace, or leaves calls in it which no format holds; the model computes the same without.
+_PATCHES = [
+    (torch.nn.Module, "to", _unless_it_is),
+    (AttentionInterface, "_global_mapping", _of_unknown_length),
+    # Masks that are made under torch.vmap, and how it has them index tensors.
+    (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
+    (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
+]
 
 
 def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
