@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
 from optexport import transformers_exporters
 from optexport.errors import TraceError
-from optexport.program_shapes import read_signature
+from optexport.program_signature import tensor_inputs
 from optexport.raising import unlift
 from optexport.resizing import resize
-from optexport.signature import Batch, Dynamic, Signature, as_arguments, flatten_outputs
-from optexport.size_guards import Doubt, find_doubts
+from optexport.signature import Batch, Dim, Signature, as_argument, as_arguments, flatten_outputs
+from optexport.size_conditions import candidates, is_broken, is_broken_at
+from optexport.size_guards import Doubt, renaming, said_of_sizes
 
 # A model is run at other sizes only where its inputs hold at most this many times the numbers that they were traced
-# with, or this many numbers.
+# with, or this many numbers. Where the proof alone runs it, it is traced with as many as the proof takes.
 _MOST_TIMES = 4
 _MOST_NUMBERS = 1 << 16
+_MOST_TRACED = 1 << 24
+# A model that goes more ways than this, as one with a loop over a size does, is not followed on all of them.
+_MOST_WAYS = 8
+# The largest size, as torch.export says that there is none.
+_NO_END = 2**31
 # Results of another way differ by more than rounding does; what they differ by in truth is for the proof to tell.
 _TOLERANCE = 0.01
 
@@ -34,12 +43,55 @@ class OtherWays:
     Attributes:
         held_to: Dimensions of which the model computes something else at other sizes, each with what is asserted.
         crossed: What the graph may go on without, since it computes the same there: what is cut, or padded, by nothing.
-        further: Doubts that only a trace at those sizes knows.
+        sizes: One set of sizes of each other way, for the proof to check.
     """
 
     held_to: dict[str, str] = field(default_factory=dict)
     crossed: list[Doubt] = field(default_factory=list)
-    further: list[Doubt] = field(default_factory=list)
+    sizes: list[dict[str, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way that a model goes.
+
+    Attributes:
+        conditions: What its trace takes for so of sizes; the model goes this way wherever they all are.
+        sizes: Of every dimension, those that it was traced at.
+    """
+
+    conditions: tuple[Any, ...]
+    sizes: dict[str, int]
+
+
+def _read_way(program: ExportedProgram, signature: Signature, sizes: dict[str, int]) -> Way:
+    """The way of a trace that was made with other sizes than that which has the signature.
+
+    Args:
+        sizes: Those that the program was traced at.
+    """
+    symbols, fixed = renaming(program, {}, signature.dims)
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    arguments = {argument: placeholders[name].meta["val"] for name, argument in tensor_inputs(program).items()}
+    limits, equal = program.range_constraints, []
+    renamed: dict[Any, Any] = {}
+    for spec in signature.inputs:
+        for wanted, found in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True):
+            if isinstance(wanted, str):
+                size = sum(symbols[name] for name in wanted.split(" + "))
+                expression = sympy.sympify(found.node.expr if isinstance(found, torch.SymInt) else found)
+                if expression.is_Symbol and expression not in fixed:
+                    renamed.setdefault(expression, size)
+                equal.append((expression, size))
+    conditions = [sympy.Eq(expression.xreplace(fixed | renamed), size) for expression, size in equal]
+    for symbol, size in renamed.items():
+        if symbol in limits:  # 2 is what torch.export takes for the least of every size
+            conditions += [size >= limits[symbol].lower] if limits[symbol].lower > 2 else []
+            conditions += [size <= limits[symbol].upper] if limits[symbol].upper < _NO_END else []
+    asserted = (expression for expression, in_doubt in said_of_sizes(program) if in_doubt is is_broken)
+    conditions += [expression.xreplace(fixed | renamed) for expression in asserted]
+    known = set(symbols.values())
+    return Way(tuple(dict.fromkeys(c for c in conditions if c.free_symbols and c.free_symbols <= known)), sizes)
 
 
 def find_other_ways(
@@ -48,39 +100,43 @@ def find_other_ways(
     program: ExportedProgram,
     signature: Signature,
     doubts: Sequence[Doubt],
-    dynamic: Dynamic | None,
     export: Callable[[Batch], ExportedProgram],
 ) -> OtherWays:
     """Runs a model at sizes at which its trace asserts what is not so, and the graph as if it were.
+
+    It is traced there too, which tells at which sizes it goes the same way, until no sizes are found of which no trace
+    tells. Where that cannot be, the graph goes on refusing.
 
     Args:
         export: Traces the model with a batch.
     """
     found, traced = OtherWays(), signature.sizes(example)
-    most = max(_MOST_TIMES, _MOST_NUMBERS / max(1, sum(tensor.numel() for tensor in example.values())))
-    graph = _without_assertions(program)
-    for doubt in doubts:
-        sizes = doubt.sizes[0]
-        if doubt.is_exclusion:
-            found.crossed.append(doubt)
-            continue
-        if not doubt.is_asserted or math.prod(max(size / traced[name], 1) for name, size in sizes.items()) > most:
-            continue
-        batch = resize(example, signature, sizes)
-        want = outcome(model, batch)
-        if isinstance(want, Exception):
-            continue  # what the model itself does not take, its graph may refuse
-        if not _agree(outcome(graph, batch), want):
-            found.held_to |= {name: str(doubt.expression) for name, size in sizes.items() if size != traced[name]}
-            continue
-        try:
-            other = export(batch)
-        except TraceError:
-            continue  # what it does there is not known, and the graph goes on refusing it
-        names, _, symbols = read_signature(other, dynamic, example)
-        if names.dims.keys() <= signature.dims.keys():
-            found.further += find_doubts(other, symbols, signature.dims, sizes)
-            found.crossed.append(doubt)
+    numbers = max(1, sum(tensor.numel() for tensor in example.values()))
+    graph, ways = _without_assertions(program), [Way((), traced)]
+    kept: list[Doubt] = []
+    found.crossed = [doubt for doubt in doubts if doubt.is_asserted]
+    while (sizes := _sizes_beyond(found.crossed, kept, ways, signature.dims)) is not None:
+        beyond, way = _founded(found.crossed, sizes), None
+        is_excluded = all(doubt.is_exclusion for doubt in beyond)
+        times = math.prod(max(size / traced[name], 1) for name, size in sizes.items())
+        is_small = times <= max(_MOST_TIMES, _MOST_NUMBERS / numbers)
+        if len(ways) <= _MOST_WAYS and (is_small or (is_excluded and times * numbers <= _MOST_TRACED)):
+            batch = resize(example, signature, sizes)
+            want = outcome(model, batch) if is_small else None
+            # What the model computes where its trace says that it does not come the proof alone tells.
+            if isinstance(want, list) and not is_excluded and not _agree(outcome(graph, batch), want):
+                asserted = beyond[0].expression
+                names = [name for name in map(str, asserted.free_symbols) if sizes[name] != traced[name]]
+                return OtherWays(held_to=dict.fromkeys(names, str(asserted)))
+            if not isinstance(want, Exception):  # what the model itself does not take, its graph may refuse
+                with contextlib.suppress(TraceError):
+                    way = _read_way(export(batch), signature, sizes)
+        if way is not None:
+            ways.append(way)
+            found.sizes.append(sizes)
+        else:
+            kept += beyond
+            found.crossed = [doubt for doubt in found.crossed if doubt not in beyond]
     return found
 
 
@@ -108,6 +164,45 @@ def _agree(got: list[torch.Tensor] | Exception, want: list[torch.Tensor]) -> boo
 
 
 def _is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return got.shape == want.shape and torch.allclose(
+    kinds = [(tensor.dtype, tensor.layout, tensor.shape) for tensor in (got, want)]
+    return kinds[0] == kinds[1] and torch.allclose(
         got.double(), want.double(), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
     )
+
+
+def _sizes_beyond(
+    doubts: Sequence[Doubt], kept: Sequence[Doubt], ways: Sequence[Way], dims: Mapping[str, Dim]
+) -> dict[str, int] | None:
+    """Sizes at which a doubt is founded, and that no way is known to hold at; None where none are found.
+
+    Those at which a single doubt is founded come first.
+
+    Args:
+        kept: Doubts at whose sizes nothing need be known.
+        ways: The first is that of the trace that the doubts are about.
+    """
+    own, *others = ways
+
+    def tried() -> Iterator[dict[str, int]]:
+        yield from (sizes for doubt in doubts for sizes in doubt.sizes)
+        about = [(doubt.expression, own.sizes) for doubt in doubts]
+        about += [(condition, way.sizes) for way in others for condition in way.conditions]
+        for condition, around in about:
+            free = sorted(symbol.name for symbol in condition.free_symbols)
+            yield from ({**around, **sizes} for sizes in candidates(condition, free, dims, around))
+
+    def is_beyond(sizes: dict[str, int], *, most: int) -> bool:
+        return (
+            0 < len(_founded(doubts, sizes)) <= most
+            and not _founded(kept, sizes)
+            and all(any(is_broken_at(condition, sizes) for condition in way.conditions) for way in others)
+        )
+
+    if not doubts:
+        return None
+    return next((sizes for most in (1, len(doubts)) for sizes in tried() if is_beyond(sizes, most=most)), None)
+
+
+def _founded(doubts: Sequence[Doubt], sizes: Mapping[str, int]) -> list[Doubt]:
+    """The doubts in what is not so at some sizes."""
+    return [doubt for doubt in doubts if is_broken_at(doubt.expression, sizes)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._sympy.functions import FloorDiv, PythonMod, ToFloat, TruncToInt
 
-from optexport import size_guards
+from optexport import export, size_conditions
 from optexport.errors import ParityError, TraceError
 from optexport.signature import Dim
 from optexport.trace import trace
@@ -88,10 +88,10 @@ def test_a_divisor_of_a_size_does_not_fix_it() -> None:
 def test_a_function_that_is_no_arithmetic_is_never_called() -> None:
     rows = sympy.Symbol("rows", integer=True, positive=True)
     for name in ("exit", "open", "eval", "__import__"):
-        assert size_guards._evaluator(sympy.Eq(sympy.Function(name)(rows), 4)) is None
+        assert size_conditions._evaluator(sympy.Eq(sympy.Function(name)(rows), 4)) is None
         branch = sympy.Or(rows > 60, sympy.Eq(sympy.Function(name)(rows), 4))
-        assert not size_guards._broken(branch, {rows: 61})
-        assert not size_guards._broken(branch, {rows: 1}), "nothing is known to break"
+        assert not size_conditions.is_broken(branch, {rows: 61})
+        assert not size_conditions.is_broken(branch, {rows: 1}), "nothing is known to break"
 
 
 BATCH, ROWS = (sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "my rows"))
@@ -119,7 +119,7 @@ def test_a_condition_on_sizes_breaks_where_sympy_says_so(condition: Any) -> None
 
     for batch, rows in itertools.product(range(1, 24), repeat=2):
         sizes = {BATCH: batch, ROWS: rows}
-        assert size_guards._broken(condition, sizes) == by_sympy(sizes)
+        assert size_conditions.is_broken(condition, sizes) == by_sympy(sizes)
 
 
 def _doubled_at(condition: Callable[[int, int], bool]) -> nn.Module:
@@ -194,15 +194,79 @@ def _filled_up(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x + pairs.sum(dim=(1, 2), keepdim=True)
 
 
-@pytest.mark.parametrize("careless", [False, True], ids=["no further way", "a way further on"])
-def test_an_assertion_goes_where_the_model_runs_on_and_ways_beyond_it_are_in_doubt(careless: bool) -> None:
+def test_an_assertion_goes_where_the_model_runs_on_unless_a_way_beyond_it_computes_something_else() -> None:
     model = Program(_filled_up).eval()
-    model.careless = careless  # type: ignore[assignment]
-    x = torch.linspace(-1, 1, 2 * 3 * 9).reshape(2, 3, 9)
-    traced = trace(model, {"x": x}, {"x": {0: "batch", 2: Dim("length", 2, 64)}})
-    lengths = {sizes["length"] for sizes in traced.doubtful}
-    assert any(length % 2 == 0 for length in lengths)
-    assert (34 in lengths) == careless
+    x, dynamic = torch.linspace(-1, 1, 2 * 3 * 9).reshape(2, 3, 9), {"x": {0: "batch", 2: Dim("length", 2, 64)}}
+    model.careless = False  # type: ignore[assignment]
+    traced = trace(model, {"x": x}, dynamic)
+    assert any(sizes["length"] % 2 == 0 for sizes in traced.doubtful)
     for length in (8, 11, 30):
         batch = torch.randn(2, 3, length)
         torch.testing.assert_close(traced.graph_module(batch), model(batch))
+    model.careless = True  # type: ignore[assignment]
+    with pytest.raises(TraceError, match="length"):
+        trace(model, {"x": x}, dynamic)
+
+
+def _doubled_by_turns(rows: int) -> int:
+    """Goes the same way by three conditions, and another by the fourth."""
+    if rows % 2 == 0 or rows % 3 == 0:
+        return 1
+    return 2 if rows % 5 == 0 else 1
+
+
+def _loops(rows: int) -> int:
+    """Counts in Python where the size is odd, so that each odd size has a trace of its own."""
+    return 1 if rows % 2 == 0 else 1 + (sum(1 for _ in range(rows)) == 15)
+
+
+@pytest.mark.parametrize(
+    ("times", "traced_at"),
+    [
+        (_doubled_by_turns, 8),
+        (lambda rows: (2 if rows % 9 == 0 else 1) if rows % 3 == 0 else 1, 7),
+        (_loops, 8),
+    ],
+    ids=["beyond three conditions", "within what is excluded", "a trace for each size"],
+)
+def test_an_assertion_stays_or_is_refused_unless_all_ways_beyond_it_are_known(
+    times: Callable[[int], int], traced_at: int, tmp_path: Path
+) -> None:
+    model = randomise(Program(lambda m, x: m.norm(x) * times(x.shape[1]), norm=nn.LayerNorm(4)))
+    with pytest.raises((TraceError, ParityError), match="rows"):
+        quick(model, {"x": torch.randn(2, traced_at, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 48)}})
+
+
+@pytest.mark.parametrize(
+    "other", [lambda y: y.to_sparse(), lambda y: torch.complex(y, y), lambda y: y.double(), lambda y: "none"]
+)
+def test_another_kind_of_result_at_other_sizes_is_another_way(other: Callable[[torch.Tensor], Any]) -> None:
+    model = randomise(
+        Program(lambda m, x: m.norm(x) if x.shape[1] % 2 == 0 else other(m.norm(x)), norm=nn.LayerNorm(4))
+    )
+    with pytest.raises(TraceError, match="traced at rows 8 the model goes a way that holds only where"):
+        trace(model, {"x": torch.randn(2, 8, 4)}, {"x": {0: "batch", 1: "rows"}})
+    assert trace(model, {"x": torch.randn(2, 8, 4)}).signature.inputs[0].shape == ("batch", 8, 4)
+
+
+def test_a_range_that_nobody_declared_ends_just_before_what_no_tried_size_is_next_to() -> None:
+    traced = trace(_doubled_at(lambda _, rows: 3 * rows > 2000), {"x": torch.randn(3, 20, 4)})
+    assert traced.signature.dims["x_1"].max == 666
+
+
+def test_what_the_model_or_a_program_refuses_the_file_goes_on_refusing(tmp_path: Path) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[1] != 16)
+        return m.norm(x)
+
+    model = randomise(Program(forward, norm=nn.LayerNorm(4)))
+    x, auto = torch.randn(2, 8, 4), torch.export.Dim.AUTO
+    program = torch.export.export(
+        model, (), {"x": x}, dynamic_shapes={"x": {1: auto}}, prefer_deferred_runtime_asserts_over_guards=True
+    )
+    for number, source in enumerate((model, program)):
+        export(source, {"x": x}, tmp_path / str(number), formats=["pt2"], transformations=[])
+        loaded = torch.export.load(tmp_path / str(number) / "model.pt2").module()
+        torch.testing.assert_close(loaded(x=x.repeat(1, 3, 1))[0], model(x.repeat(1, 3, 1)))
+        with pytest.raises(RuntimeError, match="Ne"):
+            loaded(x=x.repeat(1, 2, 1))
