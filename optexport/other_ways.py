@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ _MOST_WAYS = 8
 _NO_END = 2**31
 # Results of another way differ by more than rounding does; what they differ by in truth is for the proof to tell.
 _TOLERANCE = 0.01
+# Those of the same way run again by no more than this.
+_REPEATED = 1e-6
 
 
 @dataclass
@@ -51,24 +53,11 @@ class OtherWays:
     sizes: list[dict[str, int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way that a model goes.
-
-    Attributes:
-        conditions: What its trace takes for so of sizes; the model goes this way wherever they all are.
-        sizes: Of every dimension, those that it was traced at.
-    """
-
-    conditions: tuple[Any, ...]
-    sizes: dict[str, int]
-
-
-def _read_way(program: ExportedProgram, signature: Signature, sizes: dict[str, int]) -> Way:
-    """The way of a trace that was made with other sizes than that which has the signature.
+def _conditions(program: ExportedProgram, signature: Signature) -> list[Any]:
+    """What a trace takes for so of sizes, in the names of dimensions; wherever it is, the model goes the same way.
 
     Args:
-        sizes: Those that the program was traced at.
+        signature: That of another trace, whose sizes may be fixed or tied in this one.
     """
     symbols, fixed = renaming(program, {}, signature.dims)
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
@@ -91,7 +80,7 @@ def _read_way(program: ExportedProgram, signature: Signature, sizes: dict[str, i
     asserted = (expression for expression, in_doubt in said_of_sizes(program) if in_doubt is is_broken)
     conditions += [expression.xreplace(fixed | renamed) for expression in asserted]
     known = set(symbols.values())
-    return Way(tuple(dict.fromkeys(c for c in conditions if c.free_symbols and c.free_symbols <= known)), sizes)
+    return [condition for condition in conditions if condition.free_symbols and condition.free_symbols <= known]
 
 
 def find_other_ways(
@@ -112,15 +101,16 @@ def find_other_ways(
     """
     found, traced = OtherWays(), signature.sizes(example)
     numbers = max(1, sum(tensor.numel() for tensor in example.values()))
-    graph, ways = _without_assertions(program), [Way((), traced)]
-    kept: list[Doubt] = []
+    graph, kept = _without_assertions(program), list[Doubt]()
     found.crossed = [doubt for doubt in doubts if doubt.is_asserted]
-    while (sizes := _sizes_beyond(found.crossed, kept, ways, signature.dims)) is not None:
+    tried = _Tried(signature.dims, traced)
+    tried.add([doubt.expression for doubt in found.crossed], traced)
+    while (sizes := tried.beyond(found.crossed, kept)) is not None:
         beyond, way = _founded(found.crossed, sizes), None
         is_excluded = all(doubt.is_exclusion for doubt in beyond)
         times = math.prod(max(size / traced[name], 1) for name, size in sizes.items())
         is_small = times <= max(_MOST_TIMES, _MOST_NUMBERS / numbers)
-        if len(ways) <= _MOST_WAYS and (is_small or (is_excluded and times * numbers <= _MOST_TRACED)):
+        if len(tried.ways) < _MOST_WAYS and (is_small or (is_excluded and times * numbers <= _MOST_TRACED)):
             batch = resize(example, signature, sizes)
             want = outcome(model, batch) if is_small else None
             # What the model computes where its trace says that it does not come the proof alone tells.
@@ -128,11 +118,13 @@ def find_other_ways(
                 asserted = beyond[0].expression
                 names = [name for name in map(str, asserted.free_symbols) if sizes[name] != traced[name]]
                 return OtherWays(held_to=dict.fromkeys(names, str(asserted)))
-            if not isinstance(want, Exception):  # what the model itself does not take, its graph may refuse
+            # What the model itself does not take, or draws random numbers for, its graph may refuse.
+            if want is None or (isinstance(want, list) and _is_repeatable(model, batch, want)):
                 with contextlib.suppress(TraceError):
-                    way = _read_way(export(batch), signature, sizes)
+                    way = _conditions(export(batch), signature)
         if way is not None:
-            ways.append(way)
+            tried.ways.append(way)
+            tried.add(way, sizes)
             found.sizes.append(sizes)
         else:
             kept += beyond
@@ -159,48 +151,65 @@ def _without_assertions(program: ExportedProgram) -> fx.GraphModule:
     return graph_module
 
 
-def _agree(got: list[torch.Tensor] | Exception, want: list[torch.Tensor]) -> bool:
-    return not isinstance(got, Exception) and len(got) == len(want) and all(map(_is_close, got, want))
+def _is_repeatable(model: nn.Module, batch: Batch, first: list[torch.Tensor]) -> bool:
+    with torch.random.fork_rng(devices=[]):
+        torch.seed()
+        return _agree(outcome(model, batch), first, _REPEATED)
 
 
-def _is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    kinds = [(tensor.dtype, tensor.layout, tensor.shape) for tensor in (got, want)]
-    return kinds[0] == kinds[1] and torch.allclose(
-        got.double(), want.double(), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
-    )
-
-
-def _sizes_beyond(
-    doubts: Sequence[Doubt], kept: Sequence[Doubt], ways: Sequence[Way], dims: Mapping[str, Dim]
-) -> dict[str, int] | None:
-    """Sizes at which a doubt is founded, and that no way is known to hold at; None where none are found.
-
-    Those at which a single doubt is founded come first.
-
-    Args:
-        kept: Doubts at whose sizes nothing need be known.
-        ways: The first is that of the trace that the doubts are about.
-    """
-    own, *others = ways
-
-    def tried() -> Iterator[dict[str, int]]:
-        yield from (sizes for doubt in doubts for sizes in doubt.sizes)
-        about = [(doubt.expression, own.sizes) for doubt in doubts]
-        about += [(condition, way.sizes) for way in others for condition in way.conditions]
-        for condition, around in about:
-            free = sorted(symbol.name for symbol in condition.free_symbols)
-            yield from ({**around, **sizes} for sizes in candidates(condition, free, dims, around))
-
-    def is_beyond(sizes: dict[str, int], *, most: int) -> bool:
-        return (
-            0 < len(_founded(doubts, sizes)) <= most
-            and not _founded(kept, sizes)
-            and all(any(is_broken_at(condition, sizes) for condition in way.conditions) for way in others)
+def _agree(got: list[torch.Tensor] | Exception, want: list[torch.Tensor], tolerance: float = _TOLERANCE) -> bool:
+    def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+        kinds = [(tensor.dtype, tensor.layout, tensor.shape) for tensor in (one, other)]
+        return kinds[0] == kinds[1] and torch.allclose(
+            one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True
         )
 
-    if not doubts:
-        return None
-    return next((sizes for most in (1, len(doubts)) for sizes in tried() if is_beyond(sizes, most=most)), None)
+    return not isinstance(got, Exception) and len(got) == len(want) and all(map(is_close, got, want))
+
+
+class _Tried:
+    """Sizes that are looked at, and the ways that are known of, each by the conditions that hold on it."""
+
+    def __init__(self, dims: Mapping[str, Dim], traced: Mapping[str, int]) -> None:
+        self.ways: list[Sequence[Any]] = []
+        self._dims = dims
+        self._traced = traced
+        self._looked_at: set[tuple[int, ...]] = set()
+        self._conditions: set[Any] = set()
+        self._open: list[dict[str, int]] = []
+
+    def add(self, conditions: Sequence[Any], around: Mapping[str, int]) -> None:
+        """Has sizes looked at that conditions may tell apart, about those of a trace."""
+        for condition in dict.fromkeys(condition for condition in conditions if condition not in self._conditions):
+            self._conditions.add(condition)
+            free = sorted(symbol.name for symbol in condition.free_symbols)
+            for sizes in candidates(condition, free, self._dims, around):
+                every = {**around, **sizes}
+                if (key := tuple(every.values())) not in self._looked_at:
+                    self._looked_at.add(key)
+                    self._open.append(every)
+
+    def beyond(self, doubts: Sequence[Doubt], kept: Sequence[Doubt]) -> dict[str, int] | None:
+        """Sizes at which a doubt is founded, and that lie on no way; None where none are found.
+
+        Args:
+            doubts: None that were not among them the last time.
+            kept: Doubts at whose sizes nothing need be known.
+        """
+        self._open = [
+            sizes
+            for sizes in self._open
+            if _founded(doubts, sizes)
+            and not _founded(kept, sizes)
+            and all(any(is_broken_at(condition, sizes) for condition in way) for way in self.ways)
+        ]
+
+        def rank(sizes: Mapping[str, int]) -> tuple[int, int]:
+            # Of a single doubt it is known that it is to blame; next to the traced sizes models run.
+            far = sum(abs(size - self._traced[name]) for name, size in sizes.items())
+            return len(_founded(doubts, sizes)), far
+
+        return min(self._open, key=rank, default=None)
 
 
 def _founded(doubts: Sequence[Doubt], sizes: Mapping[str, int]) -> list[Doubt]:

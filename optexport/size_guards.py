@@ -8,7 +8,6 @@ another in float32, in which ONNX computes it, than in float64, in which Python 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -166,24 +165,48 @@ def drop_doubts(
         _drop(program, lambda expression: expression.xreplace(renamed) in doubted)
 
 
-def drop_own_exclusions(program: ExportedProgram, graph: fx.Graph) -> None:
-    """Takes out, in place, what the export of a graph asserts sizes not to be, unless the graph asserts such itself.
+def drop_own_exclusions(program: ExportedProgram, graph_module: fx.GraphModule) -> None:
+    """Takes out, in place, what the export of a graph asserts sizes not to be, and the graph itself does not.
 
     A graph goes no other way at any size: what operators compute decides, and not what they look at to choose strides.
+    What it asserts itself are sizes that a model does not take, or at which nobody knows what it does.
     """
-    asserted = [node.args[0] for node in graph.find_nodes(op="call_function", target=_ASSERTION)]
-    if any(isinstance(node, fx.Node) and node.target in (operator.ne, torch.sym_not) for node in asserted):
-        return  # a size that the model does not take, or at which nothing tells what it does
-    _drop(program, lambda expression: _is_exclusion(expression) and not free_unbacked_symbols(expression))
+    own = [value for value, _ in _asserted(graph_module.graph)]
+    if not all(isinstance(value, torch.SymBool) for value in own):
+        return  # a graph that came without the sizes of its tensors
+    shapes = _shapes(graph_module.graph)  # a program takes its parameters first
+    renamed = {
+        before.node.expr: after.node.expr
+        for one, other in zip(reversed(shapes), reversed(_shapes(program.graph)), strict=False)
+        for before, after in zip(one, other, strict=True)
+        if isinstance(before, torch.SymInt) and isinstance(after, torch.SymInt)
+    }
+    kept = {value.node.expr.xreplace(renamed) for value in own}
+    _drop(
+        program,
+        lambda expression: (
+            _is_exclusion(expression) and expression not in kept and not free_unbacked_symbols(expression)
+        ),
+    )
 
 
 def _drop(program: ExportedProgram, is_dropped: Callable[[Any], bool]) -> None:
-    for node in list(program.graph.find_nodes(op="call_function", target=_ASSERTION)):
-        asserted = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    for asserted, node in list(_asserted(program.graph)):
         if isinstance(asserted, torch.SymBool) and is_dropped(asserted.node.expr):
             program.graph.erase_node(node)
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
+
+
+def _asserted(graph: fx.Graph) -> Iterator[tuple[Any, fx.Node]]:
+    """The conditions that a graph asserts, as far as they are known, each with the node that does."""
+    for node in graph.find_nodes(op="call_function", target=_ASSERTION):
+        if isinstance(node.args[0], fx.Node):
+            yield node.args[0].meta.get("val"), node
+
+
+def _shapes(graph: fx.Graph) -> list[Any]:
+    return [getattr(node.meta.get("val"), "shape", ()) for node in graph.find_nodes(op="placeholder")]
 
 
 def _is_exclusion(expression: Any) -> bool:
@@ -196,7 +219,9 @@ def renaming(
     """A symbol for each dimension, and what takes the place of the program's own: these, and sizes that are fixed."""
     symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
     fixed = {symbol: limits.lower for symbol, limits in program.range_constraints.items() if limits.is_singleton()}
-    return symbols, fixed | {symbol: symbols[name] for symbol, name in names.items() if name in symbols}
+    sizes = {symbol: name.split(" + ") for symbol, name in names.items()}  # an axis may be a sum of dimensions
+    named = {symbol: sum(symbols[name] for name in size) for symbol, size in sizes.items() if symbols.keys() >= {*size}}
+    return symbols, fixed | named
 
 
 _InDoubt = Callable[[Any, dict[sympy.Symbol, int]], bool]
@@ -217,12 +242,11 @@ def _doubts(
 def said_of_sizes(program: ExportedProgram) -> Iterator[tuple[Any, _InDoubt]]:
     """What a program asserts of sizes, and sizes that are computed as fractions, in the symbols of torch."""
     fractions: dict[Any, None] = {}
+    for asserted, _ in _asserted(program.graph):
+        if isinstance(asserted, torch.SymBool):
+            yield asserted.node.expr, is_broken
     for node in program.graph.nodes:
         value = node.meta.get("val")
-        if node.target is _ASSERTION and isinstance(node.args[0], fx.Node):
-            asserted = node.args[0].meta.get("val")
-            if isinstance(asserted, torch.SymBool):
-                yield asserted.node.expr, is_broken
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt) and size.node.expr.atoms(*_FLOATS):
                 fractions[size.node.expr] = None

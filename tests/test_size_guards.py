@@ -17,7 +17,7 @@ from optexport import export, size_conditions
 from optexport.errors import ParityError, TraceError
 from optexport.signature import Dim
 from optexport.trace import trace
-from tests.exports import quick
+from tests.exports import quick, run
 from tests.models import randomise
 from tests.transformations.programs import Program
 
@@ -270,3 +270,46 @@ def test_what_the_model_or_a_program_refuses_the_file_goes_on_refusing(tmp_path:
         torch.testing.assert_close(loaded(x=x.repeat(1, 3, 1))[0], model(x.repeat(1, 3, 1)))
         with pytest.raises(RuntimeError, match="Ne"):
             loaded(x=x.repeat(1, 2, 1))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ways_by_the_sum_of_two_sizes_are_found(times: int, tmp_path: Path) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+            keys = torch.cat([past, x], 1)
+            scores = x @ keys.transpose(1, 2) + mask[:, None]
+            return (scores if mask.shape[1] % 2 == 0 else scores * times).softmax(-1) @ keys
+
+    model = Attention()
+    batch = {"x": torch.randn(2, 4, 4), "mask": torch.randn(2, 8), "past": torch.randn(2, 4, 4)}
+    dynamic = {
+        "x": {0: "batch", 1: Dim("sequence", 1, 8)},
+        "mask": {0: "batch", 1: "past + sequence"},
+        "past": {0: "batch", 1: Dim("past", 1, 8)},
+    }
+    if times == 2:
+        with pytest.raises(TraceError, match=r"past \+ sequence"):
+            trace(model, batch, dynamic)
+        return
+    result = quick(model, batch, tmp_path / "bundle", dynamic=dynamic)
+    odd = {"x": torch.randn(3, 5, 4), "mask": torch.randn(3, 7), "past": torch.randn(3, 2, 4)}
+    torch.testing.assert_close(run(result, **odd)["output"], model(**odd))
+
+
+def test_a_model_that_pads_to_a_multiple_is_exported_for_sizes_without_padding_too(tmp_path: Path) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        missing = (8 - x.shape[1] % 8) % 8
+        y = nn.functional.pad(m.norm(x), (0, 0, 0, missing)) if missing else m.norm(x)
+        return y.reshape(y.shape[0], -1, 8, 4).softmax(2).reshape(y.shape[0], -1, 4)[:, : x.shape[1]]
+
+    model, dynamic = randomise(Program(forward, norm=nn.LayerNorm(4))), {"x": {0: "batch", 1: Dim("rows", 1, 48)}}
+    result = quick(model, {"x": torch.randn(2, 9, 4)}, tmp_path / "bundle", dynamic=dynamic)
+    for rows in (1, 8, 16, 23):
+        x = torch.randn(3, rows, 4)
+        torch.testing.assert_close(run(result, x=x)["output"], model(x))
+
+
+def test_a_way_that_draws_random_numbers_is_not_taken_for_the_traced_one(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2 if x.shape[1] % 2 == 0 else x * 2 + torch.rand(x.shape) * 1e-3)
+    with pytest.raises(ParityError, match="rows"):
+        quick(model, {"x": torch.randn(2, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 20)}})
