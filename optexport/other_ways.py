@@ -204,10 +204,10 @@ class _Tried:
             and all(any(is_broken_at(condition, sizes) for condition in way) for way in self.ways)
         ]
 
-        def rank(sizes: Mapping[str, int]) -> tuple[int, int]:
-            # Of a single doubt it is known that it is to blame; next to the traced sizes models run.
-            far = sum(abs(size - self._traced[name]) for name, size in sizes.items())
-            return len(_founded(doubts, sizes)), far
+        def rank(sizes: Mapping[str, int]) -> tuple[int, int, int]:
+            # Of a single doubt, and a single size, it is known that it is to blame; next to the traced ones models run.
+            steps = [abs(size - self._traced[name]) for name, size in sizes.items()]
+            return len(_founded(doubts, sizes)), sum(map(bool, steps)), sum(steps)
 
         return min(self._open, key=rank, default=None)
 
