@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
+from sympy.logic.boolalg import Boolean
 from torch.utils._sympy.printers import PythonPrinter
 
 from optexport.signature import Dim
@@ -96,7 +97,7 @@ def _products(expression: Any) -> list[int]:
 def sizes_to_try(dim: Dim, expression: Any) -> list[int]:
     """Sizes of a dimension at which an expression is looked at, in order."""
     most = LARGEST if dim.max is None else dim.max
-    every = _ALL_DECLARED_UP_TO if dim.max is not None and expression.is_Boolean else _ALL_UP_TO
+    every = _ALL_DECLARED_UP_TO if dim.max is not None and isinstance(expression, Boolean) else _ALL_UP_TO
     near = {product * times + step for product in _products(expression) for times in (1, 2) for step in (-1, 0, 1)}
     tried = {*range(1, every + 1), *(2**power + step for power in range(9, 31) for step in (-1, 0, 1)), *near}
     ends = set() if dim.max is None else {dim.max}

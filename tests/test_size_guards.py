@@ -226,15 +226,16 @@ def _loops(rows: int) -> int:
         (_doubled_by_turns, 8),
         (lambda rows: (2 if rows % 9 == 0 else 1) if rows % 3 == 0 else 1, 7),
         (_loops, 8),
+        (lambda rows: 2 if rows % 2 and rows > 3000 and rows % 7 == 3 else 1, 8),
     ],
-    ids=["beyond three conditions", "within what is excluded", "a trace for each size"],
+    ids=["beyond three conditions", "within what is excluded", "a trace for each size", "at large sizes"],
 )
 def test_an_assertion_stays_or_is_refused_unless_all_ways_beyond_it_are_known(
     times: Callable[[int], int], traced_at: int, tmp_path: Path
 ) -> None:
     model = randomise(Program(lambda m, x: m.norm(x) * times(x.shape[1]), norm=nn.LayerNorm(4)))
     with pytest.raises((TraceError, ParityError), match="rows"):
-        quick(model, {"x": torch.randn(2, traced_at, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 48)}})
+        quick(model, {"x": torch.randn(2, traced_at, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 4000)}})
 
 
 @pytest.mark.parametrize(
