@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
 from optexport import transformers_exporters
 from optexport.errors import TraceError
-from optexport.program_shapes import read_signature
+from optexport.program_signature import tensor_inputs
 from optexport.raising import unlift
 from optexport.resizing import resize
-from optexport.signature import Batch, Dynamic, Signature, as_arguments, flatten_outputs
-from optexport.size_guards import Doubt, find_doubts
+from optexport.signature import Batch, Dim, Signature, as_argument, as_arguments, flatten_outputs
+from optexport.size_conditions import candidates, is_broken, is_broken_at
+from optexport.size_guards import Doubt, renaming, said_of_sizes
 
 # A model is run at other sizes only where its inputs hold at most this many times the numbers that they were traced
-# with, or this many numbers.
+# with, or this many numbers. Where the proof alone runs it, it is traced with as many as the proof takes.
 _MOST_TIMES = 4
 _MOST_NUMBERS = 1 << 16
+_MOST_TRACED = 1 << 24
+# A model that goes more ways than this, as one with a loop over a size does, is not followed on all of them.
+_MOST_WAYS = 8
+# The largest size, as torch.export says that there is none.
+_NO_END = 2**31
 # Results of another way differ by more than rounding does; what they differ by in truth is for the proof to tell.
 _TOLERANCE = 0.01
+# Those of the same way run again by no more than this.
+_REPEATED = 1e-6
 
 
 @dataclass
@@ -34,12 +45,42 @@ class OtherWays:
     Attributes:
         held_to: Dimensions of which the model computes something else at other sizes, each with what is asserted.
         crossed: What the graph may go on without, since it computes the same there: what is cut, or padded, by nothing.
-        further: Doubts that only a trace at those sizes knows.
+        sizes: One set of sizes of each other way, for the proof to check.
     """
 
     held_to: dict[str, str] = field(default_factory=dict)
     crossed: list[Doubt] = field(default_factory=list)
-    further: list[Doubt] = field(default_factory=list)
+    sizes: list[dict[str, int]] = field(default_factory=list)
+
+
+def _conditions(program: ExportedProgram, signature: Signature) -> list[Any]:
+    """What a trace takes for so of sizes, in the names of dimensions; wherever it is, the model goes the same way.
+
+    Args:
+        signature: That of another trace, whose sizes may be fixed or tied in this one.
+    """
+    symbols, fixed = renaming(program, {}, signature.dims)
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    arguments = {argument: placeholders[name].meta["val"] for name, argument in tensor_inputs(program).items()}
+    limits, equal = program.range_constraints, []
+    renamed: dict[Any, Any] = {}
+    for spec in signature.inputs:
+        for wanted, found in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True):
+            if isinstance(wanted, str):
+                size = sum(symbols[name] for name in wanted.split(" + "))
+                expression = sympy.sympify(found.node.expr if isinstance(found, torch.SymInt) else found)
+                if expression.is_Symbol and expression not in fixed:
+                    renamed.setdefault(expression, size)
+                equal.append((expression, size))
+    conditions = [sympy.Eq(expression.xreplace(fixed | renamed), size) for expression, size in equal]
+    for symbol, size in renamed.items():
+        if symbol in limits:  # 2 is what torch.export takes for the least of every size
+            conditions += [size >= limits[symbol].lower] if limits[symbol].lower > 2 else []
+            conditions += [size <= limits[symbol].upper] if limits[symbol].upper < _NO_END else []
+    asserted = (expression for expression, in_doubt in said_of_sizes(program) if in_doubt is is_broken)
+    conditions += [expression.xreplace(fixed | renamed) for expression in asserted]
+    known = set(symbols.values())
+    return [condition for condition in conditions if condition.free_symbols and condition.free_symbols <= known]
 
 
 def find_other_ways(
@@ -48,39 +89,46 @@ def find_other_ways(
     program: ExportedProgram,
     signature: Signature,
     doubts: Sequence[Doubt],
-    dynamic: Dynamic | None,
     export: Callable[[Batch], ExportedProgram],
 ) -> OtherWays:
     """Runs a model at sizes at which its trace asserts what is not so, and the graph as if it were.
+
+    It is traced there too, which tells at which sizes it goes the same way, until no sizes are found of which no trace
+    tells. Where that cannot be, the graph goes on refusing.
 
     Args:
         export: Traces the model with a batch.
     """
     found, traced = OtherWays(), signature.sizes(example)
-    most = max(_MOST_TIMES, _MOST_NUMBERS / max(1, sum(tensor.numel() for tensor in example.values())))
-    graph = _without_assertions(program)
-    for doubt in doubts:
-        sizes = doubt.sizes[0]
-        if doubt.is_exclusion:
-            found.crossed.append(doubt)
-            continue
-        if not doubt.is_asserted or math.prod(max(size / traced[name], 1) for name, size in sizes.items()) > most:
-            continue
-        batch = resize(example, signature, sizes)
-        want = outcome(model, batch)
-        if isinstance(want, Exception):
-            continue  # what the model itself does not take, its graph may refuse
-        if not _agree(outcome(graph, batch), want):
-            found.held_to |= {name: str(doubt.expression) for name, size in sizes.items() if size != traced[name]}
-            continue
-        try:
-            other = export(batch)
-        except TraceError:
-            continue  # what it does there is not known, and the graph goes on refusing it
-        names, _, symbols = read_signature(other, dynamic, example)
-        if names.dims.keys() <= signature.dims.keys():
-            found.further += find_doubts(other, symbols, signature.dims, sizes)
-            found.crossed.append(doubt)
+    numbers = max(1, sum(tensor.numel() for tensor in example.values()))
+    graph, kept = _without_assertions(program), list[Doubt]()
+    found.crossed = [doubt for doubt in doubts if doubt.is_asserted]
+    tried = _Tried(signature.dims, traced)
+    tried.add([doubt.expression for doubt in found.crossed], traced)
+    while (sizes := tried.beyond(found.crossed, kept)) is not None:
+        beyond, way = _founded(found.crossed, sizes), None
+        is_excluded = all(doubt.is_exclusion for doubt in beyond)
+        times = math.prod(max(size / traced[name], 1) for name, size in sizes.items())
+        is_small = times <= max(_MOST_TIMES, _MOST_NUMBERS / numbers)
+        if len(tried.ways) < _MOST_WAYS and (is_small or (is_excluded and times * numbers <= _MOST_TRACED)):
+            batch = resize(example, signature, sizes)
+            want = outcome(model, batch) if is_small else None
+            # What the model computes where its trace says that it does not come the proof alone tells.
+            if isinstance(want, list) and not is_excluded and not _agree(outcome(graph, batch), want):
+                asserted = beyond[0].expression
+                names = [name for name in map(str, asserted.free_symbols) if sizes[name] != traced[name]]
+                return OtherWays(held_to=dict.fromkeys(names, str(asserted)))
+            # What the model itself does not take, or draws random numbers for, its graph may refuse.
+            if want is None or (isinstance(want, list) and _is_repeatable(model, batch, want)):
+                with contextlib.suppress(TraceError):
+                    way = _conditions(export(batch), signature)
+        if way is not None:
+            tried.ways.append(way)
+            tried.add(way, sizes)
+            found.sizes.append(sizes)
+        else:
+            kept += beyond
+            found.crossed = [doubt for doubt in found.crossed if doubt not in beyond]
     return found
 
 
@@ -103,11 +151,67 @@ def _without_assertions(program: ExportedProgram) -> fx.GraphModule:
     return graph_module
 
 
-def _agree(got: list[torch.Tensor] | Exception, want: list[torch.Tensor]) -> bool:
-    return not isinstance(got, Exception) and len(got) == len(want) and all(map(_is_close, got, want))
+def _is_repeatable(model: nn.Module, batch: Batch, first: list[torch.Tensor]) -> bool:
+    with torch.random.fork_rng(devices=[]):
+        torch.seed()
+        return _agree(outcome(model, batch), first, _REPEATED)
 
 
-def _is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return got.shape == want.shape and torch.allclose(
-        got.double(), want.double(), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
-    )
+def _agree(got: list[torch.Tensor] | Exception, want: list[torch.Tensor], tolerance: float = _TOLERANCE) -> bool:
+    def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+        kinds = [(tensor.dtype, tensor.layout, tensor.shape) for tensor in (one, other)]
+        return kinds[0] == kinds[1] and torch.allclose(
+            one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+
+    return not isinstance(got, Exception) and len(got) == len(want) and all(map(is_close, got, want))
+
+
+class _Tried:
+    """Sizes that are looked at, and the ways that are known of, each by the conditions that hold on it."""
+
+    def __init__(self, dims: Mapping[str, Dim], traced: Mapping[str, int]) -> None:
+        self.ways: list[Sequence[Any]] = []
+        self._dims = dims
+        self._traced = traced
+        self._looked_at: set[tuple[int, ...]] = set()
+        self._conditions: set[Any] = set()
+        self._open: list[dict[str, int]] = []
+
+    def add(self, conditions: Sequence[Any], around: Mapping[str, int]) -> None:
+        """Has sizes looked at that conditions may tell apart, about those of a trace."""
+        for condition in dict.fromkeys(condition for condition in conditions if condition not in self._conditions):
+            self._conditions.add(condition)
+            free = sorted(symbol.name for symbol in condition.free_symbols)
+            for sizes in candidates(condition, free, self._dims, around):
+                every = {**around, **sizes}
+                if (key := tuple(every.values())) not in self._looked_at:
+                    self._looked_at.add(key)
+                    self._open.append(every)
+
+    def beyond(self, doubts: Sequence[Doubt], kept: Sequence[Doubt]) -> dict[str, int] | None:
+        """Sizes at which a doubt is founded, and that lie on no way; None where none are found.
+
+        Args:
+            doubts: None that were not among them the last time.
+            kept: Doubts at whose sizes nothing need be known.
+        """
+        self._open = [
+            sizes
+            for sizes in self._open
+            if _founded(doubts, sizes)
+            and not _founded(kept, sizes)
+            and all(any(is_broken_at(condition, sizes) for condition in way) for way in self.ways)
+        ]
+
+        def rank(sizes: Mapping[str, int]) -> tuple[int, int, int]:
+            # Of a single doubt, and a single size, it is known that it is to blame; next to the traced ones models run.
+            steps = [abs(size - self._traced[name]) for name, size in sizes.items()]
+            return len(_founded(doubts, sizes)), sum(map(bool, steps)), sum(steps)
+
+        return min(self._open, key=rank, default=None)
+
+
+def _founded(doubts: Sequence[Doubt], sizes: Mapping[str, int]) -> list[Doubt]:
+    """The doubts in what is not so at some sizes."""
+    return [doubt for doubt in doubts if is_broken_at(doubt.expression, sizes)]

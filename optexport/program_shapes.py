@@ -54,6 +54,8 @@ def read_signature(
             symbol = _free_symbol(program, size)
             if isinstance(size, torch.SymInt) and " + " in str(declared.get(axis)):
                 shape.append(str(declared[axis]))
+                if symbol is not None:
+                    names.setdefault(symbol, str(declared[axis]))
                 continue
             if symbol is None:
                 if axis in declared:
@@ -131,6 +133,8 @@ def _size(program: ExportedProgram, size: int | torch.SymInt, names: Mapping[Any
     expression = size.node.expr.xreplace(fixed)
     if expression.is_Integer:
         return int(expression)
+    if expression in names:
+        return names[expression]
     return re.sub(r"\bs\d+\b", lambda found: _lookup(found.group(), names), str(expression))
 
 
@@ -139,4 +143,5 @@ def _is_fixed(limits: Any) -> bool:
 
 
 def _lookup(symbol: str, names: Mapping[Any, str]) -> str:
-    return next((name for known, name in names.items() if str(known) == symbol), symbol)
+    name = next((name for known, name in names.items() if str(known) == symbol), symbol)
+    return f"({name})" if " + " in name else name

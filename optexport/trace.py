@@ -34,7 +34,7 @@ from optexport.signature import (
     as_arguments,
     named_inputs,
 )
-from optexport.size_guards import Doubt, drop_doubts, find_doubts, held_sizes, within_assertions
+from optexport.size_guards import drop_doubts, find_doubts, held_sizes, within_assertions
 
 logger = logging.getLogger("optexport")
 
@@ -120,33 +120,34 @@ def trace(
     if isinstance(model, ExportedProgram):
         signature, fixed, symbols = _read(program, dynamic, example)
         doubts = find_doubts(program, symbols, signature.dims, signature.sizes(example))
+        doubtful = [sizes for doubt in doubts for sizes in doubt.sizes]
     else:
-        program, signature, fixed, doubts = _settle(model, example, dynamic, program)
-    doubtful = {tuple(sizes.items()): sizes for doubt in doubts for sizes in doubt.sizes}
+        program, signature, fixed, doubtful = _settle(model, example, dynamic, program)
     if isinstance(model, fx.GraphModule):
         graph_module = _copy(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
         graph_module = raise_graph(program)
-    return Traced(graph_module, signature, tuple(f"{axis}{why}" for axis in fixed), tuple(doubtful.values()))
+    unlike = tuple(sizes for index, sizes in enumerate(doubtful) if sizes not in doubtful[:index])
+    return Traced(graph_module, signature, tuple(f"{axis}{why}" for axis in fixed), unlike)
 
 
 def _settle(
     model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, program: ExportedProgram
-) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[Doubt]]:
+) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[dict[str, int]]]:
     """Fixes the sizes beside which the model goes another way, and has the program run wherever it holds."""
     while True:
         wide, _, symbols = read_signature(program, dynamic, example)
         signature, fixed, _ = _read(program, dynamic, example)
         sizes = signature.sizes(example)
         doubts = find_doubts(program, symbols, signature.dims, sizes)
-        export_again = functools.partial(_export, model, dynamic=dynamic, free=_axes(signature))
-        ways = find_other_ways(model, dict(example), program, signature, doubts, dynamic, export_again)
+        export_again = functools.partial(_export, model, dynamic=None, free=_axes(signature))
+        ways = find_other_ways(model, dict(example), program, signature, doubts, export_again)
         held = held_sizes(program, symbols, wide.dims, sizes) | ways.held_to
         if not held:
             drop_doubts(program, symbols, signature.dims, ways.crossed)
-            return program, signature, fixed, doubts + ways.further
+            return program, signature, fixed, [*(sizes for doubt in doubts for sizes in doubt.sizes), *ways.sizes]
         if dynamic is not None:
             raise _held_error(held, sizes)
         program = _export(model, example, None, _axes(signature, but=held))

@@ -114,10 +114,10 @@ def _histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0
     The patch of transformers counts the former at the ends.
     """
     x = x.reshape(-1)
-    least, most = (x.min(), x.max()) if low == high == 0 else (x.new_tensor(low), x.new_tensor(high))
+    least, most = (x.min(), x.max()) if low == high else (x.new_tensor(low), x.new_tensor(high))
     alike = (least == most).to(x.dtype)
     least, most = least - alike, most + alike
-    places = ((x - least) / (most - least) * bins).clamp(0, bins - 1).long()
+    places = ((x - least) * bins / (most - least)).clamp(0, bins - 1).long()
     return x.new_zeros(bins).scatter_add(0, places, ((x >= least) & (x <= most)).to(x.dtype))
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils._sympy.functions import FloorDiv, PythonMod, ToFloat, TruncToInt
 
-from optexport import size_guards
+from optexport import export, size_conditions
 from optexport.errors import ParityError, TraceError
 from optexport.signature import Dim
 from optexport.trace import trace
-from tests.exports import quick
+from tests.exports import quick, run
 from tests.models import randomise
 from tests.transformations.programs import Program
 
@@ -88,10 +88,10 @@ def test_a_divisor_of_a_size_does_not_fix_it() -> None:
 def test_a_function_that_is_no_arithmetic_is_never_called() -> None:
     rows = sympy.Symbol("rows", integer=True, positive=True)
     for name in ("exit", "open", "eval", "__import__"):
-        assert size_guards._evaluator(sympy.Eq(sympy.Function(name)(rows), 4)) is None
+        assert size_conditions._evaluator(sympy.Eq(sympy.Function(name)(rows), 4)) is None
         branch = sympy.Or(rows > 60, sympy.Eq(sympy.Function(name)(rows), 4))
-        assert not size_guards._broken(branch, {rows: 61})
-        assert not size_guards._broken(branch, {rows: 1}), "nothing is known to break"
+        assert not size_conditions.is_broken(branch, {rows: 61})
+        assert not size_conditions.is_broken(branch, {rows: 1}), "nothing is known to break"
 
 
 BATCH, ROWS = (sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "my rows"))
@@ -119,7 +119,7 @@ def test_a_condition_on_sizes_breaks_where_sympy_says_so(condition: Any) -> None
 
     for batch, rows in itertools.product(range(1, 24), repeat=2):
         sizes = {BATCH: batch, ROWS: rows}
-        assert size_guards._broken(condition, sizes) == by_sympy(sizes)
+        assert size_conditions.is_broken(condition, sizes) == by_sympy(sizes)
 
 
 def _doubled_at(condition: Callable[[int, int], bool]) -> nn.Module:
@@ -194,15 +194,123 @@ def _filled_up(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x + pairs.sum(dim=(1, 2), keepdim=True)
 
 
-@pytest.mark.parametrize("careless", [False, True], ids=["no further way", "a way further on"])
-def test_an_assertion_goes_where_the_model_runs_on_and_ways_beyond_it_are_in_doubt(careless: bool) -> None:
+def test_an_assertion_goes_where_the_model_runs_on_unless_a_way_beyond_it_computes_something_else() -> None:
     model = Program(_filled_up).eval()
-    model.careless = careless  # type: ignore[assignment]
-    x = torch.linspace(-1, 1, 2 * 3 * 9).reshape(2, 3, 9)
-    traced = trace(model, {"x": x}, {"x": {0: "batch", 2: Dim("length", 2, 64)}})
-    lengths = {sizes["length"] for sizes in traced.doubtful}
-    assert any(length % 2 == 0 for length in lengths)
-    assert (34 in lengths) == careless
+    x, dynamic = torch.linspace(-1, 1, 2 * 3 * 9).reshape(2, 3, 9), {"x": {0: "batch", 2: Dim("length", 2, 64)}}
+    model.careless = False  # type: ignore[assignment]
+    traced = trace(model, {"x": x}, dynamic)
+    assert any(sizes["length"] % 2 == 0 for sizes in traced.doubtful)
     for length in (8, 11, 30):
         batch = torch.randn(2, 3, length)
         torch.testing.assert_close(traced.graph_module(batch), model(batch))
+    model.careless = True  # type: ignore[assignment]
+    with pytest.raises(TraceError, match="length"):
+        trace(model, {"x": x}, dynamic)
+
+
+def _doubled_by_turns(rows: int) -> int:
+    """Goes the same way by three conditions, and another by the fourth."""
+    if rows % 2 == 0 or rows % 3 == 0:
+        return 1
+    return 2 if rows % 5 == 0 else 1
+
+
+def _loops(rows: int) -> int:
+    """Counts in Python where the size is odd, so that each odd size has a trace of its own."""
+    return 1 if rows % 2 == 0 else 1 + (sum(1 for _ in range(rows)) == 15)
+
+
+@pytest.mark.parametrize(
+    ("times", "traced_at"),
+    [
+        (_doubled_by_turns, 8),
+        (lambda rows: (2 if rows % 9 == 0 else 1) if rows % 3 == 0 else 1, 7),
+        (_loops, 8),
+        (lambda rows: 2 if rows % 2 and rows > 3000 and rows % 7 == 3 else 1, 8),
+    ],
+    ids=["beyond three conditions", "within what is excluded", "a trace for each size", "at large sizes"],
+)
+def test_an_assertion_stays_or_is_refused_unless_all_ways_beyond_it_are_known(
+    times: Callable[[int], int], traced_at: int, tmp_path: Path
+) -> None:
+    model = randomise(Program(lambda m, x: m.norm(x) * times(x.shape[1]), norm=nn.LayerNorm(4)))
+    with pytest.raises((TraceError, ParityError), match="rows"):
+        quick(model, {"x": torch.randn(2, traced_at, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 4000)}})
+
+
+@pytest.mark.parametrize(
+    "other", [lambda y: y.to_sparse(), lambda y: torch.complex(y, y), lambda y: y.double(), lambda y: "none"]
+)
+def test_another_kind_of_result_at_other_sizes_is_another_way(other: Callable[[torch.Tensor], Any]) -> None:
+    model = randomise(
+        Program(lambda m, x: m.norm(x) if x.shape[1] % 2 == 0 else other(m.norm(x)), norm=nn.LayerNorm(4))
+    )
+    with pytest.raises(TraceError, match="traced at rows 8 the model goes a way that holds only where"):
+        trace(model, {"x": torch.randn(2, 8, 4)}, {"x": {0: "batch", 1: "rows"}})
+    assert trace(model, {"x": torch.randn(2, 8, 4)}).signature.inputs[0].shape == ("batch", 8, 4)
+
+
+def test_a_range_that_nobody_declared_ends_just_before_what_no_tried_size_is_next_to() -> None:
+    traced = trace(_doubled_at(lambda _, rows: 3 * rows > 2000), {"x": torch.randn(3, 20, 4)})
+    assert traced.signature.dims["x_1"].max == 666
+
+
+def test_what_the_model_or_a_program_refuses_the_file_goes_on_refusing(tmp_path: Path) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[1] != 16)
+        return m.norm(x)
+
+    model = randomise(Program(forward, norm=nn.LayerNorm(4)))
+    x, auto = torch.randn(2, 8, 4), torch.export.Dim.AUTO
+    program = torch.export.export(
+        model, (), {"x": x}, dynamic_shapes={"x": {1: auto}}, prefer_deferred_runtime_asserts_over_guards=True
+    )
+    for number, source in enumerate((model, program)):
+        export(source, {"x": x}, tmp_path / str(number), formats=["pt2"], transformations=[])
+        loaded = torch.export.load(tmp_path / str(number) / "model.pt2").module()
+        torch.testing.assert_close(loaded(x=x.repeat(1, 3, 1))[0], model(x.repeat(1, 3, 1)))
+        with pytest.raises(RuntimeError, match="Ne"):
+            loaded(x=x.repeat(1, 2, 1))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ways_by_the_sum_of_two_sizes_are_found(times: int, tmp_path: Path) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+            keys = torch.cat([past, x], 1)
+            scores = x @ keys.transpose(1, 2) + mask[:, None]
+            return (scores if mask.shape[1] % 2 == 0 else scores * times).softmax(-1) @ keys
+
+    model = Attention()
+    batch = {"x": torch.randn(2, 4, 4), "mask": torch.randn(2, 8), "past": torch.randn(2, 4, 4)}
+    dynamic = {
+        "x": {0: "batch", 1: Dim("sequence", 1, 8)},
+        "mask": {0: "batch", 1: "past + sequence"},
+        "past": {0: "batch", 1: Dim("past", 1, 8)},
+    }
+    if times == 2:
+        with pytest.raises(TraceError, match=r"past \+ sequence"):
+            trace(model, batch, dynamic)
+        return
+    result = quick(model, batch, tmp_path / "bundle", dynamic=dynamic)
+    odd = {"x": torch.randn(3, 5, 4), "mask": torch.randn(3, 7), "past": torch.randn(3, 2, 4)}
+    torch.testing.assert_close(run(result, **odd)["output"], model(**odd))
+
+
+def test_a_model_that_pads_to_a_multiple_is_exported_for_sizes_without_padding_too(tmp_path: Path) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        missing = (8 - x.shape[1] % 8) % 8
+        y = nn.functional.pad(m.norm(x), (0, 0, 0, missing)) if missing else m.norm(x)
+        return y.reshape(y.shape[0], -1, 8, 4).softmax(2).reshape(y.shape[0], -1, 4)[:, : x.shape[1]]
+
+    model, dynamic = randomise(Program(forward, norm=nn.LayerNorm(4))), {"x": {1: Dim("rows", 1, 24)}}
+    result = quick(model, {"x": torch.randn(2, 9, 4)}, tmp_path / "bundle", dynamic=dynamic)
+    for rows in (1, 8, 16, 23):
+        x = torch.randn(2, rows, 4)
+        torch.testing.assert_close(run(result, x=x)["output"], model(x))
+
+
+def test_a_way_that_draws_random_numbers_is_not_taken_for_the_traced_one(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2 if x.shape[1] % 2 == 0 else x * 2 + torch.rand(x.shape) * 1e-3)
+    with pytest.raises(ParityError, match="rows"):
+        quick(model, {"x": torch.randn(2, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 20)}})

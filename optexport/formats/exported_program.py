@@ -75,7 +75,7 @@ def to_program(
             mend="Run again with --without RULE to find the transformation that it does not take.",
         ) from error
     _widen(program, signature)
-    drop_own_exclusions(program)
+    drop_own_exclusions(program, graph_module)
     return program
 
 

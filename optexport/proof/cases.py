@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from optexport.config import Effort
+from optexport.errors import ConfigError
 from optexport.resizing import resize, resize_tensor
 from optexport.signature import Batch, Dim, Dynamic, Signature
 
@@ -196,10 +197,20 @@ def at_least_two(batch: Batch) -> Batch:
 
 
 def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
-    """A batch with every dynamic axis at least 2 long, as tracing needs it, and inside its declared range."""
+    """A batch with every dynamic axis at least 2 long, as tracing needs it, and inside its declared range.
+
+    Raises:
+        ConfigError: An axis that is declared has no elements to be repeated.
+    """
     sizes: dict[str, int] = {}
     for name, axes in dynamic.items():
         for axis, given in axes.items():
+            if batch[name].shape[axis] == 0:
+                raise ConfigError(
+                    f"axis {axis} holds nothing, and is declared dynamic",
+                    place=f"inputs: {name}",
+                    mend="Give at least one element along it, or leave it out of the dynamic axes.",
+                )
             dim = given if isinstance(given, Dim) else Dim(given)
             size = max(batch[name].shape[axis], dim.min, 2)
             sizes.setdefault(dim.name, size if dim.max is None else min(size, dim.max))

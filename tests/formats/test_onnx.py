@@ -202,8 +202,9 @@ def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) ->
         lambda m, x: torch.bucketize(x, torch.linspace(-1, 1, 5)),
         lambda m, x: torch.histc(x, 4, -1, 2),
         lambda m, x: torch.histc(x, 4) + torch.histc(x * 0, 4),
+        lambda m, x: torch.histc(torch.arange(22) / 7 + x.sum() * 0, 7, 0, 3) + torch.histc(x, 7, 1, 1),
     ],
-    ids=["running maximum", "running minimum", "places among others", "buckets", "counts", "counts of all"],
+    ids=["running maximum", "running minimum", "places among others", "buckets", "counts", "counts of all", "edges"],
 )
 def test_what_onnx_has_no_operator_for_is_said_with_others(forward: Any, tmp_path: Path) -> None:
     x = torch.tensor([[0.5, -1.0, 2.0, 2.0], [0.5, 3.0, -0.25, 1.0]])

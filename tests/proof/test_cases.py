@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import get_args
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optexport.config import Effort
+from optexport.errors import ConfigError
 from optexport.proof.cases import cases, traceable
 from optexport.signature import Batch, Dim, Signature, TensorSpec
 
@@ -236,3 +238,8 @@ def test_data_that_is_the_traced_batch_is_checked_once_and_counts_as_data() -> N
         assert [case.name for case in others] == ([] if effort == "quick" else ["data 1"])
     (first, second) = cases(batch, [other], signature)
     assert (first.data, second.name, second.data) == (False, "data", True)
+
+
+def test_a_declared_axis_without_elements_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"inputs: x: axis 1 holds nothing"):
+        traceable({"x": torch.ones(2, 0)}, {"x": {0: "batch", 1: "rows"}})

@@ -1,0 +1,104 @@
+"""Conditions on sizes: whether they hold, and the sizes that are tried to find out where they do not."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import sympy
+from sympy.logic.boolalg import Boolean
+from torch.utils._sympy.printers import PythonPrinter
+
+from optexport.signature import Dim
+
+# Of every dimension, all sizes up to so many are tried, of one whose range is declared more; beyond it powers of two,
+# the numbers that the assertion names, their products, and what is next to them.
+_ALL_UP_TO = 512
+_ALL_DECLARED_UP_TO = 4096
+_ALL_PAIRS_UP_TO = 64
+_MOST_COMBINATIONS = 8192
+_MOST_NUMBERS = 6
+LARGEST = 2**20
+
+
+def is_broken(condition: Any, sizes: dict[sympy.Symbol, int]) -> bool:
+    """Whether a condition is known not to hold at sizes."""
+    evaluate = _evaluator(condition)
+    try:
+        if evaluate is not None:
+            with contextlib.suppress(NameError):  # in a branch that no size before this one led to
+                return not evaluate(sizes)
+        return bool(condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.false)
+    except ZeroDivisionError:
+        return True  # what divides by zero does not hold
+
+
+def is_broken_at(condition: Any, sizes: Mapping[str, int]) -> bool:
+    """The same, of a condition whose symbols have the names of dimensions."""
+    return is_broken(condition, {symbol: sizes[symbol.name] for symbol in condition.free_symbols})
+
+
+_ARITHMETIC = {
+    "__builtins__": {function.__name__: function for function in (abs, bool, float, int, max, min, round)},
+    "math": math,
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _evaluator(condition: Any) -> Callable[[Mapping[sympy.Symbol, int]], Any] | None:
+    """A condition as a function of Python, hundreds of times faster than sympy is; None where it cannot be one."""
+    free = list(condition.free_symbols)
+    plain = {symbol: sympy.Symbol(f"z{i}", integer=True, positive=True) for i, symbol in enumerate(free)}
+    text = PythonPrinter().doprint(condition.xreplace(plain))
+    try:
+        # Arithmetic that torch prints, on names that were just given. A .pt2 file may bring functions of other names.
+        evaluate = eval(f"lambda {', '.join(map(str, plain.values()))}: {text}", dict(_ARITHMETIC))  # noqa: S307
+        evaluate(*[64] * len(free))
+    except ZeroDivisionError:
+        pass
+    except Exception:  # a function that Python does not have: sympy knows it
+        return None
+    return lambda sizes: evaluate(*(sizes[symbol] for symbol in free))
+
+
+def candidates(
+    expression: Any, free: list[str], dims: Mapping[str, Dim], traced: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+    """Sizes to try: each dimension by itself, all of them alike, and all combinations of a few."""
+    usual = {name: traced[name] for name in free}
+    sizes = {name: sizes_to_try(dims[name], expression) for name in free}
+    for name in free:
+        yield from ({**usual, name: size} for size in sizes[name])
+    if len(free) > 1:
+        for size in sorted(set.intersection(*(set(sizes[name]) for name in free))):
+            yield dict.fromkeys(free, size)
+        few = {name: sizes[name][:_ALL_PAIRS_UP_TO] + sizes[name][-8:] for name in free}
+        for combination in itertools.islice(itertools.product(*few.values()), _MOST_COMBINATIONS):
+            yield dict(zip(free, combination, strict=True))
+    if len(free) == 2:  # of which an equation about a product has no solution among small sizes
+        one, other = free
+        for product, size in itertools.product(_products(expression), sizes[one]):
+            if product % size == 0 and dims[other].min <= product // size <= (dims[other].max or product):
+                yield {one: size, other: product // size}
+
+
+def _products(expression: Any) -> list[int]:
+    """The numbers that an expression names, and the products of two and three of them where they are few."""
+    numbers = {abs(int(number)) for number in expression.atoms(sympy.Integer)} - {0}
+    counts = (1, 2, 3) if len(numbers) <= _MOST_NUMBERS else (1,)
+    several = (itertools.combinations_with_replacement(sorted(numbers), count) for count in counts)
+    return sorted({product for chosen in several for each in chosen if (product := math.prod(each)) <= LARGEST})
+
+
+def sizes_to_try(dim: Dim, expression: Any) -> list[int]:
+    """Sizes of a dimension at which an expression is looked at, in order."""
+    most = LARGEST if dim.max is None else dim.max
+    every = _ALL_DECLARED_UP_TO if dim.max is not None and isinstance(expression, Boolean) else _ALL_UP_TO
+    near = {product * times + step for product in _products(expression) for times in (1, 2) for step in (-1, 0, 1)}
+    tried = {*range(1, every + 1), *(2**power + step for power in range(9, 31) for step in (-1, 0, 1)), *near}
+    ends = set() if dim.max is None else {dim.max}
+    return sorted(size for size in tried | ends if max(dim.min, 1) <= size <= most)
