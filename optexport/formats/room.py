@@ -21,7 +21,8 @@ def check_room(path: Path, program: ExportedProgram) -> None:
         OSError: It has not.
     """
     tensors = [*program.state_dict.values(), *program.constants.values()]
-    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    strided = [each for each in tensors if isinstance(each, torch.Tensor) and each.layout is torch.strided]
+    storages = [tensor.untyped_storage() for tensor in strided]
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     if shutil.disk_usage(path.parent).free < sum(weights.values()) + _BESIDE_WEIGHTS:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
