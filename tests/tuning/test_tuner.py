@@ -142,12 +142,18 @@ def test_a_tuned_bundle_is_made_again_without_a_search(result: Result) -> None:
     assert not any("tun" in name for name in stages.seconds)
 
 
+def _kept(folder: Path) -> list[dict[str, Any]]:
+    """The trials that are kept: the only entry whose notes are rows."""
+    notes = [json.loads(path.read_bytes())["notes"] for path in (folder / "cache").glob("*/entry.json")]
+    (trials,) = [note for note in notes if isinstance(note, list) and note and isinstance(note[0], dict)]
+    return trials
+
+
 def test_a_second_run_starts_from_what_the_first_one_found(
     result: Result, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", str(folder / "cache"))
-    (entry,) = (folder / "cache").glob("*.tuning.json")
-    kept = {trial["change"] for trial in json.loads(entry.read_bytes())}
+    kept = {trial["change"] for trial in _kept(folder)}
     (first,), (second,) = result.tuned, run(folder / "config.toml").tuned
     assert kept >= {first.chosen.change, "as configured"}
     assert {trial.change for trial in second.trials} >= kept
@@ -156,8 +162,7 @@ def test_a_second_run_starts_from_what_the_first_one_found(
 
 @pytest.mark.nightly
 def test_a_plugin_that_was_mended_is_tried_again(result: Result, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = sorted((folder / "cache").glob("*.tuning.json"))
-    trials = json.loads(kept[0].read_bytes())
+    trials = _kept(folder)
     assert trials
     assert all(trial["refused"] is None or trial["refused"].startswith("not the same") for trial in trials)
     (folder / "rules_of_mine.py").write_text(_RULES.replace("0.5)]\n", "0.0)]\n"), encoding="utf-8")
