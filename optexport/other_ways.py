@@ -101,8 +101,10 @@ def find_other_ways(
     """
     found, traced = OtherWays(), signature.sizes(example)
     numbers = max(1, sum(tensor.numel() for tensor in example.values()))
-    graph, kept = _without_assertions(program), list[Doubt]()
     found.crossed = [doubt for doubt in doubts if doubt.is_asserted]
+    if not found.crossed:
+        return found
+    graph, kept = _without_assertions(program), list[Doubt]()
     tried = _Tried(signature.dims, traced)
     tried.add([doubt.expression for doubt in found.crossed], traced)
     while (sizes := tried.beyond(found.crossed, kept)) is not None:

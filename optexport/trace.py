@@ -118,7 +118,8 @@ def trace(
             raise
         program, why = _export_with_batch(model, example, error), f"; if that were dynamic, {error.cause}"
     if isinstance(model, ExportedProgram):
-        signature, fixed, symbols = _read(program, dynamic, example)
+        signature, fixed, symbols = read_signature(program, dynamic, example)
+        signature = _narrowed(signature, program, symbols, dynamic, signature.sizes(example))
         doubts = find_doubts(program, symbols, signature.dims, signature.sizes(example))
         doubtful = [sizes for doubt in doubts for sizes in doubt.sizes]
     else:
@@ -138,9 +139,9 @@ def _settle(
 ) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[dict[str, int]]]:
     """Fixes the sizes beside which the model goes another way, and has the program run wherever it holds."""
     while True:
-        wide, _, symbols = read_signature(program, dynamic, example)
-        signature, fixed, _ = _read(program, dynamic, example)
-        sizes = signature.sizes(example)
+        wide, fixed, symbols = read_signature(program, dynamic, example)
+        sizes = wide.sizes(example)
+        signature = _narrowed(wide, program, symbols, dynamic, sizes)
         doubts = find_doubts(program, symbols, signature.dims, sizes)
         export_again = functools.partial(_export, model, dynamic=None, free=_axes(signature))
         ways = find_other_ways(model, dict(example), program, signature, doubts, export_again)
@@ -161,14 +162,17 @@ def _axes(signature: Signature, *, but: Container[str] = ()) -> dict[str, list[i
     }
 
 
-def _read(
-    program: ExportedProgram, dynamic: Dynamic | None, example: Mapping[str, torch.Tensor]
-) -> tuple[Signature, tuple[str, ...], dict[Any, str]]:
-    """Reads the signature of a program; the ranges that nobody declared end where it no longer holds."""
-    signature, fixed, symbols = read_signature(program, dynamic, example)
+def _narrowed(
+    signature: Signature,
+    program: ExportedProgram,
+    symbols: Mapping[Any, str],
+    dynamic: Dynamic | None,
+    sizes: Mapping[str, int],
+) -> Signature:
+    """A signature whose ranges end, where nobody declared them, at the sizes at which the program no longer holds."""
     undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
-    dims = {**signature.dims, **within_assertions(program, symbols, undeclared, signature.sizes(example))}
-    return replace(signature, dims=dims), fixed, symbols
+    narrowed = within_assertions(program, symbols, undeclared, sizes)
+    return replace(signature, dims={**signature.dims, **narrowed})
 
 
 def check_no_vmap(traced: Traced) -> None:

@@ -183,7 +183,7 @@ def _unless_it_is(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kw)
         tensors = itertools.chain(module.parameters(), module.buffers())
         is_there = all(
-            (dtype is None or not tensor.is_floating_point() or tensor.dtype == dtype)
+            (dtype is None or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype == dtype)
             and (device is None or tensor.device == device)
             for tensor in tensors
         )
