@@ -135,13 +135,13 @@ def find_other_ways(
 
 
 def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:
-    """The tensors that a model gives, or what its own code raises, which may be anything."""
+    """The tensors that a model gives, or what its own code raises."""
     try:
         buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a model in train mode changes
         with torch.no_grad(), torch.random.fork_rng(devices=[]), transformers_exporters.one_pass(model):
             outputs = torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(inputs)))
         return list(flatten_outputs(outputs).values())
-    except Exception as error:
+    except Exception as error:  # a model's own code may raise anything
         return error
 
 
