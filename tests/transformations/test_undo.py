@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import pickle
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -235,9 +236,10 @@ def test_any_rule_undone_alone_is_right_or_refuses_after_any_others() -> None:
         last=nn.BatchNorm1d(3),
     )
     rules: tuple[Rule, ...] = (*REVERSIBLE, FuseBatchNorm1dInLinear(), FuseBatchNorm2dInConv2d())
-    for length in (2, 3, 5):
-        for order in itertools.permutations(rules, length):
-            check_undo_alone(order, graph_module, X)
+    orders = [*itertools.permutations(rules, 2), *itertools.permutations(rules, 3)]
+    orders += random.Random(0).sample([*itertools.permutations(rules)], 12)
+    for order in orders:
+        check_undo_alone(order, graph_module, X)
 
 
 @dataclass(frozen=True)
