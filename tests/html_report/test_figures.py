@@ -7,17 +7,22 @@ import pytest
 from optexport.html_report import figures
 from optexport.html_report.figures import Interval
 from optexport.html_report.measured import BenchRecord
+from optexport.manifest import ParityRecord
 from tests import exports
 from tests.html_report import bundles
 from tests.html_report.reading import Page
 
 BENCH = BenchRecord.model_validate(bundles.BENCH)
-PROOF = exports.exported().manifest.parity
 
 
-def test_a_plot_is_the_same_again_and_has_no_colours_of_its_own() -> None:
+@pytest.fixture
+def proof() -> ParityRecord:
+    return exports.exported().manifest.parity
+
+
+def test_a_plot_is_the_same_again_and_has_no_colours_of_its_own(proof: ParityRecord) -> None:
     for plot in (
-        lambda: figures.parity_plot(PROOF),
+        lambda: figures.parity_plot(proof),
         lambda: figures.latency_plot(BENCH),
         lambda: figures.ratio_plot([Interval("onnx", 1.2, 1.1, 1.3)], "times", "ratio"),
     ):
@@ -27,9 +32,9 @@ def test_a_plot_is_the_same_again_and_has_no_colours_of_its_own() -> None:
         assert Page(f"<body>{plot()}</body>").wrong == []
 
 
-def test_where_there_is_nothing_to_plot_there_is_no_plot() -> None:
-    exact = {name: bound.model_copy(update={"floor": 0.0}) for name, bound in PROOF.bounds.items()}
-    assert figures.parity_plot(PROOF.model_copy(update={"bounds": exact})) is None
+def test_where_there_is_nothing_to_plot_there_is_no_plot(proof: ParityRecord) -> None:
+    exact = {name: bound.model_copy(update={"floor": 0.0}) for name, bound in proof.bounds.items()}
+    assert figures.parity_plot(proof.model_copy(update={"bounds": exact})) is None
     assert figures.latency_plot(BENCH.model_copy(update={"figures": []})) is None
     assert figures.ratio_plot([], "times", "ratio") is None
 
