@@ -38,7 +38,7 @@ run: $(RUN_STAMP) $(MODELS_STAMP)
 	$(VENV)/bin/optexport run $(CONFIG)
 
 test: $(TEST_STAMP) $(MODELS_STAMP)
-	$(PY) -m pytest --numprocesses $(WORKERS) $(ARGS)
+	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(PY) -m ruff check .
