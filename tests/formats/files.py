@@ -39,7 +39,7 @@ _DYNAMIC: Mapping[str, Dynamic] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A model up to the point where the formats part."""
 

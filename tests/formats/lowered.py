@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx_ir
 import torch
 from torch import nn
 
 from optexport import runtimes
-from optexport.formats import exported_program, torchscript
+from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
 from optexport.signature import Dim
 from tests.exports import Block
 from tests.formats import files
@@ -72,13 +73,19 @@ def batches(name: str) -> list[dict[str, torch.Tensor]]:
     return [batch for _, batch in files.batches(name)]
 
 
+@functools.cache
+def _converted(made: files.Prepared, opset: int | None) -> onnx_ir.Model:
+    """A graph as ONNX, before any lowering: what is prepared is converted once, a copy of it anew."""
+    return onnx.convert(made.flat, made.signature, made.example, opset)
+
+
 def save(made: files.Prepared, file_format: str, folder: Path, names: Sequence[str] = ()) -> Path:
     """Writes a file with some lowerings, by a name that differs in the folder alone: TorchScript writes it inside."""
     folder.mkdir(exist_ok=True)
     path = folder / f"model.{file_format}"
     match file_format:
         case "onnx":
-            files.save_onnx(made, path, lowerings=names)
+            onnx.write(_converted(made, onnx_lowerings.opset(names, None)), path, lowerings=names)
         case "torchscript":
             assert torchscript.save(made.program, made.signature, made.example, path, lowerings=names) is None
         case "pt2":
