@@ -1,4 +1,4 @@
-"""Edits of one weight of an exported file, which its numbers must give away."""
+"""Edits of one weight of an exported file, and a script of one size, which its numbers must give away."""
 
 from __future__ import annotations
 
@@ -37,3 +37,20 @@ def tamper_pt2(path: Path) -> None:
         return values.tobytes()
 
     exports.rezip(path, change)
+
+
+def bake_torchscript(path: Path) -> None:
+    """What the deprecated way of tracing makes of many models: right at one size only."""
+
+    class Baked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = exports.block()
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            size = int(mask.shape[1])
+            outputs = self.block(x, mask)
+            return outputs["hidden"] * torch.ones(size, 1), outputs["longest"]
+
+    example = dict(zip(("x", "mask"), (torch.randn(2, 5, 8), torch.ones(2, 5, dtype=torch.int64)), strict=True))
+    torch.jit.trace(Baked(), example_kwarg_inputs=example, check_trace=False).save(path)

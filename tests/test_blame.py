@@ -41,8 +41,7 @@ from optexport.transformations import (
 from tests import exports
 from tests.calling import Caller, config, message
 from tests.models import randomise
-from tests.tampering import tamper_onnx, tamper_pt2
-from tests.test_pipeline import bake_torchscript
+from tests.tampering import bake_torchscript, tamper_onnx, tamper_pt2
 from tests.transformations.programs import Program
 
 NAMES = {"blame.txt", "case.safetensors", "parity.json", "reproduce.py"}
