@@ -67,3 +67,9 @@ def runs(uri: str, experiment: str = "optexport") -> list[Run]:
     client = mlflow.MlflowClient(uri)
     found = client.get_experiment_by_name(experiment)
     return [] if found is None else list(client.search_runs([found.experiment_id]))
+
+
+def only_run(uri: str) -> Run:
+    """The one run of the experiment that a project of `tests.stores` names."""
+    (run,) = runs(uri, "tracked")
+    return run

@@ -1,0 +1,89 @@
+"""What becomes of an MLflow run, and of the bundle, when the work fails or the store does."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from optexport import pipeline
+from optexport.errors import ParityError
+from optexport.stages import Stages
+from optexport.tracking import store
+from optexport.verification import verify
+from tests import stores
+from tests.tracking.bundles import QUIET, only_run
+
+pytestmark = QUIET
+
+
+WRONG = """
+import torch
+from optexport.transformations import Transformation
+
+class Relu(Transformation):
+    def transform(self, graph_module):
+        for node in graph_module.graph.nodes:
+            if node.target is torch.ops.aten.gelu.default:
+                node.target, node.kwargs = torch.ops.aten.relu.default, {}
+                self.mark_as_transformed(node)
+        return graph_module
+"""
+
+
+def test_a_run_that_fails_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    (tmp_path / "wrong_tracked_rule.py").write_text(WRONG)
+    config = stores.project(tmp_path, uri, '[[transformations]]\nuse = "python:wrong_tracked_rule:Relu"')
+    with pytest.raises(ParityError) as caught:
+        pipeline.run(config)
+    run = only_run(uri)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["optexport.blame.failure"] == str(caught.value)
+    assert run.data.params["tracking.experiment"] == "tracked"
+    assert run.data.metrics == {}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_run_that_is_interrupted_is_marked_failed_too(tmp_path: Path, error: type[BaseException]) -> None:
+    uri = stores.store(tmp_path)
+
+    def announce(name: str, seconds: float | None) -> None:
+        if name == "trace":
+            raise error
+
+    with pytest.raises(error):
+        pipeline.run(stores.project(tmp_path, uri), stages=Stages(announce))
+    run = only_run(uri)
+    assert run.info.status in ("FAILED", "KILLED")
+    assert run.data.tags["optexport.blame.failure"] == error.__name__
+
+
+def test_a_store_that_cannot_take_the_artifacts_fails_the_run_and_not_the_bundle(tmp_path: Path) -> None:
+    """The run must not look as if it went on for ever, and the next one must not find it open."""
+    uri = stores.store(tmp_path)
+    (tmp_path / "mlartifacts").write_text("a file where a folder should be")
+    config = stores.project(tmp_path, uri, formats='["pt2"]')
+    result = pipeline.run(config)
+    assert result.tracking_failure is not None
+    assert result.tracking_failure.exit_code == 7
+    assert "The bundle is whole on disk" in str(result.tracking_failure)
+    assert all(place.passed for place in verify(result.output).places)
+    assert only_run(uri).info.status == "FAILED"
+    (tmp_path / "mlartifacts").unlink()
+    assert pipeline.run(config).tracking_failure is None
+
+
+def test_a_store_that_is_none_fails_the_tracking_and_not_the_work(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("this is no database, but it is long enough to be read as one" * 20)
+    result = pipeline.run(stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]'))
+    assert result.tracking_failure is not None
+    assert result.run_id is None
+    assert all(place.passed for place in verify(result.output).places)
+
+
+def test_a_database_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    """mlflow itself tries for two minutes."""
+    with pytest.raises(sqlite3.OperationalError, match="unable to open database file"):
+        store.open_store(f"sqlite:///{tmp_path}/no such folder/mlflow.db", tmp_path)

@@ -1,0 +1,95 @@
+"""Models that MLflow holds are sources, of two flavours; what only running its code could load is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from optexport.config import ModelConfig, TrackingConfig
+from optexport.errors import SourceError
+from optexport.sources import load
+from optexport.tracking import download_model
+from tests import models, stores
+from tests.models import randomise
+from tests.tracking.bundles import QUIET
+
+pytestmark = QUIET
+
+
+def log_transformers(folder: Path, uri: str) -> str:
+    mlflow.set_tracking_uri(uri)
+    mlflow.create_experiment("models", artifact_location=(folder / "artifacts").as_uri())
+    mlflow.set_experiment("models")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *[f"word{i}" for i in range(55)]]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"))
+    with mlflow.start_run():
+        info = mlflow.transformers.log_model(
+            {"model": models.model("bert"), "tokenizer": tokenizer},
+            name="bert",
+            task="feature-extraction",
+            pip_requirements=["transformers"],
+        )
+    return str(info.model_uri)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_the_transformers_flavour_is_a_source(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    model_uri = log_transformers(tmp_path, uri)
+    (tmp_path / "downloaded").mkdir()
+    downloaded = download_model(model_uri, TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
+    loaded = load(ModelConfig(source=f"mlflow:{model_uri}"), tmp_path, downloaded)
+    original = models.model("bert").state_dict()
+    assert all(torch.equal(value, original[name]) for name, value in loaded.model.state_dict().items())
+    assert loaded.revision == model_uri
+    assert loaded.pretrained is not None
+    assert transformers.AutoTokenizer.from_pretrained(loaded.pretrained.name)("word3")["input_ids"] == [2, 8, 3]
+
+
+def log_pytorch(folder: Path, uri: str, model: nn.Module, **options: Any) -> str:
+    mlflow.set_tracking_uri(uri)
+    mlflow.create_experiment("models", artifact_location=(folder / "artifacts").as_uri())
+    mlflow.set_experiment("models")
+    with mlflow.start_run():
+        info = mlflow.pytorch.log_model(model, name="net", pip_requirements=["torch"], **options)
+    return str(info.model_uri)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pytorch_model_kept_as_pt2_is_a_source_by_its_alias(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    model = randomise(nn.Linear(4, 2))
+    x = np.ones((3, 4), np.float32)
+    model_uri = log_pytorch(tmp_path, uri, model, serialization_format="pt2", input_example=x)
+    version = mlflow.register_model(model_uri, "net").version
+    mlflow.MlflowClient().set_registered_model_alias("net", "good", version)
+    (tmp_path / "downloaded").mkdir()
+    downloaded = download_model("models:/net@good", TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
+    loaded = load(ModelConfig(source="mlflow:models:/net@good"), tmp_path, downloaded)
+    assert loaded.program is not None
+    assert torch.equal(next(iter(loaded.model.parameters())), model.weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pickled_pytorch_model_is_refused(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    model_uri = log_pytorch(tmp_path, uri, randomise(nn.Linear(4, 2)), serialization_format="pickle")
+    (tmp_path / "downloaded").mkdir()
+    with pytest.raises(SourceError, match="only running its code could load") as caught:
+        download_model(model_uri, TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
+    assert 'serialization_format="pt2"' in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["models:/nothing@here", "models:/nothing/1", "runs:/0123456789abcdef/model"])
+def test_a_model_that_is_not_there_is_one_clear_error(tmp_path: Path, uri: str) -> None:
+    store = stores.store(tmp_path)
+    with pytest.raises(SourceError, match=f"model.source: mlflow:{uri}"):
+        download_model(uri, TrackingConfig(uri=store), tmp_path, tmp_path)

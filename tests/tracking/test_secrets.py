@@ -1,0 +1,81 @@
+"""No secret of a tracking URI gets out: not in a text, not in a bundle, not on the screen."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from optexport import pipeline
+from optexport.errors import redact
+from tests import stores
+from tests.tracking.bundles import QUIET
+
+pytestmark = QUIET
+
+
+SECRET = "hunter2"
+SECRET_URIS = [
+    f"http://someone:{SECRET}@127.0.0.1:9",
+    f"http://{SECRET}@127.0.0.1:9",
+    f"http://someone:pa@{SECRET}@127.0.0.1:9",
+    f"https://127.0.0.1:9/?token={SECRET}",
+    f"https://127.0.0.1:9/?a=b&api_key={SECRET}&c=d",
+    f"https://127.0.0.1:9/?api-key={SECRET}",
+    f"https://127.0.0.1:9/?apikey={SECRET}",
+    f"mysql+pymysql://root:{SECRET}@127.0.0.1:9/db",
+    f"postgresql://127.0.0.1:9/db?user=me&password={SECRET}",
+    f"mssql+pyodbc:///?odbc_connect=DRIVER%3Dx%3BUID%3Dme%3BPWD%3D{SECRET}",
+    f"mssql+pyodbc://127.0.0.1/db?Pwd={SECRET}",
+    f"mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3D%7Ba%3B{SECRET}%7D",
+    f"postgresql://127.0.0.1:9/db?password=a%26{SECRET}&user=me",
+    f"postgresql://someone:a/{SECRET}@127.0.0.1:9/db",
+    f"postgresql://someone:it's{SECRET}@127.0.0.1:9/db",
+]
+
+
+@pytest.mark.parametrize("uri", SECRET_URIS)
+def test_no_secret_of_a_uri_stays_in_a_text(uri: str) -> None:
+    for text in (uri, f"cannot connect to {uri}: refused", f'uri = "{uri}"', f"({uri})\n{uri}"):
+        assert SECRET not in redact(text)
+    assert "127.0.0.1" in redact(f"http://someone:{SECRET}@127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sqlite:///mlflow.db",
+        "sqlite:////home/a@b/mlflow.db",
+        "http://127.0.0.1:5000",
+        "http://127.0.0.1:5000/name@alias",
+        '{"uri":"http://127.0.0.1:5000","model":"name@alias"}',
+        "mlflow:models:/name@alias",
+        "user@example.org",
+        "a=b",
+    ],
+)
+def test_what_holds_no_secret_stays_as_it_is(text: str) -> None:
+    assert redact(text) == text
+
+
+def closed_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+def test_no_secret_of_the_tracking_uri_gets_out_of_a_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    uri = f"http://someone:{SECRET}@127.0.0.1:{closed_port()}"
+    result = pipeline.run(stores.project(tmp_path, uri, formats='["pt2"]'))
+    assert result.tracking_failure is not None
+    assert SECRET not in str(result.tracking_failure)
+    assert SECRET not in str(result.run_page)
+    for path in result.output.iterdir():
+        assert SECRET.encode() not in path.read_bytes(), path.name
+    written = capfd.readouterr()
+    assert SECRET not in written.out + written.err

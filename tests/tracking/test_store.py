@@ -1,0 +1,69 @@
+"""Where runs go: the store that a config names, or none; and what the user has set for MLflow stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from optexport import pipeline
+from optexport.tracking import store
+from tests import stores
+from tests.tracking.bundles import QUIET, only_run
+
+pytestmark = QUIET
+
+
+def test_a_relative_store_lies_beside_the_config(tmp_path: Path) -> None:
+    assert store.resolved_uri("sqlite:///mlflow.db", tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    for uri in (f"sqlite:///{tmp_path}/x.db", "http://127.0.0.1:5000", "databricks"):
+        assert store.resolved_uri(uri, tmp_path) == uri
+
+
+def test_without_tracking_there_is_no_run_and_no_store(tmp_path: Path) -> None:
+    config = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]')
+    config.write_text(config.read_text().replace("[tracking]", "[tracking]\nenabled = false"))
+    result = pipeline.run(config)
+    assert (result.run_id, result.run_page, result.tracking_failure) == (None, None, None)
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_two_runs_of_one_experiment_stand_side_by_side(tmp_path: Path) -> None:
+    config = stores.project(tmp_path, stores.store(tmp_path), formats='["pt2"]')
+    one, other = pipeline.run(config), pipeline.run(config)
+    assert one.run_id != other.run_id
+    assert one.tracking_failure is other.tracking_failure is None
+
+
+def test_a_config_in_no_repository_is_not_told_to_be_of_this_program(tmp_path: Path) -> None:
+    """mlflow would name the commit of the program that calls it."""
+    uri = stores.store(tmp_path)
+    pipeline.run(stores.project(tmp_path, uri, formats='["pt2"]'))
+    assert [tag for tag in only_run(uri).data.tags if tag.startswith("mlflow.source.git")] == []
+
+
+def test_a_users_own_setting_of_telemetry_and_patience_stays() -> None:
+    names = ("MLFLOW_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+    code = f"""
+import os
+import optexport
+from optexport.tracking import store
+store.import_mlflow()
+with store.hastily():
+    print(*[os.environ[name] for name in {names}])
+import huggingface_hub.constants, mlflow.telemetry.utils
+print(huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY, os.environ["MLFLOW_DISABLE_TELEMETRY"])
+"""
+    plain = {key: value for key, value in os.environ.items() if key not in names}
+
+    def told(**settings: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], env={**plain, **settings}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert told() == "true 1 5\nTrue true\n"
+    chosen = dict(zip(names, ("false", "0", "77"), strict=True))
+    assert told(**chosen) == "false 0 77\nFalse false\n"
