@@ -269,14 +269,7 @@ def _export(
             if transformers_exporters.holds_transformers(model):
                 _check_complete(model, example)
                 return transformers_exporters.export_program(model, as_arguments(example), shapes)
-            return torch.export.export(
-                model,
-                args=(),
-                kwargs=copy.deepcopy(as_arguments(example)),
-                dynamic_shapes=shapes,
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+            return transformers_exporters.export_module(model, as_arguments(example), shapes)
     except OptexportError:
         raise
     except LongSizeError as error:

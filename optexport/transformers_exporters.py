@@ -7,6 +7,7 @@ them. Whatever moves there with a new version of transformers is mended here and
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import itertools
 import logging
@@ -150,6 +151,21 @@ def holds_transformers(module: torch.nn.Module) -> bool:
     return any(isinstance(child, PreTrainedModel) for child in module.modules())
 
 
+def export_module(
+    module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], dynamic_shapes: Mapping[str, Any]
+) -> ExportedProgram:
+    """Exports a module that needs no patches, as `export_program` exports others; neither it nor inputs are changed."""
+    return torch.export.export(
+        module,
+        args=(),
+        kwargs=copy.deepcopy(dict(inputs)),
+        dynamic_shapes=dict(dynamic_shapes),
+        strict=False,
+        # Named ranges are promises: check them when the graph runs instead of refusing to prove them.
+        prefer_deferred_runtime_asserts_over_guards=True,
+    )
+
+
 def export_program(
     model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], dynamic_shapes: Mapping[str, Any]
 ) -> ExportedProgram:
@@ -166,8 +182,7 @@ def export_program(
                 DynamoConfig(
                     dynamic=True,
                     dynamic_shapes={**dynamic_shapes, **unused},
-                    # Named ranges are promises: check them when the graph runs instead of refusing to prove them.
-                    prefer_deferred_runtime_asserts_over_guards=True,
+                    prefer_deferred_runtime_asserts_over_guards=True,  # as in export_module
                 ),
             ).program
     finally:

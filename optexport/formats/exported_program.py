@@ -88,14 +88,7 @@ def _export(
     graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], shapes: Mapping[str, Any]
 ) -> ExportedProgram:
     with transformers_exporters.exporting():
-        return torch.export.export(
-            graph_module,
-            args=(),
-            kwargs=copy.deepcopy(dict(inputs)),
-            dynamic_shapes=dict(shapes),
-            strict=False,
-            prefer_deferred_runtime_asserts_over_guards=True,
-        )
+        return transformers_exporters.export_module(graph_module, inputs, shapes)
 
 
 def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:
