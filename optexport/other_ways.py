@@ -21,7 +21,7 @@ from optexport.raising import unlift
 from optexport.resizing import resize
 from optexport.signature import Batch, Dim, Signature, as_argument, as_arguments, flatten_outputs
 from optexport.size_conditions import candidates, is_broken, is_broken_at
-from optexport.size_guards import Doubt, renaming, said_of_sizes
+from optexport.size_guards import Doubt, assertions, renaming, said_of_sizes
 
 # A model is run at other sizes only where its inputs hold at most this many times the numbers that they were traced
 # with, or this many numbers. Where the proof alone runs it, it is traced with as many as the proof takes.
@@ -147,7 +147,7 @@ def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.
 
 def _without_assertions(program: ExportedProgram) -> fx.GraphModule:
     graph_module = unlift(program)
-    for node in list(graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default)):
+    for node in assertions(graph_module.graph):
         graph_module.graph.erase_node(node)
     graph_module.recompile()
     return graph_module

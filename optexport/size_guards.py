@@ -25,8 +25,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from optexport.signature import Dim
 from optexport.size_conditions import LARGEST, candidates, is_broken, sizes_to_try
 
-_ASSERTION = torch.ops.aten._assert_scalar.default
-
 
 def within_assertions(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
@@ -198,9 +196,14 @@ def _drop(program: ExportedProgram, is_dropped: Callable[[Any], bool]) -> None:
     program.graph_module.recompile()
 
 
+def assertions(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a graph that assert a condition on sizes."""
+    return list(graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default))
+
+
 def _asserted(graph: fx.Graph) -> Iterator[tuple[Any, fx.Node]]:
     """The conditions that a graph asserts, as far as they are known, each with the node that does."""
-    for node in graph.find_nodes(op="call_function", target=_ASSERTION):
+    for node in assertions(graph):
         if isinstance(node.args[0], fx.Node):
             yield node.args[0].meta.get("val"), node
 
