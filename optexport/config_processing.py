@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 DEFAULT_K = 5
 
 # The outputs that stand in place of the logits.
-PROBABILITIES, LABELS = "probabilities", "labels"
+PROBABILITIES: Final = "probabilities"
+LABELS: Final = "labels"
 # What stands for the logits: probabilities of all classes, or the likeliest classes with theirs.
 ProcessedOutputs = Literal["probabilities", "softmax", "sigmoid", "argmax", "top_k"]
 OF_LABELS = ("argmax", "top_k")

@@ -37,7 +37,7 @@ def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
         answer = None
     if answer is None or given is None or given.shape[0] != rows or np.isnan(given).any():
         return [_outputs(outputs, row, rows) for row in range(rows)]
-    if application.outputs == "labels":
+    if application.outputs == LABELS:
         return [_ranked(application, outputs[LABELS][row], given[row]) for row in range(rows)]
     return [answer(bundle, {name: array[row] for name, array in inputs.items()}, given[row]) for row in range(rows)]
 

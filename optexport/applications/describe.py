@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from optexport.applications import preprocessors, sentence_embedding
 from optexport.applications.processing import processing_of
+from optexport.config_processing import LABELS, PROBABILITIES
 from optexport.manifest import ApplicationRecord
 from optexport.positions import most_tokens
 from optexport.signature import Signature
@@ -40,7 +41,7 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
         preprocessors=list(saved.kinds),
         prompt="" if loaded.pretrained is None else loaded.pretrained.prompt,
         missing=list(saved.missing),
-        outputs="logits" if classes is None else "probabilities" if classes.best is None else "labels",
+        outputs="logits" if classes is None else PROBABILITIES if classes.best is None else LABELS,
     )
 
 
