@@ -16,11 +16,13 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("code", [code for code in blocks("python") if "import optexport" in code or "compose" in code])
-def test_its_python_runs_and_prints_what_it_says(code: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_its_python_runs_and_prints_what_it_says(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(code, {"__name__": "__main__"})
     said = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")]
-    assert done.stdout.splitlines() == said
+    assert capsys.readouterr().out.splitlines() == said
 
 
 @pytest.mark.parametrize("path", ["examples/minilm.toml", "examples/plugin/drop_dropout.py"])
