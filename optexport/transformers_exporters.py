@@ -12,12 +12,13 @@ import io
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx_ir
 import torch
+from onnxscript.onnx_opset import opset18
 from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -33,100 +34,19 @@ from transformers.exporters.utils import (
 )
 from transformers.integrations import sdpa_attention
 
+from optexport import onnx_functions
+
 aten = torch.ops.aten
 
 # Where the exporters' own code lies: no line of it is a model's.
 FOLDER = Path(str(exporters.__file__)).parent
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *args: Any,
-    attend: Callable[..., torch.Tensor] = aten.scaled_dot_product_attention.default,
-    **kw: Any,
-) -> torch.Tensor:
-    """Attention whose rows without a single key are zeros, as torch's are; ONNX Runtime would make NaN of them.
-
-    Not the patch of transformers, which also zeroes rows whose mask is the smallest number throughout: to torch these
-    attend to all keys alike.
-    """
-    if attn_mask is None:
-        return attend(query, key, value, None, *args, **kw)
-    # Half of the smallest number: a score added to it stays finite, and the operator that opset 23 has leaves out rows
-    # that hold nothing but the smallest.
-    low = torch.finfo(query.dtype).min / 2
-    if attn_mask.dtype == torch.bool:
-        attended = attn_mask.to(query.dtype).amax(dim=-1, keepdim=True)
-        # No row of these is NaN, so that a product will do, which ONNX Runtime computes faster than Where.
-        return attend(query, key, value, (~attn_mask).to(query.dtype) * low, *args, **kw) * attended
-    finite = attn_mask > float("-inf")
-    result = attend(query, key, value, torch.where(finite, attn_mask.clamp(min=low), attn_mask), *args, **kw)
-    unattended = finite.to(query.dtype).sum(dim=-1, keepdim=True) < 1
-    return torch.where(unattended, torch.zeros((), dtype=result.dtype, device=result.device), result)
-
-
-def _attention_by_products(*args: Any, **kw: Any) -> torch.Tensor:
-    """`_attention`, of two matrix products and a softmax."""
-    return _attention(*args, attend=_products, **kw)
-
-
-def _products(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """What the operator computes, said so that ONNX Runtime fuses the transpose of the keys into the product.
-
-    The formula is that of ``torch.nn.functional.scaled_dot_product_attention``'s documentation. ``torch.onnx`` gives
-    the keys three dimensions before it transposes them, which costs a copy of the keys and a dozen nodes of shapes.
-    """
-    if is_causal or enable_gqa or dropout_p or isinstance(scale, torch.SymFloat):
-        return aten.scaled_dot_product_attention.default(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.matmul(query, key.transpose(-1, -2)) * factor
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    return torch.matmul(torch.softmax(scores, dim=-1), value)
-
-
-def _running(
-    extreme: Callable[..., tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A running maximum or minimum; of equal elements the index is the last's, as torch's is, and not the patch's."""
-    values = extreme(x, dim)[0]
-    steps = torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
-    return values, torch.cummax(torch.where(x == values, steps, 0), dim)[0]
-
-
-def _histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
-    """What ``torch.histc`` counts: what lies outside of the range in no bin, its upper end in the last.
-
-    The patch of transformers counts the former at the ends.
-    """
-    x = x.reshape(-1)
-    least, most = (x.min(), x.max()) if low == high else (x.new_tensor(low), x.new_tensor(high))
-    alike = (least == most).to(x.dtype)
-    least, most = least - alike, most + alike
-    places = ((x - least) * bins / (most - least)).clamp(0, bins - 1).long()
-    return x.new_zeros(bins).scatter_add(0, places, ((x >= least) & (x <= most)).to(x.dtype))
-
-
 # The ONNX patches replace Python functions while a model is traced. A graph that already holds the ATen operator
 # passes them by, and some of the files are then wrong (rows that mask every key, for one): so these operators are
 # turned into calls of the Python function again before the graph is exported a second time.
 _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
-    aten.scaled_dot_product_attention.default: _attention,
+    aten.scaled_dot_product_attention.default: onnx_functions.attention,
     aten.where.self: lambda *a: torch.where(*a),
     aten.where.ScalarOther: lambda *a: torch.where(*a),
     aten.where.ScalarSelf: lambda *a: torch.where(*a),
@@ -137,11 +57,20 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.roll.default: lambda *a: torch.roll(*a),
     aten.exp.default: lambda *a: torch.exp(*a),
     aten.fft_irfft.default: lambda *a: torch.fft.irfft(*a),
-    aten.masked_scatter.default: lambda x, *a: x.masked_scatter(*a),
-    aten.cummax.default: lambda *a: _running(torch.cummax, *a),
-    aten.cummin.default: lambda *a: _running(torch.cummin, *a),
+    aten.masked_scatter.default: onnx_functions.masked_scatter,
+    aten.squeeze.default: onnx_functions.squeeze,
+    aten.squeeze.dim: onnx_functions.squeeze,
+    aten.squeeze.dims: onnx_functions.squeeze,
+    aten.adaptive_avg_pool1d.default: onnx_functions.average_of_windows,
+    aten.adaptive_avg_pool2d.default: onnx_functions.average_of_windows,
+    aten.adaptive_avg_pool3d.default: onnx_functions.average_of_windows,
+    aten.adaptive_max_pool1d.default: onnx_functions.largest_of_windows,
+    aten.adaptive_max_pool2d.default: onnx_functions.largest_of_windows,
+    aten.adaptive_max_pool3d.default: onnx_functions.largest_of_windows,
+    aten.cummax.default: lambda *a: onnx_functions.running(torch.cummax, *a),
+    aten.cummin.default: lambda *a: onnx_functions.running(torch.cummin, *a),
     aten.searchsorted.Tensor: lambda *a, **kw: torch.searchsorted(*a, **kw),
-    aten.histc.default: _histogram,
+    aten.histc.default: onnx_functions.histogram,
     aten.bucketize.Tensor: lambda *a, **kw: torch.bucketize(*a, **kw),
 }
 
@@ -283,7 +212,7 @@ def call_patched_functions(graph_module: fx.GraphModule, *, has_attention: bool)
     """
     functions = {**_PATCHED_FUNCTIONS}
     if not has_attention:
-        functions[aten.scaled_dot_product_attention.default] = _attention_by_products
+        functions[aten.scaled_dot_product_attention.default] = onnx_functions.attention_by_products
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and node.target in functions:
             node.target = functions[node.target]
@@ -303,7 +232,17 @@ def fix_for_onnx(program: ExportedProgram) -> None:
 
 def onnx_translations() -> dict[Any, Any]:
     """Translations of ATen operators that override those of ``torch.onnx``, for its ``custom_translation_table``."""
-    return dict(_onnx._ONNX_TRANSLATION_TABLE)
+    return {**_onnx._ONNX_TRANSLATION_TABLE, aten.index_put.default: _put}
+
+
+def _put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    """That of transformers, which reads the values for places outside of a mask too, and there may be no values."""
+    is_mask = indices[0] is not None and indices[0].dtype == onnx_ir.DataType.BOOL
+    if is_mask and not accumulate and not _onnx._values_broadcast_to_self(values, self):
+        op: Any = opset18  # whose types are those of ONNX's own values
+        zero = op.CastLike(op.Constant(value_ints=[0]), values)
+        values = op.Concat(op.Reshape(values, op.Constant(value_ints=[-1])), zero, axis=0)
+    return _onnx._aten_index_put(self, indices, values, accumulate)
 
 
 def fix_onnx_model(onnx_program: torch.onnx.ONNXProgram) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from torch import fx
 from torch._dynamo.exc import UserError
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from optexport import transformers_exporters
@@ -87,8 +90,25 @@ _UNSOLVED = "Specializations unexpectedly required"
 def _export(
     graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], shapes: Mapping[str, Any]
 ) -> ExportedProgram:
-    with transformers_exporters.exporting():
+    with transformers_exporters.exporting(), _attention_of_any_length(graph_module):
         return transformers_exporters.export_module(graph_module, inputs, shapes)
+
+
+def _attention_of_any_length(graph_module: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
+    """Has torch trace attention as it writes it out, where only running tells how much there is to attend to.
+
+    To choose among its faster kernels it asks whether there is nothing. The graph holds the operator all the same.
+    """
+    attended = (
+        argument.meta.get("val")
+        for node in graph_module.graph.find_nodes(op="call_function", target=_ATTENTION)
+        for argument in node.all_input_nodes
+    )
+    unknown = any(isinstance(value, torch.Tensor) and free_unbacked_symbols(value) for value in attended)
+    return sdpa_kernel(SDPBackend.MATH) if unknown else contextlib.nullcontext()
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:

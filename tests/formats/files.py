@@ -109,6 +109,16 @@ def eager(made: Prepared, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.
     return {name: value.detach() for name, value in zip(made.signature.output_names, outputs.values(), strict=True)}
 
 
+def runs(made: Prepared, path: Path, *inputs: dict[str, torch.Tensor]) -> None:
+    """Asserts that a file gives the model's outputs, optimised and not."""
+    for optimised in (False, True):
+        run = runtimes.open_onnx(path, made.signature.output_names, optimised=optimised)
+        for batch in inputs:
+            want, got = eager(made, batch), run(batch)
+            for name, value in want.items():
+                torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
+
+
 def batches(name: str) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Batches of sizes that were never traced, with every kind of padding."""
     for size, sequence in ((1, 2), (1, 17), (5, 3), (3, 40)):

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from optexport import runtimes
 from optexport.errors import ExportError
-from optexport.formats import exported_program
+from optexport.formats import exported_program, torchscript
 from optexport.signature import Dim
 from optexport.trace import trace
 from tests.formats import files
@@ -183,3 +184,23 @@ def test_a_graph_that_fixes_a_declared_size_is_an_error_that_says_what_to_try() 
         exported_program.to_program(flat, traced.signature, {"x": X})
     assert caught.value.exit_code == 5
     assert "--without RULE" in str(caught.value)
+
+
+class Windows(nn.Module):
+    """Attention within parts of a sequence, whose lengths are an input's values."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):  # as transformers has it while it is traced
+            parts = torch.split(x, lengths.tolist(), dim=2)
+            return torch.cat([nn.functional.scaled_dot_product_attention(part, part, part) for part in parts], dim=2)
+
+
+def test_attention_of_lengths_that_only_running_tells_is_exported_again(tmp_path: Path) -> None:
+    made = files.prepare(Windows(), {"x": torch.randn(1, 2, 12, 4), "lengths": torch.tensor([5, 7])}, None)
+    assert made.program.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
+    exported_program.save(made.program, tmp_path / "model.pt2")
+    torchscript.save(made.program, made.signature, made.example, tmp_path / "model.pt")
+    batch = {"x": torch.randn(1, 2, 12, 4), "lengths": torch.tensor([9, 3])}
+    want = files.eager(made, batch)["output"]
+    for name, opened in (("model.pt2", runtimes.open_pt2), ("model.pt", runtimes.open_torchscript)):
+        torch.testing.assert_close(opened(tmp_path / name, ["output"])(batch)["output"], want)

@@ -38,16 +38,6 @@ def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -
     return made, path
 
 
-def runs(made: files.Prepared, path: Path, *inputs: dict[str, torch.Tensor]) -> None:
-    """Asserts that a file gives the model's outputs, optimised and not."""
-    for optimised in (False, True):
-        run = runtimes.open_onnx(path, made.signature.output_names, optimised=optimised)
-        for batch in inputs:
-            want, got = files.eager(made, batch), run(batch)
-            for name, value in want.items():
-                torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("optimised", [False, True], ids=["as written", "optimised"])
 @pytest.mark.parametrize("name", files.NAMES)
 def test_the_file_computes_what_the_model_computes_at_any_size(name: str, optimised: bool) -> None:
@@ -87,13 +77,13 @@ def test_outputs_that_repeat_or_hand_an_input_or_a_weight_through_have_a_name_ea
     names = [value.name for value in onnx.load(path).graph.output]
     assert names == made.signature.output_names
     assert len(set(names)) == 6
-    runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(7, 4)})
+    files.runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(7, 4)})
 
 
 def test_an_output_that_is_called_as_an_input_gets_a_name_of_its_own(tmp_path: Path) -> None:
     made, path = saved(Program(lambda m, x: {"x": x * 2, "y": x + 1}), tmp_path)
     assert [value.name for value in onnx.load(path).graph.output] == ["x_out", "y"]
-    runs(made, path, {"x": torch.randn(5, 4)})
+    files.runs(made, path, {"x": torch.randn(5, 4)})
 
 
 class InPlace(nn.Module):
@@ -109,7 +99,7 @@ class InPlace(nn.Module):
 
 def test_what_is_written_in_place_is_kept(tmp_path: Path) -> None:
     made, path = saved(InPlace(), tmp_path)
-    runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(9, 4)})
+    files.runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(9, 4)})
 
 
 class Rows(nn.Module):
@@ -140,7 +130,7 @@ def test_rows_without_a_single_key_give_what_torch_gives(kind: str, opset: int |
     mask[1] = 0
     mask[2, 3:] = 0
     mask[3, :5] = 0
-    runs(made, tmp_path / "model.onnx", {"x": torch.randn(4, 7, 4), "mask": mask})
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(4, 7, 4), "mask": mask})
 
 
 @pytest.mark.parametrize("opset", [None, ATTENTION_OPSET])
@@ -182,7 +172,7 @@ def test_attention_of_every_kind_gives_what_torch_gives(arguments: dict[str, Any
     }
     made = files.prepare(Attention(**arguments), example, axes)
     files.save_onnx(made, tmp_path / "model.onnx", example=example)
-    runs(made, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)})
+    files.runs(made, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)})
 
 
 def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) -> None:
@@ -190,7 +180,7 @@ def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) ->
     x = torch.randn(5, 2, 3, 4, 5)
     made = files.prepare(model, {"x": x[:2]}, BATCH)
     files.save_onnx(made, tmp_path / "model.onnx", example={"x": x[:2]})
-    runs(made, tmp_path / "model.onnx", {"x": x})
+    files.runs(made, tmp_path / "model.onnx", {"x": x})
 
 
 @pytest.mark.parametrize(
@@ -210,7 +200,7 @@ def test_what_onnx_has_no_operator_for_is_said_with_others(forward: Any, tmp_pat
     x = torch.tensor([[0.5, -1.0, 2.0, 2.0], [0.5, 3.0, -0.25, 1.0]])
     made = files.prepare(Program(forward), {"x": x}, {"x": {0: "rows", 1: "columns"}})
     files.save_onnx(made, tmp_path / "model.onnx", example={"x": x})
-    runs(made, tmp_path / "model.onnx", {"x": x}, {"x": x.T.contiguous()}, {"x": torch.randn(5, 7)})
+    files.runs(made, tmp_path / "model.onnx", {"x": x}, {"x": x.T.contiguous()}, {"x": torch.randn(5, 7)})
 
 
 def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -> None:
@@ -230,7 +220,7 @@ def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -
 def test_the_opset_is_the_one_asked_for(opset: int, tmp_path: Path) -> None:
     made, path = saved(randomise(Program(lambda m, x: m.a(x).softmax(-1), a=nn.Linear(4, 4))), tmp_path, opset=opset)
     assert {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""] == opset
-    runs(made, path, {"x": torch.randn(6, 4)})
+    files.runs(made, path, {"x": torch.randn(6, 4)})
 
 
 def test_weights_beyond_a_size_go_to_a_file_beside(tmp_path: Path) -> None:
@@ -243,7 +233,7 @@ def test_weights_beyond_a_size_go_to_a_file_beside(tmp_path: Path) -> None:
     assert places == {"model.onnx.data"}
     assert [entry.key for entry in stored.metadata_props] == ["key"]
     onnx.checker.check_model(str(path))
-    runs(made, path, {"x": torch.randn(5, 4)})
+    files.runs(made, path, {"x": torch.randn(5, 4)})
 
 
 def test_weights_up_to_that_size_stay_inside(tmp_path: Path) -> None:
@@ -257,7 +247,7 @@ def test_a_file_moves_with_its_weights(tmp_path: Path) -> None:
         randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 64))), tmp_path / "one", external_data_above=100
     )
     moved = (tmp_path / "one").rename(tmp_path / "two")
-    runs(made, moved / path.name, {"x": torch.randn(5, 4)})
+    files.runs(made, moved / path.name, {"x": torch.randn(5, 4)})
 
 
 def test_what_onnx_cannot_express_is_an_error_that_names_the_operator(tmp_path: Path) -> None:
@@ -286,7 +276,7 @@ def test_an_input_that_is_never_read_may_be_given_all_the_same(tmp_path: Path) -
     both = {"x": X, "unread": torch.ones(3, 2)}
     made = files.prepare(Unread(), both, {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}})
     files.save_onnx(made, tmp_path / "model.onnx", example=both)
-    runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 4), "unread": torch.zeros(5, 2)})
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 4), "unread": torch.zeros(5, 2)})
 
 
 class Unread(nn.Module):
@@ -301,7 +291,7 @@ def test_every_dtype_that_the_runtime_takes_goes_in_and_comes_out(dtype: torch.d
     model = Program(lambda m, x: (x[:, :2], x.flip(0)))
     made = files.prepare(model, {"x": (X > 0).to(dtype)}, BATCH)
     files.save_onnx(made, tmp_path / "model.onnx")
-    runs(made, tmp_path / "model.onnx", {"x": (torch.randn(5, 4) > 0).to(dtype)})
+    files.runs(made, tmp_path / "model.onnx", {"x": (torch.randn(5, 4) > 0).to(dtype)})
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x08\x0a"])
@@ -315,7 +305,7 @@ def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> No
 def test_a_small_number_that_is_added_stays(eps: float, tmp_path: Path) -> None:
     model = Program(lambda m, x: (x / (x.norm(dim=-1, keepdim=True) + eps), torch.log(x.relu() + eps)))
     made, path = saved(model, tmp_path)
-    runs(made, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})
+    files.runs(made, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})
 
 
 class Tagger(nn.Module):
@@ -349,7 +339,7 @@ def test_a_file_that_crashes_the_runtime_as_it_is_opened_is_an_error_and_this_pr
 def test_a_recurrent_file_that_does_not_crash_is_written(tmp_path: Path) -> None:
     made, path = tagger(torch.float32), tmp_path / "model.onnx"
     files.save_onnx(made, path)
-    runs(made, path, made.example)
+    files.runs(made, path, made.example)
 
 
 @pytest.mark.parametrize("operators", [{"LSTM"}, {"Gemm", "GRU"}])

@@ -1,0 +1,178 @@
+"""What ONNX lacks, or what is written wrongly as it stands, said with other operators of PyTorch.
+
+A graph calls these functions in place of ATen operators while it is exported to ONNX; they compute the same, at any
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+aten = torch.ops.aten
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *args: Any,
+    attend: Callable[..., torch.Tensor] = aten.scaled_dot_product_attention.default,
+    **kw: Any,
+) -> torch.Tensor:
+    """Attention whose rows without a single key are zeros, as torch's are; ONNX Runtime would make NaN of them.
+
+    Not the patch of transformers, which also zeroes rows whose mask is the smallest number throughout: to torch these
+    attend to all keys alike.
+    """
+    if attn_mask is None:
+        return attend(query, key, value, None, *args, **kw)
+    # Half of the smallest number: a score added to it stays finite, and the operator that opset 23 has leaves out rows
+    # that hold nothing but the smallest.
+    low = torch.finfo(query.dtype).min / 2
+    if attn_mask.dtype == torch.bool:
+        attended = attn_mask.to(query.dtype).amax(dim=-1, keepdim=True)
+        # No row of these is NaN, so that a product will do, which ONNX Runtime computes faster than Where.
+        return attend(query, key, value, (~attn_mask).to(query.dtype) * low, *args, **kw) * attended
+    finite = attn_mask > float("-inf")
+    result = attend(query, key, value, torch.where(finite, attn_mask.clamp(min=low), attn_mask), *args, **kw)
+    unattended = finite.to(query.dtype).sum(dim=-1, keepdim=True) < 1
+    return torch.where(unattended, torch.zeros((), dtype=result.dtype, device=result.device), result)
+
+
+def attention_by_products(*args: Any, **kw: Any) -> torch.Tensor:
+    """`attention`, of two matrix products and a softmax."""
+    return attention(*args, attend=_products, **kw)
+
+
+def _products(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What the operator computes, said so that ONNX Runtime fuses the transpose of the keys into the product.
+
+    The formula is that of ``torch.nn.functional.scaled_dot_product_attention``'s documentation. ``torch.onnx`` gives
+    the keys three dimensions before it transposes them, which costs a copy of the keys and a dozen nodes of shapes.
+    """
+    if is_causal or enable_gqa or dropout_p or isinstance(scale, torch.SymFloat):
+        return aten.scaled_dot_product_attention.default(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(query, key.transpose(-1, -2)) * factor
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return torch.matmul(torch.softmax(scores, dim=-1), value)
+
+
+def running(
+    extreme: Callable[..., tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A running maximum or minimum; of equal elements the index is the last's, as torch's is, and not the patch's."""
+    values = extreme(x, dim)[0]
+    steps = torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+    return values, torch.cummax(torch.where(x == values, steps, 0), dim)[0]
+
+
+def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
+    """What ``torch.histc`` counts: what lies outside of the range in no bin, its upper end in the last.
+
+    The patch of transformers counts the former at the ends.
+    """
+    x = x.reshape(-1)
+    least, most = (x.min(), x.max()) if low == high else (x.new_tensor(low), x.new_tensor(high))
+    alike = (least == most).to(x.dtype)
+    least, most = least - alike, most + alike
+    places = ((x - least) * bins / (most - least)).clamp(0, bins - 1).long()
+    return x.new_zeros(bins).scatter_add(0, places, ((x >= least) & (x <= most)).to(x.dtype))
+
+
+def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The elements of a source, in order, where a mask says so.
+
+    The patch of transformers reads the source for places outside of the mask too, and the source may be empty.
+    """
+    return x.masked_scatter(mask, torch.cat([source.reshape(-1), source.new_zeros(1)]))
+
+
+def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> torch.Tensor:
+    """Takes axes away of which it is known that their size is 1; ONNX refuses any other, which torch leaves alone."""
+    every = range(x.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims
+    single = [axis for axis in every if x.dim() and isinstance(x.shape[axis], int) and x.shape[axis] == 1]
+    return x.squeeze(single) if single else x.clone()
+
+
+def average_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
+    """An adaptive average over the last axes, one size for each.
+
+    What torch makes of the operator holds for the sizes that it was traced with, and says nothing of others.
+    """
+    axes = range(-len(sizes), 0)
+    if _are_one(sizes):
+        return x.mean(list(axes), keepdim=True)
+    if _are_even(x, sizes):
+        pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[len(sizes) - 1]
+        return pool(x, [x.shape[axis] // size for axis, size in zip(axes, sizes, strict=True)])
+    for axis, size in zip(axes, sizes, strict=True):
+        start, end, steps = _windows(x.shape[axis], size)
+        places = start + steps
+        windows = _cut(x, axis, places.clamp(max=x.shape[axis] - 1))
+        windows = torch.where(_before(axis, places < end), windows, torch.zeros((), dtype=x.dtype))
+        x = windows.sum(axis) / _before(axis, end - start).squeeze(axis)
+    return x
+
+
+def largest_of_windows(x: torch.Tensor, sizes: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """An adaptive maximum over the last axes, one size for each; and the place of each in these axes laid flat."""
+    if len(sizes) > 1 and (_are_one(sizes) or _are_even(x, sizes)):
+        operator = aten.adaptive_max_pool2d if len(sizes) == 2 else aten.adaptive_max_pool3d
+        return operator.default(x, sizes)  # type: ignore[no-any-return]
+    index = x.new_zeros((), dtype=torch.int64)
+    stride = 1
+    for axis in range(-1, -len(sizes) - 1, -1):
+        start, end, steps = _windows(x.shape[axis], sizes[axis])
+        places = torch.minimum(start + steps, end - 1)
+        index = _before(axis, places) * stride + (index if axis == -1 else _cut(index, axis, places))
+        stride = stride * x.shape[axis]
+        windows = _cut(x, axis, places)
+        x, first = windows.max(axis)
+        index = index.expand_as(windows).gather(axis, first.unsqueeze(axis)).squeeze(axis)
+    return x, index
+
+
+def _are_one(sizes: Sequence[Any]) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in sizes)
+
+
+def _are_even(x: torch.Tensor, sizes: Sequence[Any]) -> bool:
+    """Whether it is known that all windows are as wide as each other, and do not overlap."""
+    pairs = list(zip(x.shape[-len(sizes) :], sizes, strict=True))
+    return all(isinstance(n, int) and isinstance(size, int) and n % size == 0 for n, size in pairs)
+
+
+def _windows(n: Any, size: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the windows of an axis start and end, each of shape [size, 1], and the steps of the widest."""
+    each = torch.arange(size)[:, None]
+    return each * n // size, ((each + 1) * n + size - 1) // size, torch.arange((n + size - 1) // size + 1)
+
+
+def _cut(x: torch.Tensor, axis: int, places: torch.Tensor) -> torch.Tensor:
+    """Parts an axis into two: that of the windows, and after it that of the places in each."""
+    found: torch.Tensor = x.index_select(axis, places.reshape(-1)).unflatten(axis, places.shape)
+    return found
+
+
+def _before(axis: int, windows: torch.Tensor) -> torch.Tensor:
+    """What is known of windows, given the axes that come after theirs."""
+    return windows.reshape(*windows.shape, *[1] * (-1 - axis))
