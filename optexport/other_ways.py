@@ -21,7 +21,7 @@ from optexport.raising import unlift
 from optexport.resizing import resize
 from optexport.signature import Batch, Dim, Signature, as_argument, as_arguments, flatten_outputs
 from optexport.size_conditions import candidates, is_broken, is_broken_at
-from optexport.size_guards import Doubt, assertions, renaming, said_of_sizes
+from optexport.size_guards import Doubt, assertions, drop_doubts, find_doubts, renaming, said_of_sizes
 
 # A model is run at other sizes only where its inputs hold at most this many times the numbers that they were traced
 # with, or this many numbers. Where the proof alone runs it, it is traced with as many as the proof takes.
@@ -100,7 +100,7 @@ def find_other_ways(
         export: Traces the model with a batch.
     """
     found, traced = OtherWays(), signature.sizes(example)
-    numbers = max(1, sum(tensor.numel() for tensor in example.values()))
+    numbers = sum(tensor.numel() for tensor in example.values())
     found.crossed = [doubt for doubt in doubts if doubt.is_asserted]
     if not found.crossed:
         return found
@@ -110,8 +110,8 @@ def find_other_ways(
     while (sizes := tried.beyond(found.crossed, kept)) is not None:
         beyond, way = _founded(found.crossed, sizes), None
         is_excluded = all(doubt.is_exclusion for doubt in beyond)
-        times = math.prod(max(size / traced[name], 1) for name, size in sizes.items())
-        is_small = times <= max(_MOST_TIMES, _MOST_NUMBERS / numbers)
+        times = _times(sizes, traced)
+        is_small = times <= _most_times(numbers)
         if len(tried.ways) < _MOST_WAYS and (is_small or (is_excluded and times * numbers <= _MOST_TRACED)):
             batch = resize(example, signature, sizes)
             want = outcome(model, batch) if is_small else None
@@ -134,6 +134,38 @@ def find_other_ways(
     return found
 
 
+def drop_unfounded(
+    program: ExportedProgram, graph_module: fx.GraphModule, signature: Signature, example: Batch
+) -> None:
+    """Takes out, in place, what the export of a graph asserts, where the program computes what the graph does without.
+
+    A graph of operators goes no other way at any size; its export takes a size that is computed for smaller than
+    another, say, to tell the shapes. What the graph asserts itself it refuses to run without.
+    """
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    arguments = {argument: placeholders[name].meta["val"] for name, argument in tensor_inputs(program).items()}
+    names = {
+        found.node.expr: size
+        for spec in signature.inputs
+        for size, found in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True)
+        if isinstance(size, str) and isinstance(found, torch.SymInt)
+    }
+    traced = signature.sizes(example)
+    doubts = [doubt for doubt in find_doubts(program, names, signature.dims, traced) if doubt.is_asserted]
+    if not doubts:
+        return
+    without, numbers = _without_assertions(program), sum(tensor.numel() for tensor in example.values())
+
+    def is_same(sizes: dict[str, int]) -> bool:
+        if _times(sizes, traced) > _most_times(numbers):
+            return False
+        batch = resize(example, signature, sizes)
+        want = outcome(graph_module, batch)
+        return isinstance(want, list) and _agree(outcome(without, batch), want, _REPEATED)
+
+    drop_doubts(program, names, signature.dims, [d for d in doubts if all(is_same(sizes) for sizes in d.sizes)])
+
+
 def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:
     """The tensors that a model gives, or what its own code raises."""
     try:
@@ -143,6 +175,14 @@ def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.
         return list(flatten_outputs(outputs).values())
     except Exception as error:  # a model's own code may raise anything
         return error
+
+
+def _times(sizes: Mapping[str, int], traced: Mapping[str, int]) -> float:
+    return math.prod(max(size / traced[name], 1) for name, size in sizes.items())
+
+
+def _most_times(numbers: int) -> float:
+    return max(_MOST_TIMES, _MOST_NUMBERS / max(1, numbers))
 
 
 def _without_assertions(program: ExportedProgram) -> fx.GraphModule:

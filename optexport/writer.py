@@ -16,6 +16,7 @@ from optexport.config import Format
 from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
 from optexport.lowerings import of_format
 from optexport.manifest import ArtifactRecord
+from optexport.other_ways import drop_unfounded
 from optexport.signature import Batch, Signature
 from optexport.sources import Loaded
 from optexport.transform import Applied
@@ -51,7 +52,9 @@ class Writer:
         Raises:
             ExportError: ``torch.export`` refuses it.
         """
-        return exported_program.to_program(self.flat, self.signature, self.example)
+        program = exported_program.to_program(self.flat, self.signature, self.example)
+        drop_unfounded(program, self.flat, self.signature, self.example)
+        return program
 
     def write(
         self, file_format: Format, folder: Path, lowerings: Sequence[str], opset: int | None = None

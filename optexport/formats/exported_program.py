@@ -65,8 +65,8 @@ def to_program(
     try:
         try:
             program = _export(graph_module, inputs, signature.dynamic_shapes())
-        except UserError as error:
-            if _UNSOLVED not in str(error):
+        except (UserError, AssertionError) as error:
+            if not any(told in str(error) for told in _UNSOLVED):
                 raise
             program = _export(graph_module, inputs, signature.dynamic_shapes(named=False))
             if not _is_dynamic(program, signature):
@@ -82,9 +82,10 @@ def to_program(
     return program
 
 
-# What torch.export says where it solves the conditions on a size that has a name, and finds a single one: wrongly, of
-# linear attention over chunks. Where sizes have no names it solves nothing.
-_UNSOLVED = "Specializations unexpectedly required"
+# What torch.export says where it solves the conditions on a size that has a name, and finds a single one, or none:
+# wrongly, of linear attention over chunks, and of what is padded to a multiple. Where sizes have no names it solves
+# nothing.
+_UNSOLVED = ("Specializations unexpectedly required", "Cannot create Dim with inconsistent")
 
 
 def _export(
