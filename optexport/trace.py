@@ -23,6 +23,7 @@ from optexport.dummy_inputs import dummy_inputs
 from optexport.errors import OptexportError, TraceError, UntraceableError, first_line
 from optexport.long_sizes import LongSizeError, SizesWatched
 from optexport.model_lines import line_of_model
+from optexport.number_tensors import NumbersKnown
 from optexport.other_ways import find_other_ways, outcome
 from optexport.program_shapes import read_signature
 from optexport.raising import raise_graph
@@ -265,7 +266,12 @@ def _export(
         hints = {name: {axis: axes[axis] for axis in free[name] if axis in axes} for name, axes in hints.items()}
     shapes = as_arguments(hints)
     try:
-        with transformers_exporters.exporting(), transformers_exporters.one_pass(model), SizesWatched():
+        with (
+            transformers_exporters.exporting(),
+            transformers_exporters.one_pass(model),
+            SizesWatched(),
+            NumbersKnown(model),
+        ):
             if transformers_exporters.holds_transformers(model):
                 _check_complete(model, example)
                 return transformers_exporters.export_program(model, as_arguments(example), shapes)

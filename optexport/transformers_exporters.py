@@ -35,6 +35,7 @@ from transformers.exporters.utils import (
 from transformers.integrations import sdpa_attention
 
 from optexport import onnx_functions
+from optexport.expert_loops import over_all_experts
 
 aten = torch.ops.aten
 
@@ -103,7 +104,7 @@ def export_program(
     # The exporter adds them to the inputs, and wants every input named.
     unused = {name: None for name, value in computed_outside(model, inputs).items() if value is None}
     try:
-        with quiet(), _utils.patch_attributes(_PATCHES):
+        with quiet(), _utils.patch_attributes([*_PATCHES, *_expert_patches(model)]):
             exporter = DynamoExporter()
             program: ExportedProgram = exporter.export(
                 model,  # type: ignore[arg-type]  # typed for its own models, and made for modules that hold one too
@@ -164,6 +165,20 @@ def _of_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
     return {**functions, "sdpa": patched}
 
 
+def _none_that_hides_nothing(is_ignored: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether a mask may be left out, which that of transformers denies of every mask while it exports.
+
+    Where nothing is padded and no window is set none is needed at any size, and some models take none.
+    """
+
+    def patched(padding_mask: Any, kv_length: Any, local_attention_size: int | None = None) -> bool:
+        if padding_mask is None and local_attention_size is None:
+            return True
+        return is_ignored(padding_mask, kv_length, local_attention_size)
+
+    return patched
+
+
 # What stops a trace, or leaves calls in it which no format holds; the model computes the same without.
 _PATCHES = [
     (torch.nn.Module, "to", _unless_it_is),
@@ -171,7 +186,14 @@ _PATCHES = [
     # Masks that are made under torch.vmap, and how it has them index tensors.
     (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
+    (masking_utils, "_ignore_bidirectional_mask_sdpa", _none_that_hides_nothing),
 ]
+
+
+def _expert_patches(model: torch.nn.Module) -> list[tuple[type, str, Callable[..., Any]]]:
+    """Patches of the classes of a model's experts."""
+    classes = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__.endswith("Experts"))
+    return [(cls, "forward", over_all_experts) for cls in classes]
 
 
 def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:

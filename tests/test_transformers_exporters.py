@@ -1,0 +1,37 @@
+"""What is patched of transformers while a model of it is traced."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
+
+from optexport.trace import trace
+
+
+class Halving(PreTrainedModel):
+    """As Informer's encoder: of the mask that is made for all layers those after the first take none but no mask."""
+
+    config_class = PreTrainedConfig
+    _supports_sdpa = True
+
+    def __init__(self) -> None:
+        super().__init__(PreTrainedConfig())
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=x, attention_mask=None)
+        for _ in range(2):
+            if mask is not None and mask.shape[-1] != x.shape[1]:
+                raise ValueError(f"a mask of {mask.shape[-1]} for {x.shape[1]}")
+            x = nn.functional.scaled_dot_product_attention(x, x, x, None if mask is None else mask[:, 0])[:, ::2]
+        return x * self.scale
+
+
+def test_where_nothing_is_padded_no_mask_is_made() -> None:
+    model = Halving().eval()
+    traced = trace(model, {"x": torch.randn(3, 9, 4)})
+    given = torch.randn(2, 14, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(traced.graph_module(given), model(given))
