@@ -170,6 +170,8 @@ def _default_names(model: nn.Module, config: Any, accepted: Mapping[str, inspect
     names += required
     if "past_time_features" in names:
         names += ["future_time_features"]
+    if "noise_sequence" in accepted:  # drawn anew at each run where it is not given
+        names += ["noise_sequence"]
 
     def with_masks(names: Sequence[str]) -> list[str]:
         masked = list(names)

@@ -155,6 +155,11 @@ def _frames_first(config: Any) -> torch.Tensor:
     return wave(BATCH, int(find(config, "max_length_seconds") or _FRAMES), _bands(config))
 
 
+def _noise(config: Any) -> torch.Tensor:
+    """What a model that makes sounds of spectrograms would draw by itself otherwise."""
+    return wave(BATCH, _frames_first(config).shape[1], int(config.model_in_channels))
+
+
 def _frames_of_patches(config: Any) -> torch.Tensor:
     return wave(BATCH, int(getattr(config, "max_length", None) or _FRAMES), _bands(config))
 
@@ -231,6 +236,7 @@ MEDIA: dict[str, tuple[Maker, ...]] = {
     "audio_mel": (_frames_first,),
     "audio_mel_mask": (lambda config: torch.zeros(BATCH, _FRAMES, dtype=torch.bool),),
     "latents": (_latents,),
+    "noise_sequence": (_noise,),
     "past_values": (_past_values, _past_channels),
     "past_observed_mask": (_past_like(torch.ones),),
     "past_values_padding": (_past_like(torch.zeros),),

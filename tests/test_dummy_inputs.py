@@ -16,6 +16,8 @@ from transformers import (
     CLIPModel,
     LayoutLMConfig,
     LayoutLMModel,
+    UnivNetConfig,
+    UnivNetModel,
     ViTConfig,
     ViTModel,
     Wav2Vec2Config,
@@ -169,6 +171,15 @@ def test_a_text_about_an_image_holds_as_many_tokens_for_it_as_the_model_makes_fe
         features = model.get_image_features(made["pixel_values"]).pooler_output
     tokens = (made["input_ids"] == model.config.image_token_id).sum(1)
     assert tokens.tolist() == [len(each) for each in features]
+
+
+def test_noise_that_a_model_would_draw_is_given_where_it_may_be() -> None:
+    sizes = {"model_in_channels": 4, "model_hidden_channels": 4, "kernel_predictor_hidden_channels": 4}
+    model = UnivNetModel(UnivNetConfig(num_mel_bins=6, **sizes)).eval()
+    inputs = dummy_inputs(model)
+    assert inputs["noise_sequence"].shape == (*inputs["input_features"].shape[:2], 4)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).waveforms, model(**inputs).waveforms)
 
 
 def test_a_model_that_takes_none_of_what_is_made_is_an_error_with_a_mend() -> None:
