@@ -23,7 +23,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from transformers import AttentionInterface, PreTrainedModel, exporters, masking_utils
-from transformers.exporters import DynamoConfig, DynamoExporter, onnxruntime_fusions
+from transformers.exporters import DynamoConfig, DynamoExporter, exporter_dynamo, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
 from transformers.exporters import utils as _utils
 from transformers.exporters.utils import (
@@ -179,7 +179,31 @@ def _none_that_hides_nothing(is_ignored: Callable[..., bool]) -> Callable[..., b
     return patched
 
 
-# What stops a trace, or leaves calls in it which no format holds; the model computes the same without.
+def _with_norms_of_heads(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention within segments, which that of transformers computes without the norms of queries and keys.
+
+    It leaves them out where one layer gives queries, keys and values: that layer gives them normed here.
+    """
+
+    def patched(module: torch.nn.Module, *args: Any, **kw: Any) -> Any:
+        if not (hasattr(module, "qkv") and hasattr(module, "q_norm") and hasattr(module, "k_norm")):
+            return attend(module, *args, **kw)
+        layer = module.qkv
+
+        def normed(x: torch.Tensor) -> torch.Tensor:
+            query, key, value = layer(x).unflatten(-1, (3, module.num_heads, -1)).unbind(-3)
+            return torch.stack((module.q_norm(query), module.k_norm(key), value), dim=-3).flatten(-3)
+
+        vars(module)["qkv"] = normed  # before that of the same name among its modules
+        try:
+            return attend(module, *args, **kw)
+        finally:
+            del vars(module)["qkv"]
+
+    return patched
+
+
+# What stops a trace, leaves calls in it which no format holds, or makes it compute something else than the model.
 _PATCHES = [
     (torch.nn.Module, "to", _unless_it_is),
     (AttentionInterface, "_global_mapping", _of_unknown_length),
@@ -187,6 +211,7 @@ _PATCHES = [
     (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
     (masking_utils, "_ignore_bidirectional_mask_sdpa", _none_that_hides_nothing),
+    (exporter_dynamo, "_reshaped_vision_attention_forward", _with_norms_of_heads),
 ]
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
 from optexport.trace import trace
+from tests.zoo import stages
 
 
 class Halving(PreTrainedModel):
@@ -35,3 +36,13 @@ def test_where_nothing_is_padded_no_mask_is_made() -> None:
     given = torch.randn(2, 14, 4)
     with torch.no_grad():
         torch.testing.assert_close(traced.graph_module(given), model(given))
+
+
+def test_attention_within_segments_norms_its_queries_and_keys() -> None:
+    built = stages.build(stages.Outcome("glm_ocr_vision"))
+    assert built is not None
+    model, inputs = built
+    graph_module = trace(model, inputs, {}).graph_module
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        torch.testing.assert_close(graph_module(**inputs)["last_hidden_state"], expected)
