@@ -185,7 +185,7 @@ def _with_norms_of_heads(attend: Callable[..., Any]) -> Callable[..., Any]:
     It leaves them out where one layer gives queries, keys and values: that layer gives them normed here.
     """
 
-    def patched(module: torch.nn.Module, *args: Any, **kw: Any) -> Any:
+    def patched(module: Any, *args: Any, **kw: Any) -> Any:
         if not (hasattr(module, "qkv") and hasattr(module, "q_norm") and hasattr(module, "k_norm")):
             return attend(module, *args, **kw)
         layer = module.qkv
