@@ -288,6 +288,8 @@ def _shrunk_value(key: str, value: Any, given: Mapping[str, Any], setting: Setti
         r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions)", key
     ):
         return min(value, _POSITIONS)
+    if key == "context_length":  # of a series, which some models go through patch by patch
+        return min(value, 512)
     if re.fullmatch(r"(.*_)?(image_size|input_size|img_size)", key) and value >= 32:
         return _image_size(given)
     if key == "patch_size" and value > 8 and setting.divisor is None:

@@ -58,6 +58,12 @@ def test_a_type_is_the_same_model_every_time_and_random_where_it_begins_as_zeros
     assert all(len(parameter.unique()) > 1 for parameter in one.parameters())
 
 
+def test_a_series_is_short_and_no_noise_is_drawn() -> None:
+    assert shrinking.shrunk_config("timesfm2_5", shrinking.SETTINGS[0]).context_length == 512
+    vits = shrinking.shrunk_config("vits", shrinking.SETTINGS[0])
+    assert (vits.noise_scale, vits.noise_scale_duration) == (0, 0)
+
+
 def test_an_order_that_is_spread_holds_every_type_once() -> None:
     names = shrinking.model_types()
     assert sorted(runner.spread(names)) == names
