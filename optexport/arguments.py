@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, first_line
 from optexport.signature import as_argument, call_signature, path_name, unused
 
-Constant = bool | int | float | str
+Constant = bool | int | float | str | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,25 @@ def _flattened(
     return tensors, Arguments(tuple(flat), spec, constants)
 
 
+def as_constants(settings: Mapping[str, Any]) -> dict[str, Constant]:
+    """Constants as a config says them: what it lists is a tensor, int64 of whole numbers and float32 of others.
+
+    Raises:
+        ConfigError: A list holds something else, or its rows are not of one length.
+    """
+    made: dict[str, Constant] = {}
+    for name, value in settings.items():
+        try:
+            made[name] = torch.tensor(value) if isinstance(value, list) else value
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError(
+                f"it makes no tensor: {first_line(error)}",
+                place=f"inputs.constants.{name}",
+                mend="Write lists of numbers, or of true and false, that are of one length.",
+            ) from error
+    return made
+
+
 def unused_argument(name: str, taken: Iterable[str]) -> str:
     """The name, or with a number behind it the first that is not taken, also as an argument of Python."""
     return name if as_argument(name) not in (known := {as_argument(t) for t in taken}) else unused(name, known)
@@ -242,24 +261,49 @@ def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
 
     It shares all of the model, which is not changed, under the same paths.
     """
-    cls = type(model)
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
-    parameters += [inspect.Parameter(as_argument(n), inspect.Parameter.KEYWORD_ONLY) for n in arguments.names]
     if isinstance(model, fx.GraphModule):  # whose class is its own, made anew with each copy
         model = plain(model)
-        cls = type(model)
-    of_its_own = isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model)
-    base: type[nn.Module] = _Calls if of_its_own else _TakesTensors
-
-    def forward(self: Any, /, **tensors: torch.Tensor) -> Any:
-        return base.forward(self, **tensors)
-
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # any function may carry one
-    if of_its_own:
-        calls: nn.Module = type(cls.__name__, (_Calls,), {**names, "forward": forward})(model, arguments)
+    cls = type(model)
+    taken = isinstance(vars(model).get("_arguments"), Arguments)
+    if not taken and (isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model)):
+        calls: nn.Module = _subclass(cls, (_Calls,), arguments)(model, arguments)
         return calls
     made = copy.copy(model)
-    made.__class__ = type(cls.__name__, (_TakesTensors, cls), {**names, "forward": forward})
+    made.__class__ = _subclass(cls, (cls,) if taken else (_TakesTensors, cls), arguments)
     made.__dict__["_arguments"] = arguments
     return made
+
+
+def holding(model: nn.Module, names: Sequence[str], held: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The model with some of the tensors that it takes held to values, as one that takes the others alone."""
+    if not held:
+        return model
+    arguments = vars(model).get("_arguments")
+    if not isinstance(arguments, Arguments):
+        arguments = arguments_of(model, names, {})
+    if arguments is None:
+        found = arguments_of(model, [name for name in names if name not in held], held)
+        assert found is not None  # there are constants
+        return taking_tensors(model, found)
+    leaves = tuple(held.get(leaf.name, leaf) if isinstance(leaf, _Slot) else leaf for leaf in arguments.leaves)
+    return taking_tensors(model, Arguments(leaves, arguments.spec, {**arguments.constants, **held}))
+
+
+def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that are a part of a model, by the names of the inputs in whose places they stand."""
+    arguments = vars(model).get("_arguments")
+    constants = arguments.constants if isinstance(arguments, Arguments) else {}
+    return {name: value for name, value in constants.items() if isinstance(value, torch.Tensor)}
+
+
+def _subclass(cls: type[nn.Module], bases: tuple[type[nn.Module], ...], arguments: Arguments) -> type[nn.Module]:
+    """A class that goes by the name of a model's, and says of its forward which tensors it takes."""
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    parameters += [inspect.Parameter(as_argument(n), inspect.Parameter.KEYWORD_ONLY) for n in arguments.names]
+
+    def forward(self: Any, /, **tensors: torch.Tensor) -> Any:
+        return bases[0].forward(self, **tensors)
+
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # any function may carry one
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+    return type(cls.__name__, bases, names)

@@ -121,7 +121,7 @@ class InputsConfig(_Table):
     images: list[str] | None = Field(default=None, min_length=1)
     data: str | None = None
     tensors: dict[str, TensorConfig] | None = Field(default=None, min_length=1)
-    constants: dict[str, bool | int | float | str] = {}
+    constants: dict[str, bool | int | float | str | list[Any]] = {}
     max_length: int | None = Field(default=None, ge=1)
     axes: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
     dynamic: dict[str, _Range] | None = None

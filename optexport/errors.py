@@ -115,6 +115,22 @@ class UntraceableError(TraceError):
     """``torch.export`` could not trace the model, though it runs; with fewer sizes dynamic it may."""
 
 
+class ValuesAskedError(UntraceableError):
+    """A model asks for the values of inputs, which a trace does not know.
+
+    Attributes:
+        inputs: Their arguments.
+    """
+
+    def __init__(self, inputs: frozenset[str]) -> None:
+        super().__init__(
+            f"the model asks for the values of {' and '.join(sorted(inputs))}, which a graph does not know",
+            place="trace",
+            mend="If they are the same in every call, give them as inputs.constants.",
+        )
+        self.inputs = inputs
+
+
 class ParityError(OptexportError):
     """A graph or a file does not compute what the original computes."""
 

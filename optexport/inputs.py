@@ -82,7 +82,8 @@ def prepare(
     elif program is not None:
         example = program_inputs(program, seed)
     elif hasattr(model, "main_input_name"):
-        example = as_whole_numbers(model, dummy_inputs(model))
+        made = as_whole_numbers(model, dummy_inputs(model))
+        example = {name: tensor for name, tensor in made.items() if name not in config.constants}
     else:
         raise ConfigError(
             "nothing says what the model's inputs are",

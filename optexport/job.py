@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from optexport import places, registry
 from optexport.config import Config, Format, TransformationConfig
 from optexport.config_measuring import BenchConfig, GateConfig
-from optexport.errors import ConfigError, did_you_mean
+from optexport.errors import ConfigError, TraceError, did_you_mean
 from optexport.proof.decisions import Metric
 from optexport.signature import Batch, Dim, Dynamic
 from optexport.sources import Loaded
@@ -59,6 +61,27 @@ class Job:
     beside: Path | None = None
     declared: bool = True
     origin: Mapping[str, Any] = field(default_factory=dict)
+
+    def holding(self, held: Mapping[str, torch.Tensor]) -> Job:
+        """The same with some inputs held to values, which the model then no longer takes.
+
+        Raises:
+            TraceError: The user's data hold other values.
+        """
+        if not held:
+            return self
+        for name, value in held.items():
+            if any(not torch.equal(batch[name], value) for batch in self.real):
+                raise TraceError(
+                    "the model can be traced for one value of it alone, and the data hold several",
+                    place=f"inputs: {name}",
+                    mend="Export once for each.",
+                )
+        example, *real = (
+            {name: tensor for name, tensor in batch.items() if name not in held} for batch in (self.example, *self.real)
+        )
+        loaded = self.loaded.holding(list(self.example), held)
+        return replace(self, loaded=loaded, example=example, real=tuple(real))
 
     @property
     def failure(self) -> Path:

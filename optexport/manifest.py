@@ -295,7 +295,7 @@ class Manifest(_Record):
     versions: dict[str, str]
     model: ModelRecord
     inputs: list[TensorRecord]
-    constants: dict[str, bool | int | float | str] = {}
+    constants: dict[str, bool | int | float | str | list[Any]] = {}
     outputs: list[TensorRecord]
     dims: dict[str, DimRecord]
     fixed_axes: list[str]

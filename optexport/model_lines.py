@@ -20,11 +20,12 @@ _STANDARD_LIBRARY = tuple(
 )
 
 
+def is_of_model(filename: str) -> bool:
+    """Whether a file is a model's own, and of none of the libraries that trace it."""
+    return not filename.startswith((*_LIBRARIES, *_STANDARD_LIBRARY, "<"))
+
+
 def line_of_model(error: BaseException) -> str | None:
     """The innermost line of the model's own code that an error came from: ``modeling_x.py:12: if x.max() > 3:``."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.line and not frame.filename.startswith((*_LIBRARIES, *_STANDARD_LIBRARY, "<"))
-    ]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.line and is_of_model(frame.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else None

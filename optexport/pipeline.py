@@ -24,7 +24,7 @@ from optexport import (
 )
 from optexport.applications.describe import describe
 from optexport.applications.processing import built_in
-from optexport.arguments import arguments_of
+from optexport.arguments import arguments_of, as_constants
 from optexport.bench import exports, report
 from optexport.bench.measuring import Report
 from optexport.blame import failure
@@ -215,7 +215,8 @@ def prepare(
             config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
         )
         if loaded.program is None:
-            arguments = arguments_of(loaded.model, list(given.example), config.inputs.constants)
+            constants = as_constants(config.inputs.constants)
+            arguments = arguments_of(loaded.model, list(given.example), constants)
             loaded = loaded.called_with(given.example, arguments)
     return Job(
         config, loaded, given.example, given.real, given.dynamic, rules, output, rows=given.rows, metrics=metrics
@@ -231,6 +232,7 @@ def produce(job: Job, stages: Stages) -> Result:
     ):
         with stages.stage("trace"):
             traced, call = trace_original(job)
+            job = job.holding(traced.held)
             signature = traced.signature
             workloads = exports.workloads(job, signature, scratch)
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)

@@ -129,8 +129,10 @@ def _tensor(spec: TensorSpec) -> TensorRecord:
     return TensorRecord(name=spec.name, dtype=spec.dtype, shape=list(spec.shape))
 
 
-def _constant(value: Constant) -> Constant:
-    """A constant as JSON holds it: NaN and infinity as texts."""
+def _constant(value: Constant) -> Any:
+    """A constant as JSON holds it: NaN and infinity as texts, a tensor as lists."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 

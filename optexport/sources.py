@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from optexport import adapters, archives, program_signature, registry, torchscript_source, transformers_exporters
 from optexport.applications import sentence_embedding
-from optexport.arguments import Arguments, Constant, taking_tensors
+from optexport.arguments import Arguments, Constant, holding, taking_tensors
 from optexport.config import ModelConfig
 from optexport.config_source import TORCHSCRIPT_SUFFIXES, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
@@ -89,6 +89,15 @@ class Loaded:
             model=taking_tensors(model, arguments),
             converted=None if converted is None else taking_tensors(converted, arguments),
             constants=arguments.constants,
+        )
+
+    def holding(self, names: Sequence[str], held: Mapping[str, torch.Tensor]) -> Loaded:
+        """The same with some of the tensors that it takes held to values; ``names`` are those of all."""
+        return replace(
+            self,
+            model=holding(self.model, names, held),
+            converted=None if self.converted is None else holding(self.converted, names, held),
+            constants={**self.constants, **held},
         )
 
     @classmethod

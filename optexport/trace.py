@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from optexport import transformers_exporters
 from optexport.dataclass_outputs import register_dataclasses
 from optexport.dummy_inputs import dummy_inputs
-from optexport.errors import OptexportError, TraceError, UntraceableError, first_line
+from optexport.errors import OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
 from optexport.long_sizes import LongSizeError, SizesWatched
 from optexport.model_lines import line_of_model
 from optexport.number_tensors import NumbersKnown
@@ -28,6 +28,7 @@ from optexport.other_ways import find_other_ways, outcome
 from optexport.program_shapes import read_signature
 from optexport.raising import raise_graph
 from optexport.signature import (
+    Batch,
     Dim,
     Dynamic,
     Signature,
@@ -36,8 +37,13 @@ from optexport.signature import (
     named_inputs,
 )
 from optexport.size_guards import drop_doubts, find_doubts, held_sizes, within_assertions
+from optexport.skipped_checks import skipping_checks
+from optexport.tracing_otherwise import trace_otherwise
 
 logger = logging.getLogger("optexport")
+
+# The axes of each input that may be dynamic.
+Free = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -47,14 +53,17 @@ class Traced:
     Attributes:
         graph_module: Calls of modules and operators; shares its parameters with the model.
         signature: Its inputs and outputs.
-        fixed: Axes of inputs that the model holds to one size though nobody asked for it: ``pixel_values[1] = 3``.
+        fixed: Axes of inputs that the model holds to one size though nobody asked for it: ``pixel_values[1] = 3``; and
+            the inputs that are held.
         doubtful: Sizes at which the model may go another way than it was traced.
+        held: Inputs that the graph does not take, since it holds for these values of them alone.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     fixed: tuple[str, ...]
     doubtful: tuple[dict[str, int], ...] = ()
+    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def symbolic_trace(
@@ -111,28 +120,42 @@ def trace(
     example = {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in example.items()}
     if isinstance(model, fx.GraphModule):
         example = _in_order(model, example)
-    why = ""
-    try:
-        program = model if isinstance(model, ExportedProgram) else _export(model, example, dynamic)
-    except UntraceableError as error:
-        if dynamic is not None or isinstance(model, ExportedProgram):
-            raise
-        program, why = _export_with_batch(model, example, error), f"; if that were dynamic, {error.cause}"
     if isinstance(model, ExportedProgram):
-        signature, fixed, symbols = read_signature(program, dynamic, example)
-        signature = _narrowed(signature, program, symbols, dynamic, signature.sizes(example))
-        doubts = find_doubts(program, symbols, signature.dims, signature.sizes(example))
-        doubtful = [sizes for doubt in doubts for sizes in doubt.sizes]
-    else:
-        program, signature, fixed, doubtful = _settle(model, example, dynamic, program)
+        signature, fixed, symbols = read_signature(model, dynamic, example)
+        signature = _narrowed(signature, model, symbols, dynamic, signature.sizes(example))
+        doubts = find_doubts(model, symbols, signature.dims, signature.sizes(example))
+        return _traced(raise_graph(model), signature, fixed, [sizes for doubt in doubts for sizes in doubt.sizes])
+    try:
+        return _trace_module(model, example, dynamic)
+    except UntraceableError as error:
+
+        def trace_with(model: nn.Module, example: Batch, free: Free | None, why: str) -> Traced:
+            found = _trace_module(model, example, dynamic, free)
+            return replace(found, fixed=tuple(f"{axis}{why}" for axis in found.fixed))
+
+        found, held, told = trace_otherwise(model, example, error, trace_with, is_declared=dynamic is not None)
+        return replace(found, fixed=(*told, *found.fixed), held=held)
+
+
+def _trace_module(
+    model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, free: Free | None = None
+) -> Traced:
+    program = _export(model, example, dynamic, free)
+    program, signature, fixed, doubtful = _settle(model, example, dynamic, program)
     if isinstance(model, fx.GraphModule):
         graph_module = _copy(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
         graph_module = raise_graph(program)
+    return _traced(graph_module, signature, fixed, doubtful)
+
+
+def _traced(
+    graph_module: fx.GraphModule, signature: Signature, fixed: tuple[str, ...], doubtful: Sequence[dict[str, int]]
+) -> Traced:
     unlike = tuple(sizes for index, sizes in enumerate(doubtful) if sizes not in doubtful[:index])
-    return Traced(graph_module, signature, tuple(f"{axis}{why}" for axis in fixed), unlike)
+    return Traced(graph_module, signature, fixed, unlike)
 
 
 def _settle(
@@ -247,7 +270,7 @@ def _export(
     model: nn.Module,
     example: Mapping[str, torch.Tensor],
     dynamic: Dynamic | None,
-    free: Mapping[str, Sequence[int]] | None = None,
+    free: Free | None = None,
 ) -> ExportedProgram:
     """Exports a model, with the declared axes dynamic; where none are declared, with all that it leaves dynamic.
 
@@ -270,6 +293,7 @@ def _export(
             transformers_exporters.exporting(),
             transformers_exporters.one_pass(model),
             SizesWatched(),
+            skipping_checks(),
             NumbersKnown(model),
         ):
             if transformers_exporters.holds_transformers(model):
@@ -286,18 +310,10 @@ def _export(
         raise _explained(model, example, error, dynamic) from error
 
 
-def _export_with_batch(
-    model: nn.Module, example: Mapping[str, torch.Tensor], error: UntraceableError
-) -> ExportedProgram:
-    """Exports a model that could not be traced with every axis dynamic, with the batch alone."""
-    try:
-        return _export(model, example, None, dict.fromkeys(example, (0,)))
-    except UntraceableError:
-        raise error from error.__cause__
-
-
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
     computed = transformers_exporters.computed_outside(model, example)
+    if asked := frozenset(computed) & frozenset(example):
+        raise ValuesAskedError(asked)
     missing = [name for name, value in computed.items() if value is not None]
     if missing:
         raise TraceError(

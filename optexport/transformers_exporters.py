@@ -35,6 +35,7 @@ from transformers.exporters.utils import (
 from transformers.integrations import sdpa_attention
 
 from optexport import onnx_functions
+from optexport.arguments import held_tensors
 from optexport.expert_loops import over_all_experts
 
 aten = torch.ops.aten
@@ -224,12 +225,14 @@ def _expert_patches(model: torch.nn.Module) -> list[tuple[type, str, Callable[..
 def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Inputs that a model computes from the values of those given, if it is not given them, as no graph can.
 
-    None are those that it would only compute with another kind of attention.
+    None are those that it would only compute with another kind of attention. A list stands for an input that is given,
+    and of which the model wants numbers.
     """
-    extended: dict[str, Any] = dict(inputs)
+    given = {**inputs, **held_tensors(model)}
+    extended: dict[str, Any] = dict(given)
     with torch.no_grad(), quiet():
         precompute_export_inputs(model, extended)
-    return {name: value for name, value in extended.items() if name not in inputs}
+    return {n: value for n, value in extended.items() if n not in given or (n in inputs and isinstance(value, list))}
 
 
 def decompose(model: torch.nn.Module, prompt: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:

@@ -89,6 +89,7 @@ class Bundle:
             ConfigError: An input is missing, unknown, or not of its dtype, rank or sizes, or the file refuses it.
         """
         specs = {spec.name: spec for spec in self.manifest.inputs}
+        inputs = self._without_constants(inputs)
         for name in inputs:
             if name not in specs:
                 raise ConfigError("the model takes no such input", place=name, mend=did_you_mean(name, specs))
@@ -105,6 +106,13 @@ class Bundle:
                 place=self._artifact.path,
                 mend=self._signature if fixed is None else f"It takes the traced sizes only, since {fixed}.",
             ) from error
+
+    def _without_constants(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs but for those that the file holds to the values that they are given with."""
+        for name, held in self.manifest.constants.items():
+            if name in inputs and np.asarray(inputs[name]).tolist() != held:
+                raise ConfigError(f"the file holds for {held} alone", place=name, mend="Export the model for others.")
+        return {name: value for name, value in inputs.items() if name not in self.manifest.constants}
 
     @property
     def _signature(self) -> str:

@@ -110,7 +110,7 @@ def observe_graph(
             except Exception as error:  # an operator may raise anything
                 observed.raised = (n.name, f"{type(error).__name__}: {first_line(error)[:200]}")
                 raise
-            if n.op != "get_attr":  # a weight is no step of the computation
+            if n.op != "get_attr" or n in leaves:  # a weight that is no output is no step of the computation
                 observed.add(n.name, describe(n), result, keep)
             return result
 
@@ -161,6 +161,8 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
             return observed
     for value in model.graph.input:
         observed.add(value.name, "input", batch[value.name], keep)
+    for name in set(observed.outputs) - {*made, *batch}:  # which hang on no input
+        observed.add(name, "constant", torch.from_numpy(results[name]), keep)
     for name, node in made.items():
         if hasattr(results[name], "dtype"):
             observed.add(name, node.op_type, torch.from_numpy(results[name]), keep)

@@ -165,6 +165,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
     if traced_and_call is None:
         return
     traced, call = traced_and_call
+    job = job.holding(traced.held)
     modules = dict(traced.graph_module.named_modules())
     called = [modules[str(node.target)] for node in traced.graph_module.graph.find_nodes(op="call_module")]
     outcome.nodes = len(traced.graph_module.graph.nodes)
