@@ -211,7 +211,7 @@ def test_values_that_hang_on_what_is_not_held_are_refused(model, example):
 class Nested(nn.Module):
     """Takes what it asks for in a dict, beside a constant."""
 
-    def forward(self, x: torch.Tensor, sizes: dict[str, torch.Tensor], twice: bool) -> torch.Tensor:  # noqa: FBT001
+    def forward(self, x: torch.Tensor, sizes: dict[str, torch.Tensor], twice: bool) -> torch.Tensor:
         x = x[: int(sizes["rows"])]
         return x * 2 if twice else x
 
