@@ -113,12 +113,13 @@ class KnownValues(TorchFunctionMode):
             args, kwargs = self._with_sizes(func, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [self._look_up(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if _changes(func, kwargs):  # with what is not known, or a buffer, which is another in the next call then
+            self._forget(args[0] if args else None, kwargs.get("out"))
+            return func(*args, **kwargs)
         computed = None
         if _is_determined(func, leaves) and (tensors or func in _FACTORIES) and None not in tensors:
             computed = self._compute(func, args, kwargs)
         if computed is None:
-            if _changes(func, kwargs):
-                self._forget(args[0] if args else None, kwargs.get("out"))
             return func(*args, **kwargs)
         inputs = frozenset[str]().union(*(known.inputs for known in tensors if known is not None))
         if func in _READS:
@@ -175,7 +176,7 @@ class KnownValues(TorchFunctionMode):
                 self._known[leaf] = _Known(value, inputs)
 
     def _forget(self, *changed: Any) -> None:
-        """Forgets tensors that are overwritten with what is not known, and all that share their memory."""
+        """Forgets tensors that are overwritten, and all that share their memory."""
         for tensor in changed:
             known = self._known.get(tensor) if isinstance(tensor, torch.Tensor) else None
             if known is not None:

@@ -43,7 +43,7 @@ class Grids(nn.Module):
             images.append(self.linear(pixels[start : start + height * width]) + rows[:, None])
             start += height * width
         lengths = torch.cumsum(grid.prod(-1), 0)
-        resized = nn.functional.interpolate(torch.cat(images).T[None], size=(grid[0, 0] * 14,))
+        resized = nn.functional.interpolate(torch.cat(images).T[None], size=(grid[0, 0] * 2,))
         return {"images": torch.cat(images), "resized": resized, "lengths": lengths, "text": self.linear(text)}
 
 

@@ -84,3 +84,16 @@ def test_where_a_mask_is_true_nowhere_nothing_is_put(scattered: bool, tmp_path: 
     files.save_onnx(made, tmp_path / "model.onnx")
     x = torch.randn(5, 4)
     files.runs(made, tmp_path / "model.onnx", {"x": x}, {"x": -x.abs()}, {"x": x.abs()})
+
+
+def _resized(m: nn.Module, x: torch.Tensor) -> Any:
+    fixed = [functional.interpolate(x, size=size) for size in ((4, 9), (3, 28))]
+    return fixed, functional.interpolate(x, scale_factor=2), functional.interpolate(x, size=(x.shape[2] // 3 + 1, 5))
+
+
+def test_nearest_neighbours_are_those_that_torch_reads(tmp_path: Path) -> None:
+    dynamic = {"x": {0: "batch", 2: "height", 3: "width"}}
+    made = files.prepare(Program(_resized), {"x": torch.randn(2, 3, 14, 12)}, dynamic)
+    files.save_onnx(made, tmp_path / "model.onnx")
+    sizes = [(14, 14), (14, 12), (10, 49), (33, 7), (5, 28)]
+    files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size)} for size in sizes))
