@@ -21,7 +21,6 @@ import torch
 from onnxscript.onnx_opset import opset18
 from torch import fx
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from transformers import AttentionInterface, PreTrainedModel, exporters, masking_utils
 from transformers.exporters import DynamoConfig, DynamoExporter, exporter_dynamo, onnxruntime_fusions
 from transformers.exporters import exporter_onnx as _onnx
@@ -32,9 +31,8 @@ from transformers.exporters.utils import (
     decompose_for_generation,
     precompute_export_inputs,
 )
-from transformers.integrations import sdpa_attention
 
-from optexport import onnx_functions
+from optexport import onnx_functions, trace_patches
 from optexport.arguments import held_tensors
 from optexport.expert_loops import over_all_experts
 
@@ -125,97 +123,15 @@ def export_program(
     return program
 
 
-def _unless_it_is(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """``Module.to`` that leaves a module alone which is there already: none may change while it is traced."""
-
-    def patched(module: torch.nn.Module, *args: Any, **kw: Any) -> torch.nn.Module:
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kw)
-        tensors = itertools.chain(module.parameters(), module.buffers())
-        is_there = all(
-            (dtype is None or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype == dtype)
-            and (device is None or tensor.device == device)
-            for tensor in tensors
-        )
-        return module if is_there else to(module, *args, **kw)
-
-    return patched
-
-
-def _of_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
-    """Attention whose queries' number only running it tells, as that of windows cut by values: it is not causal.
-
-    That of transformers asks whether there is more than one query, though nothing hangs on it here.
-    """
-    attend = functions["sdpa"]
-
-    def patched(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kw: Any) -> tuple[Any, None]:
-        given = kw.get("is_causal")
-        causal = getattr(module, "is_causal", True) if given is None else given
-        length = query.shape[2]
-        is_known = not isinstance(length, torch.SymInt) or not free_unbacked_symbols(length)
-        if is_known or (causal and attention_mask is None) or kw.get("position_bias") is not None:
-            return attend(module, query, key, value, attention_mask, **kw)  # type: ignore[no-any-return]
-        groups = getattr(module, "num_key_value_groups", 1)
-        result = torch.nn.functional.scaled_dot_product_attention(
-            query,
-            sdpa_attention.repeat_kv(key, groups),
-            sdpa_attention.repeat_kv(value, groups),
-            attn_mask=attention_mask,
-            dropout_p=kw.get("dropout", 0.0),
-            scale=kw.get("scaling"),
-        )
-        return result.transpose(1, 2).contiguous(), None
-
-    return {**functions, "sdpa": patched}
-
-
-def _none_that_hides_nothing(is_ignored: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether a mask may be left out, which that of transformers denies of every mask while it exports.
-
-    Where nothing is padded and no window is set none is needed at any size, and some models take none.
-    """
-
-    def patched(padding_mask: Any, kv_length: Any, local_attention_size: int | None = None) -> bool:
-        if padding_mask is None and local_attention_size is None:
-            return True
-        return is_ignored(padding_mask, kv_length, local_attention_size)
-
-    return patched
-
-
-def _with_norms_of_heads(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention within segments, which that of transformers computes without the norms of queries and keys.
-
-    It leaves them out where one layer gives queries, keys and values: that layer gives them normed here.
-    """
-
-    def patched(module: Any, *args: Any, **kw: Any) -> Any:
-        if not (hasattr(module, "qkv") and hasattr(module, "q_norm") and hasattr(module, "k_norm")):
-            return attend(module, *args, **kw)
-        layer = module.qkv
-
-        def normed(x: torch.Tensor) -> torch.Tensor:
-            query, key, value = layer(x).unflatten(-1, (3, module.num_heads, -1)).unbind(-3)
-            return torch.stack((module.q_norm(query), module.k_norm(key), value), dim=-3).flatten(-3)
-
-        vars(module)["qkv"] = normed  # before that of the same name among its modules
-        try:
-            return attend(module, *args, **kw)
-        finally:
-            del vars(module)["qkv"]
-
-    return patched
-
-
 # What stops a trace, leaves calls in it which no format holds, or makes it compute something else than the model.
 _PATCHES = [
-    (torch.nn.Module, "to", _unless_it_is),
-    (AttentionInterface, "_global_mapping", _of_unknown_length),
+    (torch.nn.Module, "to", trace_patches.unless_it_is),
+    (AttentionInterface, "_global_mapping", trace_patches.of_unknown_length),
     # Masks that are made under torch.vmap, and how it has them index tensors.
     (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
-    (masking_utils, "_ignore_bidirectional_mask_sdpa", _none_that_hides_nothing),
-    (exporter_dynamo, "_reshaped_vision_attention_forward", _with_norms_of_heads),
+    (masking_utils, "_ignore_bidirectional_mask_sdpa", trace_patches.none_that_hides_nothing),
+    (exporter_dynamo, "_reshaped_vision_attention_forward", trace_patches.with_norms_of_heads),
 ]
 
 
