@@ -31,7 +31,7 @@ from optexport.config_precision import PrecisionConfig, check_precision
 from optexport.config_processing import ProcessingConfig, check_processing
 from optexport.config_registering import RegisterConfig, check_register
 from optexport.config_source import SourceKind, check_files, check_module, source_kind
-from optexport.errors import ConfigError, did_you_mean
+from optexport.errors import ConfigError, did_you_mean, redact
 from optexport.foreign_code import check_foreign_code
 from optexport.tasks import AUTO_CLASSES
 
@@ -184,12 +184,28 @@ class ParityConfig(_Table):
     decisions: Decisions | None = None
 
 
+# The kinds of stores that MLflow has itself; packages may add others.
+_STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
+
+
+def _tracking_uri(uri: str) -> str:
+    """Refuses a URI without a host, and one of a kind that is nearly, but not, one that MLflow has."""
+    kind, separator, rest = uri.partition("://")
+    kind = kind.partition("+")[0]
+    if separator and kind not in _STORES and (hint := did_you_mean(kind, _STORES)).startswith("Did"):
+        raise ValueError(f"MLflow has no stores of the kind {kind}. {hint}")
+    if kind in ("http", "https") and not rest.strip("/"):
+        raise ValueError(f"{redact(uri)} names no host")
+    return uri
+
+
 class ExportConfig(_Table):
     """``[export]``: which files, and where."""
 
     formats: list[Format] = Field(default=list(FORMATS), min_length=1)
     output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
-    opset: int | None = Field(default=None, ge=18)
+    # The exporter writes older ones wrongly, and ONNX Runtime reads no newer ones.
+    opset: int | None = Field(default=None, ge=18, le=26)
     lowerings: dict[Format, list[str]] = {}
 
     @model_validator(mode="after")
@@ -213,7 +229,7 @@ class TrackingConfig(_Table):
     """``[tracking]``: the MLflow server, or the embedded database, that keeps the run."""
 
     enabled: bool = True
-    uri: str = Field(default="sqlite:///mlflow.db", min_length=1)
+    uri: Annotated[str, AfterValidator(_tracking_uri)] = Field(default="sqlite:///mlflow.db", min_length=1)
     experiment: str = Field(default="optexport", min_length=1, max_length=500)
 
 
