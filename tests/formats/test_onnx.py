@@ -225,7 +225,7 @@ def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -
     assert not types & {"Transpose", "Where", "Attention"}
 
 
-@pytest.mark.parametrize("opset", [18, 20, 23])
+@pytest.mark.parametrize("opset", [18, 20, 23, 26])
 def test_the_opset_is_the_one_asked_for(opset: int, tmp_path: Path) -> None:
     made, path = saved(randomise(Program(lambda m, x: m.a(x).softmax(-1), a=nn.Linear(4, 4))), tmp_path, opset=opset)
     assert {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""] == opset
