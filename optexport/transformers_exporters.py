@@ -103,8 +103,6 @@ def export_program(
 ) -> ExportedProgram:
     """Exports a model of transformers under the patches of its architecture; the model itself is not changed."""
     had_forward = "forward" in vars(model)
-    # The exporter adds them to the inputs, and wants every input named.
-    unused = {name: None for name, value in computed_outside(model, inputs).items() if value is None}
     try:
         with quiet(), _utils.patch_attributes([*_PATCHES, *_expert_patches(model)]):
             exporter = DynamoExporter()
@@ -113,7 +111,7 @@ def export_program(
                 dict(inputs),
                 DynamoConfig(
                     dynamic=True,
-                    dynamic_shapes={**dynamic_shapes, **unused},
+                    dynamic_shapes=dict(dynamic_shapes),
                     prefer_deferred_runtime_asserts_over_guards=True,  # as in export_module
                 ),
             ).program
@@ -132,6 +130,8 @@ _PATCHES = [
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
     (masking_utils, "_ignore_bidirectional_mask_sdpa", trace_patches.none_that_hides_nothing),
     (exporter_dynamo, "_reshaped_vision_attention_forward", trace_patches.with_norms_of_heads),
+    # Inputs that are computed of others: of a model that is exported all are given, or held.
+    (_utils, "precompute_export_inputs", lambda _: lambda *given: None),
 ]
 
 

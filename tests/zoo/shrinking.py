@@ -363,7 +363,8 @@ def _fit(small: dict[str, Any], given: Mapping[str, Any], setting: Setting) -> N
             small["num_key_value_heads"] = 1
     if {"mamba_n_heads", "mamba_d_head", "mamba_expand", "hidden_size"} <= small.keys():
         small["mamba_n_heads"] = small["mamba_expand"] * small["hidden_size"] // small["mamba_d_head"]
-    for key in ("noise_scale", "noise_scale_duration"):  # of models that draw anew what they give, at each run
+    # Of models that draw anew what they give, at each run.
+    for key in ("noise_scale", "noise_scale_duration", "vae_std"):
         if key in small:
             small[key] = 0.0
     if "upsample_groups" in small:

@@ -1,0 +1,24 @@
+"""Inputs that are held, of models of transformers: also where the exporter would compute them anew."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModel, VideoLlama3VisionConfig
+
+from optexport import trace
+from optexport.dummy_inputs import dummy_inputs
+
+
+def test_what_is_held_is_not_computed_anew_of_other_inputs() -> None:
+    config = VideoLlama3VisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4
+    )
+    model = AutoModel.from_config(config).eval()
+    example = dummy_inputs(model)
+    traced = trace.trace(model, example)
+    assert set(traced.held) == {"cu_seqlens", "grid_thw", "merge_sizes"}
+    taken = {name: torch.randn_like(v) if v.is_floating_point() else v for name, v in example.items()}
+    want = model(**taken).last_hidden_state
+    inputs = [taken[spec.name] for spec in traced.signature.inputs]
+    got = traced.graph_module(*inputs)
+    torch.testing.assert_close(next(iter(got.values())) if isinstance(got, dict) else got[0], want)
