@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from optexport import interrupts
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, OptexportError
 from optexport.places import check_replaceable
 
 # Of <linux/fs.h> and <fcntl.h>.
@@ -57,9 +57,11 @@ def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) ->
                     shutil.rmtree(draft)
                 else:
                     draft.rename(output)
-        except BaseException:
+        except BaseException as error:
             with interrupts.deferred():
                 shutil.rmtree(draft, ignore_errors=True)
+            if isinstance(error, OptexportError) and output.is_dir() and any(output.iterdir()):
+                error.mend = f"{error.mend or ''}\n  {output} holds an earlier bundle yet.".lstrip()
             raise
 
 

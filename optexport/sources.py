@@ -226,7 +226,10 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         raise SourceError(
             f"transformers could not load it: {first_line(error)}",
             place=f"model.source: {config.source}",
-            mend="Check the name and the network." if not local else "Check the folder, and model.task.",
+            mend="Check the folder, and model.task."
+            if local
+            else f"There is no folder {name} beside the config, so that it is looked for on the hub. "
+            "Check the path, or the name and the network.",
         ) from error
     adapter = None if config.adapter is None else Path(config.adapter)
     brought = () if adapter is None else adapters.saved_weights(adapter)  # a head that was trained with it, for one

@@ -267,7 +267,7 @@ def test_a_pt2_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
 def test_a_hub_id_is_not_found_offline_and_says_what_to_check(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"model\.source: no-such-org/no-such-model") as caught:
         load("no-such-org/no-such-model", tmp_path)
-    assert "Check the name and the network." in str(caught.value)
+    assert "beside the config, so that it is looked for on the hub. Check the path, or the name" in str(caught.value)
 
 
 def test_sources_are_read_as_configs_write_them() -> None:

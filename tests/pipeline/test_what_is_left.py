@@ -29,8 +29,9 @@ def test_an_interrupt_at_any_stage_leaves_nothing(project: Path, stage: str) -> 
 def test_an_earlier_bundle_stays_when_a_run_fails_and_is_replaced_when_one_succeeds(project: Path) -> None:
     earlier = Path(shutil.copytree(exports.exported().output, project / "out" / "block"))
     before = {path.name: path.read_bytes() for path in earlier.iterdir()}
-    with pytest.raises(ParityError):
+    with pytest.raises(ParityError) as failed:
         pipeline.run(config(project, wrong("ReluForGelu")))
+    assert str(failed.value).endswith(f"{earlier} holds an earlier bundle yet.")
     assert {path.name: path.read_bytes() for path in earlier.iterdir()} == before
     assert sorted(path.name for path in (project / "out").iterdir()) == ["block", "block-failure"]
     result = pipeline.run(config(project, "merge-linears"))
