@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from optexport.errors import ConfigError, first_line
+from optexport.known_values import outside_of_traces
 from optexport.signature import as_argument, call_signature, path_name, unused
 
 Constant = bool | int | float | str | torch.Tensor
@@ -39,7 +40,7 @@ class Arguments:
 
     def filled(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional arguments and those by keyword, with tensors by the names that Python takes in their places."""
-        leaves = [tensors[leaf.argument] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
+        leaves = [tensors[leaf.argument] if isinstance(leaf, _Slot) else _own(leaf) for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -47,6 +48,14 @@ class Arguments:
     def names(self) -> list[str]:
         """The tensors' names."""
         return [leaf.name for leaf in self.leaves if isinstance(leaf, _Slot)]
+
+
+def _own(constant: Constant | None) -> Constant | None:
+    """The constant for one call: a model may write to what it is given, also while it is traced."""
+    if not isinstance(constant, torch.Tensor):
+        return constant
+    with outside_of_traces():
+        return constant.clone()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ cannot be traced, though the former is the same in every call, and the latter ma
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,20 @@ _SIZED_BY_TENSORS = frozenset(
         *(torch.Tensor.repeat, torch.Tensor.new_ones, torch.Tensor.new_full, torch.Tensor.__getitem__),
     }
 )
+# These write to arguments other than the first, while they train: whether they do is the sixth, and if it is left out.
+_WRITING_STATISTICS = {torch.nn.functional.batch_norm: False, torch.nn.functional.instance_norm: True}
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A tensor's values, and the inputs that they hang on."""
+    """A tensor's values, and the inputs that they hang on.
+
+    Attributes:
+        version: How many times the tensor, or what shares its memory, had been written to when these were its values.
+    """
 
     values: torch.Tensor
+    version: int
     inputs: frozenset[str] = frozenset()
 
 
@@ -63,37 +70,48 @@ class KnownValues(TorchFunctionMode):
 
     Args:
         inputs: Those whose values, where they are asked for, are to be told, by argument.
+        changing: Buffers, and tensors that are attributes, which are other ones in the next call.
+
+    Attributes:
+        changing: The same, with those that the last call wrote to.
 
     Raises:
         ValuesAskedError: The model asks for the values of some of these.
     """
 
-    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, inputs: Mapping[str, torch.Tensor], changing: Collection[str] = ()) -> None:
         super().__init__()
         self._inputs = inputs
+        self.changing = frozenset(changing)
         self._known: Any = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         """Within it, every call of the model that is traced is made in this mode."""
-        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if _is_small(buffer)}
+        buffers = {name: buffer.detach().clone() for name, buffer in _kept(model).items() if _is_small(buffer)}
+        entered: dict[str, torch.Tensor] = {}
 
         def enter(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not torch.compiler.is_exporting():
                 return
             self._known = WeakIdKeyDictionary()
-            with _outside():
-                for name, buffer in module.named_buffers():
-                    if name in buffers:
-                        self._known[buffer] = _Known(buffers[name].clone())
+            entered.update({name: buffer for name, buffer in _kept(module).items() if name in buffers})
+            with outside_of_traces():
+                for name, buffer in entered.items():
+                    is_known = name not in self.changing
+                    self._known[buffer] = _Known(buffers[name].clone(), buffer._version) if is_known else None
                 for name, value in kwargs.items():
                     if isinstance(value, torch.Tensor) and name in self._inputs:
-                        self._known[value] = _Known(self._inputs[name].clone(), frozenset({name}))
+                        inputs = frozenset({name})
+                        self._known[value] = _Known(self._inputs[name].clone(), value._version, inputs)
             self.__enter__()  # type: ignore[no-untyped-call]
 
-        def leave(*_: Any) -> None:
+        def leave(module: nn.Module, *_: Any) -> None:
             if torch.compiler.is_exporting():
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                left = _kept(module)
+                is_kept = {name: left.get(name) is buffer and self._look_up(buffer) for name, buffer in entered.items()}
+                self.changing |= {name for name, is_so in is_kept.items() if not is_so}
 
         hooks = [
             model.register_forward_pre_hook(enter, with_kwargs=True),
@@ -113,8 +131,8 @@ class KnownValues(TorchFunctionMode):
             args, kwargs = self._with_sizes(func, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [self._look_up(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if _changes(func, kwargs):  # with what is not known, or a buffer, which is another in the next call then
-            self._forget(args[0] if args else None, kwargs.get("out"))
+        if changed := overwritten(func, args, kwargs):  # with what is not known, or a buffer that lives on
+            self._forget(changed)
             return func(*args, **kwargs)
         computed = None
         if _is_determined(func, leaves) and (tensors or func in _FACTORIES) and None not in tensors:
@@ -127,7 +145,7 @@ class KnownValues(TorchFunctionMode):
             return computed
         if func in _SIZED_BY_VALUES or (func is torch.Tensor.__getitem__ and _has_mask(args[1])):
             _tell(inputs)
-            with _outside():
+            with outside_of_traces():
                 result = pytree.tree_map_only(torch.Tensor, torch.clone, computed)
         else:
             result = func(*args, **kwargs)
@@ -136,10 +154,11 @@ class KnownValues(TorchFunctionMode):
 
     def _look_up(self, tensor: torch.Tensor) -> _Known | None:
         known: _Known | None = self._known.get(tensor)
-        if known is None and type(tensor) is torch.Tensor and _is_small(tensor) and not _is_traced(tensor):
-            with _outside():
-                known = self._known[tensor] = _Known(tensor.detach().clone())
-        return known
+        is_new = tensor not in self._known
+        if is_new and type(tensor) is torch.Tensor and _is_small(tensor) and not _is_traced(tensor):
+            with outside_of_traces():
+                known = self._known[tensor] = _Known(tensor.detach().clone(), tensor._version)
+        return known if known is not None and known.version == tensor._version else None
 
     def _with_sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Arguments with numbers in the place of known tensors that stand for sizes."""
@@ -161,10 +180,13 @@ class KnownValues(TorchFunctionMode):
     def _compute(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function gives of the values themselves; None where that is more than what may decide a size."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: self._known[tensor].values, (args, kwargs))
-        with _outside():
+        with outside_of_traces(), torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
             try:
                 computed = func(*args, **kwargs)
             except Exception:  # as the function itself will say
+                return None
+            if not torch.equal(torch.get_rng_state(), before):  # a function of Python that draws numbers
                 return None
         found = [leaf for leaf in pytree.tree_leaves(computed) if isinstance(leaf, torch.Tensor)]
         return computed if all(map(_is_small, found)) else None
@@ -173,23 +195,35 @@ class KnownValues(TorchFunctionMode):
         traced, values = pytree.tree_leaves(result), pytree.tree_leaves(computed)
         for leaf, value in zip(traced, values, strict=len(traced) == len(values)):
             if isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor):
-                self._known[leaf] = _Known(value, inputs)
+                self._known[leaf] = _Known(value, leaf._version, inputs)
 
-    def _forget(self, *changed: Any) -> None:
+    def _forget(self, changed: Sequence[torch.Tensor]) -> None:
         """Forgets tensors that are overwritten, and all that share their memory."""
         for tensor in changed:
-            known = self._known.get(tensor) if isinstance(tensor, torch.Tensor) else None
-            if known is not None:
+            if (known := self._known.get(tensor)) is not None:
                 storage = known.values.untyped_storage().data_ptr()
-                for other in [t for t, k in self._known.items() if k.values.untyped_storage().data_ptr() == storage]:
-                    del self._known[other]
+                for other, values in list(self._known.items()):
+                    if values is not None and values.values.untyped_storage().data_ptr() == storage:
+                        self._known[other] = None
+            self._known[tensor] = None
 
 
 @contextlib.contextmanager
-def _outside() -> Iterator[None]:
+def outside_of_traces() -> Iterator[None]:
     """Within it numbers are computed, and nothing is traced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
+
+
+def _kept(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's buffers, and the tensors that are plain attributes of its modules, by name."""
+    plain = {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {**plain, **dict(model.named_buffers())}
 
 
 def _tell(inputs: frozenset[str]) -> None:
@@ -219,7 +253,14 @@ def _is_determined(func: Callable[..., Any], leaves: Collection[Any]) -> bool:
     return not any(torch.Tag.nondeterministic_seeded in getattr(packet, name).tags for name in packet.overloads())
 
 
-def _changes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function overwrites its first argument, or one that it is given to write to."""
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+def overwritten(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a function writes to, going by its name: its first argument, or what it is given as ``out``."""
+    name = getattr(func, "__name__", "").partition(".")[0]  # of add_.Tensor
+    changed = [kwargs.get("out")]
+    if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
+        changed += args[:1]
+    elif func in _WRITING_STATISTICS:
+        is_training = [*args[5:6], *(kwargs[key] for key in ("training", "use_input_stats") if key in kwargs)]
+        if any(is_training or [_WRITING_STATISTICS[func]]):
+            changed += [*args, *kwargs.values()]
+    return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]

@@ -7,7 +7,7 @@ a buffer: ``torch.export`` takes each number that is read from one as unknown, a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from optexport.known_values import overwritten
 
 Whole = int | torch.SymInt
 
@@ -27,18 +29,25 @@ class _Ratio:
     over: Whole
     under: int = 1
 
-    def plus(self, other: _Ratio) -> _Ratio:
+    def plus(self, other: _Ratio) -> _Ratio | None:
+        if not (self.under == 1 or other.under == 1 or (self.is_exact() and other.is_exact())):
+            return None
         return _Ratio(self.over * other.under + other.over * self.under, self.under * other.under)
 
-    def times(self, other: _Ratio) -> _Ratio:
+    def times(self, other: _Ratio) -> _Ratio | None:
+        if not (self.is_exact() and other.is_exact()):
+            return None
         return _Ratio(self.over * other.over, self.under * other.under)
+
+    def divided_by(self, number: int) -> _Ratio:
+        return _Ratio(self.over, self.under * number)
+
+    def is_exact(self) -> bool:
+        """Whether a tensor holds the fraction as it is; 41 times what is nearly 3/41 may be less than 3."""
+        return self.under & (self.under - 1) == 0
 
     def negative(self) -> _Ratio:
         return _Ratio(-self.over, self.under)
-
-    def inverse(self) -> _Ratio | None:
-        is_constant = isinstance(self.over, int) and self.over > 0
-        return _Ratio(self.under, self.over) if is_constant else None  # type: ignore[arg-type]
 
     def floor(self) -> _Ratio:
         return _Ratio(self.over // self.under)
@@ -54,16 +63,15 @@ class _Ratio:
 
 
 def _divided(a: _Ratio, b: _Ratio, rounding_mode: str | None = None) -> _Ratio | None:
-    inverse = b.inverse()
-    if inverse is None:
+    if not isinstance(b.over, int) or b.over <= 0 or b.under != 1:
         return None
-    ratio = a.times(inverse)
+    ratio = a.divided_by(b.over)
     if rounding_mode is None:
         return ratio
     return ratio.floor() if rounding_mode == "floor" else ratio.trunc()
 
 
-def _subtracted(a: _Ratio, b: _Ratio) -> _Ratio:
+def _subtracted(a: _Ratio, b: _Ratio) -> _Ratio | None:
     return a.plus(b.negative())
 
 
@@ -79,13 +87,13 @@ def _extreme(pick: Callable[[Any, Any], Any]) -> Callable[[_Ratio, _Ratio], _Rat
     return lambda a, b: _Ratio(pick(a.over * b.under, b.over * a.under), a.under * b.under)
 
 
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+# Numbers of other types are cut off, or rounded, where sizes are.
+_EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
+_COMPARED = (torch.bool,)
 # What is computed of known numbers is known, by the names of torch's functions and methods.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    **{
-        spelt: _compared(getattr(operator, name))
-        for name in ("lt", "le", "gt", "ge", "eq", "ne")
-        for spelt in (name, f"__{name}__")
-    },
+    **{spelt: _compared(getattr(operator, name)) for name in _COMPARISONS for spelt in (name, f"__{name}__")},
     **dict.fromkeys(("add", "__add__", "__radd__"), _Ratio.plus),
     **dict.fromkeys(("sub", "subtract", "__sub__"), _subtracted),
     **dict.fromkeys(("rsub", "__rsub__"), _reversed(_subtracted)),
@@ -110,16 +118,26 @@ class NumbersKnown(TorchFunctionMode):
     """Within it, a number that is read from a tensor is the expression of sizes and constants that it is computed of.
 
     Constants are numbers, and what the model keeps as a buffer of no dimensions.
+
+    Args:
+        changing: Buffers that are other ones in the next call.
+
+    Attributes:
+        asked: Buffers whose numbers were used.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, changing: Collection[str] = ()) -> None:
         super().__init__()
+        self.asked: set[str] = set()
         self._values = WeakTensorKeyDictionary()
         self._kept = [
-            (module, name, int(buffer))
-            for module in model.modules()
+            (f"{path}.{name}".lstrip("."), module, name, int(buffer))
+            for path, module in model.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
-            if buffer.dim() == 0 and _is_whole(buffer) and not buffer.is_meta
+            if f"{path}.{name}".lstrip(".") not in changing
+            and buffer.dim() == 0
+            and _is_whole(buffer)
+            and not buffer.is_meta
         ]
 
     def __torch_function__(
@@ -132,14 +150,17 @@ class NumbersKnown(TorchFunctionMode):
         if name in _OF_SIZES:
             args, kwargs = tuple(map(self._size, args)), {key: self._size(value) for key, value in kwargs.items()}
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.dim() == 0:
-            value = self._computed(name, args, kwargs)
-            if value is not None:
-                self._values[result] = (value, result._version)
+        for tensor in overwritten(func, args, kwargs):
+            self._values[tensor] = (None, tensor._version)
+        if isinstance(result, torch.Tensor) and result.dim() == 0 and all(result is not arg for arg in args):
+            # What is not known has its place too: a model may put it where it kept a number.
+            self._values[result] = (self._computed(name, args, kwargs, result.dtype), result._version)
         return result
 
-    def _computed(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ratio | None:
+    def _computed(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> _Ratio | None:
         """The value of what a function gives, if that hangs on known numbers alone."""
+        if dtype not in (_COMPARED if name.strip("_") in _COMPARISONS else _EXACT):
+            return None
         if name == "to":  # to another type or device
             value = self._known_value(args[0])
             return None if value is None else value.whole()
@@ -162,7 +183,11 @@ class NumbersKnown(TorchFunctionMode):
         return known if version == value._version else None  # and not what was changed in place since
 
     def _kept_value(self, buffer: torch.Tensor) -> _Ratio | None:
-        return next((_Ratio(number) for module, name, number in self._kept if getattr(module, name) is buffer), None)
+        for path, module, name, number in self._kept:
+            if getattr(module, name) is buffer:
+                self.asked.add(path)
+                return _Ratio(number)
+        return None
 
     def _size(self, value: Any) -> Any:
         """An argument, with numbers in place of tensors whose numbers are known."""
@@ -170,6 +195,12 @@ class NumbersKnown(TorchFunctionMode):
             return type(value)(map(self._size, value))
         known = self._known_value(value) if isinstance(value, torch.Tensor) and _is_whole(value) else None
         return value if known is None else known.over
+
+
+def _place(model: nn.Module, buffer: str) -> tuple[nn.Module, str]:
+    """The module that holds a buffer, and its name there."""
+    path, _, name = buffer.rpartition(".")
+    return model.get_submodule(path), name
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

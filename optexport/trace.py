@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -271,11 +271,13 @@ def _export(
     example: Mapping[str, torch.Tensor],
     dynamic: Dynamic | None,
     free: Free | None = None,
+    changing: Collection[str] = (),
 ) -> ExportedProgram:
     """Exports a model, with the declared axes dynamic; where none are declared, with all that it leaves dynamic.
 
     Args:
         free: The axes that may be dynamic at all.
+        changing: Buffers whose numbers are others in the next call.
     """
     for name, value in example.items():
         if not isinstance(value, torch.Tensor):
@@ -294,20 +296,35 @@ def _export(
             transformers_exporters.one_pass(model),
             SizesWatched(),
             skipping_checks(),
-            NumbersKnown(model),
+            NumbersKnown(model, changing) as numbers,
         ):
             if transformers_exporters.holds_transformers(model):
                 _check_complete(model, example)
-                return transformers_exporters.export_program(model, as_arguments(example), shapes)
-            return transformers_exporters.export_module(model, as_arguments(example), shapes)
+                program = transformers_exporters.export_program(model, as_arguments(example), shapes)
+            else:
+                program = transformers_exporters.export_module(model, as_arguments(example), shapes)
     except OptexportError:
         raise
     except LongSizeError as error:
         raise _long_size_error(model, error) from error
     except Exception as error:  # torch.export raises many kinds, and the model's own code any other
         if register_dataclasses(model, as_arguments(example)):
-            return _export(model, example, dynamic, free)
+            return _export(model, example, dynamic, free, changing)
         raise _explained(model, example, error, dynamic) from error
+    if written := numbers.asked & _written(program):
+        return _export(model, example, dynamic, free, {*changing, *written})
+    return program
+
+
+def _written(program: ExportedProgram) -> set[str]:
+    """The buffers that a program writes to, by name."""
+    buffers = program.graph_signature.inputs_to_buffers
+    writing = (
+        node.args[0]
+        for node in program.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and node.args
+    )
+    return {buffers[node.name] for node in writing if isinstance(node, fx.Node) and node.name in buffers}
 
 
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:

@@ -61,14 +61,18 @@ def _trace_with_values(
     """Traces a model that is told values which hang on no input, holding the inputs for whose values it asks too."""
     held: dict[str, torch.Tensor] = {}
     told: list[str] = []
+    changing: frozenset[str] = frozenset()
     while True:
         rest = {name: tensor for name, tensor in example.items() if name not in held}
         called = holding(model, list(example), held)
         free = None if axes is None else dict.fromkeys(rest, axes)
-        known = KnownValues({as_argument(name): v for name, v in rest.items() if _may_be_held(name, v)})
+        known = KnownValues({as_argument(name): v for name, v in rest.items() if _may_be_held(name, v)}, changing)
         try:
             with known.of(called):
-                return trace(called, rest, free, "" if free is None else why), held, tuple(told)
+                found = trace(called, rest, free, "" if free is None else why)
+            if known.changing == changing:
+                return found, held, tuple(told)
+            changing = known.changing  # what was read of these before they were written to holds for one call alone
         except ValuesAskedError as error:
             asked = [name for name in rest if as_argument(name) in error.inputs]
             line = line_of_model(error)

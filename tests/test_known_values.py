@@ -1,6 +1,7 @@
 """Models that ask for values while they are traced: of buffers, of constants, and of inputs that are held."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -194,10 +195,77 @@ class OfNumbers(nn.Module):
         return x * 2 if (x.sum() * scale).item() > 0 else x
 
 
+class WrittenTo(nn.Module):
+    """Asks for a number that is written to in a way that names no tensor first."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = torch.zeros(3)
+        self.write(numbers, (x > 1e5).float().sum(0))
+        return x * 2 if numbers[0] > 0 else x
+
+
+def _set_data(numbers: torch.Tensor, new: torch.Tensor) -> None:
+    numbers.data = new
+
+
+WRITES = [
+    _set_data,
+    lambda numbers, new: torch._foreach_add_([numbers], [new]),
+    lambda numbers, new: torch.ops.aten.copy_.default(numbers, new),
+    lambda numbers, new: torch.max(new[None], 0, out=(numbers, torch.zeros(3, dtype=torch.int64))),
+    lambda numbers, new: nn.functional.batch_norm(new[:, None].expand(3, 3), numbers, torch.ones(3), training=True),
+]
+
+
+class Counting(nn.Module):
+    """Goes another way from the eleventh call on."""
+
+    def __init__(self, count: torch.Tensor, *, is_buffer: bool = True) -> None:
+        super().__init__()
+        if is_buffer:
+            self.register_buffer("count", count)
+        else:
+            self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2 if self.count.sum() > 10 else x
+        self.count += 1
+        return x
+
+
+class CountingAnew(Counting):
+    """Counts in a new tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2 if self.count.sum() > 10 else x
+        self.count = self.count + 1
+        return x
+
+
+class DrawnInPython(nn.Module):
+    """Asks for a number that a function of Python draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scores", torch.tensor([9.0, 0.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if nn.functional.gumbel_softmax(self.scores, hard=True)[0] > 0.5 else x
+
+
 @pytest.mark.parametrize(
     ("model", "example"),
     [
         (Asking(), {"x": torch.randn(4, 3)}),
+        *((WrittenTo(write), {"x": torch.randn(4, 3)}) for write in WRITES),
+        (Counting(torch.zeros(2)), {"x": torch.randn(4, 3)}),
+        (Counting(torch.zeros(2), is_buffer=False), {"x": torch.randn(4, 3)}),
+        (CountingAnew(torch.zeros(2)), {"x": torch.randn(4, 3)}),
+        (DrawnInPython(), {"x": torch.randn(4, 3)}),
         (Drawn(), {"x": torch.randn(4, 3)}),
         (OfText(), {"input_ids": torch.randint(0, 9, (2, 5))}),
         (OfNumbers(), {"x": torch.randn(4, 3), "scale": torch.tensor(2)}),
@@ -227,3 +295,20 @@ def test_a_nested_input_is_held_beside_other_constants():
     held = loaded.holding(list(example), traced.held)
     assert torch.equal(held.model(x=x), x[:4] * 2)
     assert held.constants == {"twice": True, "sizes.rows": torch.tensor(4)}
+
+
+class WritesToHeld(nn.Module):
+    """Writes to an input that is held."""
+
+    def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        x = x[: int(n)]
+        n.add_(1)
+        return x
+
+
+def test_what_is_held_is_the_same_in_every_call_of_a_model_that_writes_to_it():
+    example = {"x": torch.randn(4, 3), "n": torch.tensor(2)}
+    traced = trace.trace(WritesToHeld(), example)
+    assert torch.equal(example["n"], torch.tensor(2))
+    assert torch.equal(traced.held["n"], torch.tensor(2))
+    assert torch.equal(traced.graph_module(example["x"]), example["x"][:2])

@@ -68,3 +68,60 @@ def test_a_number_of_the_inputs_values_is_not_known() -> None:
 
     with pytest.raises(TraceError, match=r"test_number_tensors\.py:\d+: return x \+ 1"):
         trace(Cut(), {"x": torch.randn(3, 14)})
+
+
+class Rounded(nn.Module):
+    """Multiplies a fraction that float32 does not hold: 31 / 7 * 7 is less than 31."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: (torch.tensor(x.shape[0]) / 7 * 7).floor().long().item()]
+
+
+class Overflowing(nn.Module):
+    """Computes a size in a type that is too small for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: torch.tensor(x.shape[0]).to(torch.uint8).item()]
+
+
+@pytest.mark.parametrize(("model", "size"), [(Rounded(), 31), (Overflowing(), 300)])
+def test_a_size_that_a_tensor_does_not_hold_is_what_the_tensor_holds(model: nn.Module, size: int) -> None:
+    traced = trace(model, {"x": torch.randn(20, 3)})
+    x = torch.randn(size, 3)
+    assert torch.equal(traced.graph_module(x), model(x))
+
+
+class Replaced(nn.Module):
+    """Puts another number where it kept one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Buffer(torch.tensor(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.factor = (x > 1e5).any().long() + 2
+        return x * self.factor.item()
+
+
+def test_what_a_model_puts_in_the_place_of_a_number_is_not_that_number() -> None:
+    traced = trace(Replaced(), {"x": torch.randn(3, 4)})
+    x = torch.full((2, 4), 1e6)
+    assert torch.equal(traced.graph_module(x), x * 3)
+
+
+class Later(nn.Module):
+    """Asks for a number, and changes it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Buffer(torch.tensor(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2 if self.count > 10 else x
+        self.count.add_(1)
+        return x
+
+
+def test_a_number_that_the_model_changes_after_it_asked_is_not_known() -> None:
+    with pytest.raises(TraceError, match=r"test_number_tensors\.py:\d+: x = x \* 2 if self\.count"):
+        trace(Later(), {"x": torch.randn(3, 4)})
