@@ -139,6 +139,8 @@ def test_a_list_that_makes_no_tensor_is_one_clear_message(tmp_path, grid):
         shape = [14, 4]
         [inputs.constants]
         grid = {grid}
+        [tracking]
+        enabled = false
         """
     )
     with pytest.raises(ConfigError, match=r"inputs\.constants\.grid: it makes no tensor"):
