@@ -90,6 +90,7 @@ class KnownValues(TorchFunctionMode):
         """Within it, every call of the model that is traced is made in this mode."""
         buffers = {name: buffer.detach().clone() for name, buffer in _kept(model).items() if _is_small(buffer)}
         entered: dict[str, torch.Tensor] = {}
+        outside = torch._C._len_torch_function_stack()
 
         def enter(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not torch.compiler.is_exporting():
@@ -122,6 +123,8 @@ class KnownValues(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
+            while torch._C._len_torch_function_stack() > outside:  # no hook is called where a call was interrupted
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None

@@ -197,11 +197,5 @@ class NumbersKnown(TorchFunctionMode):
         return value if known is None else known.over
 
 
-def _place(model: nn.Module, buffer: str) -> tuple[nn.Module, str]:
-    """The module that holds a buffer, and its name there."""
-    path, _, name = buffer.rpartition(".")
-    return model.get_submodule(path), name
-
-
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -74,12 +74,12 @@ def _trace_with_values(
                 return found, held, tuple(told)
             changing = known.changing  # what was read of these before they were written to holds for one call alone
         except ValuesAskedError as error:
-            asked = [name for name in rest if as_argument(name) in error.inputs]
+            asked = [name for name in rest if as_argument(name) in error.inputs and _may_be_held(name, rest[name])]
             line = line_of_model(error)
+            if not asked or len(asked) == len(rest):
+                raise
             if is_declared:
                 raise _asked_error(asked, example, line) from error
-            if len(asked) == len(rest):
-                raise
             for name in asked:
                 held[name] = example[name]
                 told.append(f"{_shown(name, example)}; the model asks for its values{f' at {line}' if line else ''}")

@@ -11,6 +11,7 @@ import optexport
 from optexport import trace
 from optexport.arguments import flat_inputs
 from optexport.errors import ConfigError, TraceError
+from optexport.known_values import KnownValues
 from optexport.signature import Dim
 from optexport.sources import Loaded
 
@@ -314,3 +315,20 @@ def test_what_is_held_is_the_same_in_every_call_of_a_model_that_writes_to_it():
     assert torch.equal(example["n"], torch.tensor(2))
     assert torch.equal(traced.held["n"], torch.tensor(2))
     assert torch.equal(traced.graph_module(example["x"]), example["x"][:2])
+
+
+class Interrupted(nn.Module):
+    """Ends in what is no ordinary error where it is traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_exporting():
+            raise KeyboardInterrupt
+        return x
+
+
+def test_a_call_that_is_interrupted_leaves_no_mode_behind() -> None:
+    model = Interrupted()
+    before = torch._C._len_torch_function_stack()
+    with pytest.raises(KeyboardInterrupt), KnownValues({}).of(model):
+        torch.export.export(model, (), {"x": torch.randn(3, 2)}, strict=False)
+    assert torch._C._len_torch_function_stack() == before

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 from transformers import AutoModel, VideoLlama3VisionConfig
 
 from optexport import trace
 from optexport.dummy_inputs import dummy_inputs
+from optexport.errors import TraceError
 
 
 def test_what_is_held_is_not_computed_anew_of_other_inputs() -> None:
@@ -22,3 +25,13 @@ def test_what_is_held_is_not_computed_anew_of_other_inputs() -> None:
     inputs = [taken[spec.name] for spec in traced.signature.inputs]
     got = traced.graph_module(*inputs)
     torch.testing.assert_close(next(iter(got.values())) if isinstance(got, dict) else got[0], want)
+
+
+def test_an_input_that_is_too_long_to_be_held_is_refused() -> None:
+    class Cut(nn.Module):
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x[:length] for length in lengths.tolist() if length > 1])
+
+    example = {"x": torch.randn(9, 3), "lengths": torch.randint(2, 9, (300,))}
+    with pytest.raises(TraceError, match="could not trace it"):
+        trace.trace(Cut(), example)
