@@ -13,29 +13,16 @@ from optexport.stages import Stages
 from optexport.tracking import store
 from optexport.verification import verify
 from tests import stores
+from tests.pipeline.projects import RULES
 from tests.tracking.bundles import QUIET, only_run
 
 pytestmark = QUIET
 
 
-WRONG = """
-import torch
-from optexport.transformations import Transformation
-
-class Relu(Transformation):
-    def transform(self, graph_module):
-        for node in graph_module.graph.nodes:
-            if node.target is torch.ops.aten.gelu.default:
-                node.target, node.kwargs = torch.ops.aten.relu.default, {}
-                self.mark_as_transformed(node)
-        return graph_module
-"""
-
-
 def test_a_run_that_fails_is_marked_failed_with_the_reason(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    (tmp_path / "wrong_tracked_rule.py").write_text(WRONG)
-    config = stores.project(tmp_path, uri, '[[transformations]]\nuse = "python:wrong_tracked_rule:Relu"')
+    (tmp_path / "wrong_tracked_rule.py").write_text(RULES)
+    config = stores.project(tmp_path, uri, '[[transformations]]\nuse = "python:wrong_tracked_rule:ReluForGelu"')
     with pytest.raises(ParityError) as caught:
         pipeline.run(config)
     run = only_run(uri)
