@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from optexport.api import export as export
     from optexport.applications.bundle import Bundle as Bundle
+    from optexport.bundle.verification import verify as verify
     from optexport.errors import BundleError as BundleError
     from optexport.errors import ConfigError as ConfigError
     from optexport.errors import ExportError as ExportError
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from optexport.pipeline import Result as Result
     from optexport.pipeline import run as run
     from optexport.signature import Dim as Dim
-    from optexport.trace import symbolic_trace as symbolic_trace
-    from optexport.verification import verify as verify
+    from optexport.tracing.trace import symbolic_trace as symbolic_trace
 
 _ERRORS = (
     "BundleError",
@@ -59,8 +59,8 @@ _HOMES = {
     "export_generation": "generation.export",
     "run": "pipeline",
     "run_generation": "generation.run",
-    "symbolic_trace": "trace",
-    "verify": "verification",
+    "symbolic_trace": "tracing.trace",
+    "verify": "bundle.verification",
     **dict.fromkeys(_ERRORS, "errors"),
 }
 

@@ -1,5 +1,5 @@
 """``python -m optexport``."""
 
-from optexport.cli import main
+from optexport.cli.main import main
 
 main()

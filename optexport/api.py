@@ -10,17 +10,19 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport import bundle, pipeline, program_signature
+from optexport import pipeline
 from optexport.arguments import flat_inputs
-from optexport.config import FORMATS, Effort, checked_settings
-from optexport.config_precision import check_precision
+from optexport.bundle import contents
+from optexport.config.file import FORMATS, Effort, checked_settings
+from optexport.config.precision import check_precision
 from optexport.errors import ConfigError, TraceError
 from optexport.job import Job, preset
 from optexport.pipeline import Result
 from optexport.proof import cases
 from optexport.proof.decisions import load_metrics
 from optexport.signature import Batch, Dim, Dynamic
-from optexport.sources import Loaded
+from optexport.sources import program_signature
+from optexport.sources.loading import Loaded
 from optexport.stages import Stages
 from optexport.transform import NamedRule
 from optexport.transformations import Transformation
@@ -77,7 +79,7 @@ def export(
     _check_arguments(model, dynamic)
     rules = named_rules(transformations)
     output = Path(output).resolve()
-    bundle.check_output(output)
+    contents.check_output(output)
     if isinstance(model, ExportedProgram):
         loaded = Loaded.of_program(model)
     elif getattr(model, "training", False):  # which a frozen TorchScript program does not say

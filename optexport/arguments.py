@@ -18,8 +18,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from optexport.errors import ConfigError, first_line
-from optexport.known_values import outside_of_traces
 from optexport.signature import as_argument, call_signature, path_name, unused
+from optexport.tracing.known_values import outside_of_traces
 
 Constant = bool | int | float | str | torch.Tensor
 

@@ -10,21 +10,22 @@ from pathlib import Path
 import torch
 from torch import fx, nn
 
-from optexport import freeing, interrupts, records, runtimes
+from optexport import freeing, interrupts, runtimes
 from optexport.blame import failure
 from optexport.blame.files import blame_files
 from optexport.blame.rules import blame_rules
-from optexport.config import Format
+from optexport.bundle import records
+from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
+from optexport.config.file import Format
 from optexport.job import Branch, Job
 from optexport.kept import exports
-from optexport.manifest import ArtifactRecord, PrecisionRecord
 from optexport.original import graph_runner, trace_original
 from optexport.precision import lowering
 from optexport.proof.parity import GRAPH, ONNX, ONNX_FLOAT32
 from optexport.proof.reference import Call
 from optexport.proof.suspects import Suspects
 from optexport.stages import Stages
-from optexport.trace import Traced
+from optexport.tracing.trace import Traced
 from optexport.transform import Transformed, transform
 from optexport.undoing import check_undo, sharing_copy
 from optexport.writer import Writer

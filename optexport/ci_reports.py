@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from optexport.bundle.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
+from optexport.bundle.places import check_outside
 from optexport.errors import ConfigError, OptexportError, on_one_line
-from optexport.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
-from optexport.places import check_outside
 
 _SUITE = "optexport"
 _SHOWN_DATA = 4

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from optexport.manifest import ParityRecord
+    from optexport.bundle.manifest import ParityRecord
 
 
 def first_line(error: BaseException) -> str:

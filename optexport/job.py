@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from optexport import places, registry
-from optexport.config import Config, Format, TransformationConfig
-from optexport.config_measuring import BenchConfig, GateConfig
+from optexport import registry
+from optexport.bundle import places
+from optexport.config.file import Config, Format, TransformationConfig
+from optexport.config.measuring import BenchConfig, GateConfig
 from optexport.errors import ConfigError, TraceError, did_you_mean
 from optexport.proof.decisions import Metric
 from optexport.signature import Batch, Dim, Dynamic
-from optexport.sources import Loaded
+from optexport.sources.loading import Loaded
 from optexport.transform import NamedRule
 
 

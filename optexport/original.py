@@ -15,7 +15,7 @@ from optexport.proof.reference import Call, Reference, run_original
 from optexport.proof.special_values import special_cases
 from optexport.runtimes import Run
 from optexport.signature import Batch, as_arguments, flatten_outputs
-from optexport.trace import Traced, check_no_vmap, trace
+from optexport.tracing.trace import Traced, check_no_vmap, trace
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import one_pass
 

@@ -9,34 +9,24 @@ from typing import Any
 
 import torch
 
-from optexport import (
-    branch,
-    bundle,
-    bundle_files,
-    drafts,
-    inputs,
-    interrupts,
-    lockfile,
-    places,
-    records,
-    sources,
-    tracking,
-)
+from optexport import branch, interrupts, tracking
 from optexport.applications.describe import describe
 from optexport.applications.processing import built_in
 from optexport.arguments import arguments_of, as_constants
 from optexport.bench import exports, report
 from optexport.bench.measuring import Report
 from optexport.blame import failure
-from optexport.checkout import checkout
-from optexport.config import Config, load_config
-from optexport.config_measuring import TuneConfig
-from optexport.config_source import SourceKind, source_kind
+from optexport.bundle import contents, digests, drafts, lockfile, places, records
+from optexport.bundle.checkout import checkout
+from optexport.bundle.manifest import Manifest
+from optexport.config.file import Config, load_config
+from optexport.config.measuring import TuneConfig
+from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, OptexportError, TrackingError, redact
 from optexport.html_report import page
+from optexport.inputs import preparing
 from optexport.job import Job, resolved, rules_of, unmeasured
 from optexport.kept.surroundings import versions
-from optexport.manifest import Manifest
 from optexport.original import run_reference, trace_original
 from optexport.proof import decisions, floor
 from optexport.proof.parity import PlaceParity, Proof
@@ -44,7 +34,8 @@ from optexport.proof.record import parity_record
 from optexport.proof.reference import Reference
 from optexport.proof.suspects import Suspects
 from optexport.proof.vocabulary import vocabularies
-from optexport.sources import Loaded
+from optexport.sources import loading
+from optexport.sources.loading import Loaded
 from optexport.stages import Stages
 from optexport.tracking import facts
 from optexport.tracking.registry import Registered
@@ -156,7 +147,7 @@ def run(
     if dump is not None:
         places.check_outside("--dump", dump, places.kept(output), is_file=False)
     for place in ((output, plain) if baseline else (output,)) if keep else ():
-        bundle.check_output(place)
+        contents.check_output(place)
     if dump is not None:
         try:
             dump.mkdir(parents=True, exist_ok=True)
@@ -211,7 +202,7 @@ def prepare(
     with stages.stage("load"):
         loaded = load_model(config, folder, downloads)
     with stages.stage("inputs"):
-        given = inputs.prepare(
+        given = preparing.prepare(
             config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
         )
         if loaded.program is None:
@@ -250,19 +241,19 @@ def produce(job: Job, stages: Stages) -> Result:
         found = parity_record(proof)
         bench = exports.measure_exports(job, workloads, artifacts, draft, scratch, found, stages, tuned=bool(tuned))
         with stages.stage("bundle"):
-            stored = bundle.write_reference(draft / bundle.REFERENCE, reference)
+            stored = contents.write_reference(draft / contents.REFERENCE, reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
             application = describe(job.config.model.task, job.loaded, traced.signature, draft)
             manifest = records.manifest(job.config, job.loaded, traced, made, nodes_before, found, stored).model_copy(
-                update={"application": application, "files": bundle_files.file_records(draft)}
+                update={"application": application, "files": digests.file_records(draft)}
             )
-            bundle.write_manifest(draft, manifest)
+            contents.write_manifest(draft, manifest)
         measured: dict[str, Any] = {} if bench is None else {"bench": report.as_json(bench)}
         measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
         measured |= {"kept": kept} if kept else {}
         measured |= {"origin": dict(job.origin)} if job.origin else {}
-        bundle.write_measurements(draft, records.measurements(stages.seconds, measured))
+        contents.write_measurements(draft, records.measurements(stages.seconds, measured))
         with stages.stage("report"):
             page.write(draft)
     failure.remove(job.failure)
@@ -278,7 +269,7 @@ def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
     if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
         uri = config.model.source.removeprefix("mlflow:")
         downloaded = tracking.download_model(uri, config.tracking, folder, downloads)
-    return built_in(sources.load(config.model, folder, downloaded), config.processing)
+    return built_in(loading.load(config.model, folder, downloaded), config.processing)
 
 
 def _proof(job: Job, reference: Reference) -> Proof:

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from optexport import archives
 from optexport.errors import ExportError, SourceError, first_line
 from optexport.signature import as_arguments
+from optexport.sources import archives
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
 import onnxruntime

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from optexport import ci_reports
 from optexport.bench import report
+from optexport.bundle.manifest import ChangeRecord, GateValueRecord, Manifest, TensorRecord
 from optexport.errors import on_one_line
-from optexport.manifest import ChangeRecord, GateValueRecord, Manifest, TensorRecord
 from optexport.pipeline import Result
 from optexport.proof.parity import PlaceParity
 from optexport.tuning import outcome

@@ -32,9 +32,10 @@ from transformers.exporters.utils import (
     precompute_export_inputs,
 )
 
-from optexport import onnx_functions, trace_patches
 from optexport.arguments import held_tensors
-from optexport.expert_loops import over_all_experts
+from optexport.formats import onnx_functions
+from optexport.tracing import patches
+from optexport.tracing.expert_loops import over_all_experts
 
 aten = torch.ops.aten
 
@@ -123,13 +124,13 @@ def export_program(
 
 # What stops a trace, leaves calls in it which no format holds, or makes it compute something else than the model.
 _PATCHES = [
-    (torch.nn.Module, "to", trace_patches.unless_it_is),
-    (AttentionInterface, "_global_mapping", trace_patches.of_unknown_length),
+    (torch.nn.Module, "to", patches.unless_it_is),
+    (AttentionInterface, "_global_mapping", patches.of_unknown_length),
     # Masks that are made under torch.vmap, and how it has them index tensors.
     (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
-    (masking_utils, "_ignore_bidirectional_mask_sdpa", trace_patches.none_that_hides_nothing),
-    (exporter_dynamo, "_reshaped_vision_attention_forward", trace_patches.with_norms_of_heads),
+    (masking_utils, "_ignore_bidirectional_mask_sdpa", patches.none_that_hides_nothing),
+    (exporter_dynamo, "_reshaped_vision_attention_forward", patches.with_norms_of_heads),
     # Inputs that are computed of others: of a model that is exported all are given, or held.
     (_utils, "precompute_export_inputs", lambda _: lambda *given: None),
 ]

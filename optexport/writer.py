@@ -11,14 +11,14 @@ import onnx_ir
 from torch import fx
 from torch.export import ExportedProgram
 
-from optexport import records
-from optexport.config import Format
+from optexport.bundle import records
+from optexport.bundle.manifest import ArtifactRecord
+from optexport.config.file import Format
 from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
-from optexport.lowerings import of_format
-from optexport.manifest import ArtifactRecord
-from optexport.other_ways import drop_unfounded
+from optexport.formats.lowerings import of_format
 from optexport.signature import Batch, Signature
-from optexport.sources import Loaded
+from optexport.sources.loading import Loaded
+from optexport.tracing.other_ways import drop_unfounded
 from optexport.transform import Applied
 
 _FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}

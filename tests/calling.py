@@ -8,7 +8,7 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from optexport.cli import cli
+from optexport.cli.main import cli
 
 # A model, and the configs and plugins that go with it.
 MODULE = '''

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from optexport import export, runtimes, sealed_json
+from optexport import export, runtimes
+from optexport.bundle import sealed_json
 from optexport.pipeline import Result
 from optexport.signature import Dim
 from tests.models import randomise

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from optexport.config import InputsConfig
+from optexport.config.file import InputsConfig
 from optexport.errors import ConfigError
-from optexport.inputs import Inputs, prepare
-from optexport.sources import Pretrained
+from optexport.inputs.preparing import Inputs, prepare
+from optexport.sources.loading import Pretrained
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "dog", "ran", "far"]
 LONGEST = 16

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from optexport import export
+from optexport.bundle.verification import verify
 from optexport.errors import ConfigError, OptexportError, ParityError, TraceError
 from optexport.registry import PRESET
 from optexport.signature import Dim
@@ -24,7 +25,6 @@ from optexport.transformations import (
     SinkSelect,
     Transformation,
 )
-from optexport.verification import verify
 from tests import exports, models
 from tests.exports import BATCH, X, quick, run
 from tests.models import randomise

@@ -12,7 +12,7 @@ from torch import nn
 
 from optexport.applications.bundle import Bundle
 from optexport.errors import ConfigError
-from optexport.trace import symbolic_trace
+from optexport.tracing.trace import symbolic_trace
 from tests.exports import quick
 from tests.models import randomise
 

@@ -14,12 +14,12 @@ from torch import fx, nn
 from torch.fx import GraphModule
 
 from optexport import export, runtimes
+from optexport.bundle.verification import verify
 from optexport.errors import ExportError, OptexportError, ParityError, TraceError
 from optexport.signature import Dim
 from optexport.transformations import (
     Transformation,
 )
-from optexport.verification import verify
 from tests import exports
 from tests.exports import BATCH, X, quick, run
 from tests.models import randomise

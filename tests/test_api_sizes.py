@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from optexport.bundle.verification import verify
 from optexport.errors import ParityError, TraceError
 from optexport.signature import Dim
-from optexport.verification import verify
 from tests import exports
 from tests.exports import X, quick
 from tests.models import randomise

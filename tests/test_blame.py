@@ -28,7 +28,7 @@ from optexport.blame import failure
 from optexport.blame.parting import compare
 from optexport.blame.rules import _first_failing
 from optexport.blame.values import observe_graph, observe_onnx, observe_torchscript
-from optexport.cli import cli
+from optexport.cli.main import cli
 from optexport.stages import Stages
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optexport import runtimes
-from optexport.config import load_config
+from optexport.config.file import load_config
 from optexport.errors import ConfigError, ParityError
 from optexport.pipeline import Result, run
 from tests.exports import INPUTS

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from optexport.config import parse_config
+from optexport.config.file import parse_config
 from tests.calling import CliRunner, cli
 
 ROOT = Path(__file__).parents[1]

@@ -17,8 +17,8 @@ from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 
 from optexport import ci_reports
-from optexport.cli import cli
-from optexport.manifest import ParityRecord
+from optexport.bundle.manifest import ParityRecord
+from optexport.cli.main import cli
 from tests import exports
 from tests.calling import Caller, config, message
 

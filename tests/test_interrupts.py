@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from optexport import drafts, interrupts
+from optexport import interrupts
+from optexport.bundle import drafts
 from tests.calling import Caller, config, message
 
 SIGNALS = pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -149,7 +150,7 @@ def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
     """torch.export executes texts; Python remembers an interrupt that passed through one, and heeds it under ``-m``."""
     inner = f"import os, time; os.kill(os.getpid(), {int(sent)}); time.sleep(60)"
     (tmp_path / "program.py").write_text(
-        "from optexport.cli_group import Group\n"
+        "from optexport.cli.group import Group\n"
         "group = Group('program')\n"
         f"group.command(name='works')(lambda: exec({inner!r}))\n"
         "group(['works'])\n"

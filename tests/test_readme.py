@@ -45,7 +45,7 @@ def test_every_file_that_it_links_to_is_there() -> None:
 
 def test_every_command_and_exit_code_is_in_it() -> None:
     from optexport import errors
-    from optexport.cli import cli
+    from optexport.cli.main import cli
 
     assert [name for name in cli.commands if f"`optexport {name}" not in README] == []
     classes = [value for value in vars(errors).values() if isinstance(value, type)]
@@ -54,7 +54,7 @@ def test_every_command_and_exit_code_is_in_it() -> None:
 
 
 def test_every_key_of_a_config_is_in_it() -> None:
-    from optexport.config import Config
+    from optexport.config.file import Config
 
     text = re.search(r"\| key \| meaning \|\n(.*?)\n\n", README, re.DOTALL)
     assert text is not None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from optexport import registry
 from optexport.errors import ConfigError, did_you_mean
 from optexport.registry import PRESET, RULES, RuleInfo
-from optexport.tasks import AUTO_CLASSES
+from optexport.sources.tasks import AUTO_CLASSES
 from optexport.transformations import MergeLinears, ReversibleTransformation, Rule, Transformation
 from optexport.transformations import __path__ as folder
 from optexport.transformations.rule import ReversibleRule

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from optexport.errors import ConfigError
 from optexport.signature import Dim, Signature, TensorSpec, conventional_axes, flatten_outputs, named_inputs
-from optexport.trace import trace
+from optexport.tracing.trace import trace
 from tests import models
 
 BERT = Signature(

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
-from optexport.trace import trace
+from optexport.tracing.trace import trace
 from tests.zoo import stages
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from optexport.applications.bundle import Arrays, Bundle
-from optexport.config_processing import LABELS, PROBABILITIES
-from optexport.manifest import ApplicationRecord
-from optexport.tasks import SPEECH
+from optexport.bundle.manifest import ApplicationRecord
+from optexport.config.processing import LABELS, PROBABILITIES
+from optexport.sources.tasks import SPEECH
 
 Answer = dict[str, Any]
 Array = npt.NDArray[Any]

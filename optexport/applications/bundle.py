@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from optexport.applications import preprocessors, sounds
-from optexport.bundle_files import read_manifest
+from optexport.bundle.digests import read_manifest
+from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
 from optexport.errors import BundleError, ConfigError, OptexportError, did_you_mean, first_line
-from optexport.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
 
 Arrays = dict[str, npt.NDArray[Any]]
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]

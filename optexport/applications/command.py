@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from optexport.cli_console import echo
-from optexport.cli_group import Command, json_option, print_json
+from optexport.cli.console import echo
+from optexport.cli.group import Command, json_option, print_json
 
 
 @click.command(cls=Command)

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from optexport.applications import preprocessors, sentence_embedding
 from optexport.applications.processing import processing_of
-from optexport.config_processing import LABELS, PROBABILITIES
-from optexport.manifest import ApplicationRecord
-from optexport.positions import most_tokens
+from optexport.bundle.manifest import ApplicationRecord
+from optexport.config.processing import LABELS, PROBABILITIES
+from optexport.inputs.positions import most_tokens
 from optexport.signature import Signature
-from optexport.sources import Loaded
-from optexport.tasks import AUTO_CLASSES, SPEECH
+from optexport.sources.loading import Loaded
+from optexport.sources.tasks import AUTO_CLASSES, SPEECH
 
 # What the names of classes end with; a model without a head gives features.
 _ENDINGS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}

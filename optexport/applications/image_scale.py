@@ -12,7 +12,7 @@ import torch
 from optexport.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
-    from optexport.sources import Pretrained
+    from optexport.sources.loading import Pretrained
 
 IMAGES = "pixel_values"
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from optexport.applications.answers import Answer, answers
 from optexport.applications.bundle import Arrays, Bundle
+from optexport.bundle.manifest import TensorRecord
 from optexport.errors import ConfigError, did_you_mean
-from optexport.manifest import TensorRecord
 
 _ROWS = 16
 _MEDIA = {"image_processor": "image", "feature_extractor": "sound"}
@@ -53,7 +53,7 @@ def given_as_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Given]:
 
 def given_in_file(bundle: Bundle, path: Path) -> list[Given]:
     """Reads a ``.jsonl`` file: ``{"text": ...}``, or inputs by name, one row of each a line."""
-    from optexport.data_lines import read_lines, texts_of
+    from optexport.inputs.data_lines import read_lines, texts_of
 
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -17,7 +17,7 @@ from optexport.applications.pretrained_files import find
 from optexport.errors import BundleError, first_line
 
 if TYPE_CHECKING:
-    from optexport.sources import Pretrained
+    from optexport.sources.loading import Pretrained
 
 FOLDER = "preprocessor"
 Kind = Literal["tokenizer", "image_processor", "feature_extractor"]

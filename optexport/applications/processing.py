@@ -16,12 +16,12 @@ import torch
 from torch import fx, nn
 
 from optexport.applications.image_scale import IMAGES, ImageScale, image_scale
-from optexport.config_processing import DEFAULT_K, LABELS, OF_LABELS, PROBABILITIES, ProcessingConfig
+from optexport.config.processing import DEFAULT_K, LABELS, OF_LABELS, PROBABILITIES, ProcessingConfig
 from optexport.errors import ConfigError
 from optexport.signature import call_signature, flatten_outputs
 
 if TYPE_CHECKING:
-    from optexport.sources import Loaded
+    from optexport.sources.loading import Loaded
 
 Function = Literal["softmax", "sigmoid"]
 

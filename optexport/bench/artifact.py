@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optexport.bundle.manifest import ArtifactRecord, Manifest
+from optexport.bundle.places import MANIFEST
 from optexport.errors import BenchError, ConfigError, first_line
-from optexport.manifest import ArtifactRecord, Manifest
-from optexport.places import MANIFEST
 
 _FORMATS = {".onnx": "onnx", ".pt": "torchscript", ".pt2": "pt2"}
 
@@ -65,7 +65,7 @@ def open_target(path: Path) -> Target:
     """
     folder = path if path.is_dir() else path.parent
     if path.is_dir() or in_bundle(path):
-        from optexport.bundle_files import read_manifest
+        from optexport.bundle.digests import read_manifest
 
         manifest = read_manifest(folder)
         inputs = [spec.name for spec in manifest.inputs]

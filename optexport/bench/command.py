@@ -13,8 +13,8 @@ from optexport.bench.artifact import Artifact, Target, in_bundle, open_target
 from optexport.bench.measuring import Report, measure, pairs_of
 from optexport.bench.race import Settings
 from optexport.bench.workload import Sizes, Workload, from_bundle, from_file, from_onnx
+from optexport.bundle.places import check_outside
 from optexport.errors import ConfigError
-from optexport.places import check_outside
 
 
 def bench(

@@ -11,9 +11,9 @@ from optexport.bench.artifact import exported
 from optexport.bench.measuring import Duel, Report, measure
 from optexport.bench.race import Settings
 from optexport.bench.workload import Workload, from_signature
-from optexport.config_measuring import LEAST_ROUNDS
+from optexport.bundle.manifest import ArtifactRecord, ParityRecord
+from optexport.config.measuring import LEAST_ROUNDS
 from optexport.job import Job
-from optexport.manifest import ArtifactRecord, ParityRecord
 from optexport.signature import Signature
 from optexport.stages import Stages
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.measuring import Duel, Report
-from optexport.config_measuring import BarConfig, GateConfig
+from optexport.bundle.manifest import ParityRecord
+from optexport.config.measuring import BarConfig, GateConfig
 from optexport.errors import GateError
-from optexport.manifest import ParityRecord
 
 
 def check(gate: GateConfig, artifacts: Sequence[Artifact], report: Report | None, proof: ParityRecord) -> None:

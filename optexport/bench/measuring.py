@@ -13,7 +13,7 @@ from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison, compare, interval, percentiles
 from optexport.bench.race import Settings, Timing, race
 from optexport.bench.workload import Workload
-from optexport.config_measuring import LEAST_ROUNDS
+from optexport.config.measuring import LEAST_ROUNDS
 
 Pair = tuple[Artifact, Artifact]
 

@@ -112,8 +112,8 @@ def _torch(task: Task) -> Loader:
     import torch
     from safetensors.torch import load_file
 
-    from optexport import archives
     from optexport.signature import as_arguments
+    from optexport.sources import archives
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(task.threads)

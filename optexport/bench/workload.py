@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optexport.bench.artifact import Artifact, read_onnx
+from optexport.bundle.manifest import Manifest
 from optexport.errors import ConfigError, did_you_mean
-from optexport.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def from_signature(
     """
     from safetensors.torch import save_file
 
-    from optexport.resizing import resize
+    from optexport.inputs.resizing import resize
 
     found: list[Workload] = []
     given = signature.sizes(batch)
@@ -91,7 +91,7 @@ def from_bundle(
         ConfigError: As for `from_signature`, or the other inputs do not fit the bundle.
         BundleError: The stored ones are damaged.
     """
-    from optexport.bundle import REFERENCE, read_reference
+    from optexport.bundle.contents import REFERENCE, read_reference
     from optexport.signature import Dim, Signature, TensorSpec
 
     outputs = [output.name for output in manifest.outputs]

@@ -6,15 +6,17 @@ from pathlib import Path
 
 from torch import fx
 
-from optexport import archives, bundle, bundle_files, runtimes, sealed_json
+from optexport import runtimes
 from optexport.blame import failure
 from optexport.blame.failure import Finding
 from optexport.blame.files import blame_files
+from optexport.bundle import contents, digests, sealed_json
+from optexport.bundle.manifest import Manifest
+from optexport.bundle.places import MANIFEST
+from optexport.bundle.verification import bound_of, gates_of
 from optexport.errors import BundleError, ExportError
-from optexport.manifest import Manifest
-from optexport.places import MANIFEST
 from optexport.proof.parity import Proof
-from optexport.verification import bound_of, gates_of
+from optexport.sources import archives
 
 
 def blame_bundle(folder: Path) -> str:
@@ -31,11 +33,11 @@ def blame_bundle(folder: Path) -> str:
     folder = folder.resolve()
     damage: BundleError | None = None
     try:
-        manifest = bundle_files.read_manifest(folder)
+        manifest = digests.read_manifest(folder)
     except BundleError as error:
         damage, manifest = error, _read_anyway(folder, error)
     outputs = [output.name for output in manifest.outputs]
-    reference = bundle.read_reference(folder / bundle.REFERENCE, manifest.reference_cases, outputs)
+    reference = contents.read_reference(folder / contents.REFERENCE, manifest.reference_cases, outputs)
     lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
     bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
     proof = Proof(reference, bounds, gates_of(manifest) if lowered else ())  # which nothing else is held to

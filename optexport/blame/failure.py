@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from optexport import drafts
+from optexport.bundle import drafts
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, first_line, on_one_line
 from optexport.proof import distances
 from optexport.proof.parity import PlaceParity, Proof

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 from torch import fx
 
-from optexport import archives, runtimes
+from optexport import runtimes
 from optexport.blame.cutting import cut_onnx
 from optexport.blame.failure import Finding, Reproduction, failing_case, incomparable, outputs_at
 from optexport.blame.parting import Comparison, compare, lost, told
@@ -18,6 +18,7 @@ from optexport.blame.values import Observed, observe_graph, observe_onnx, observ
 from optexport.proof import parity
 from optexport.proof.parity import Proof
 from optexport.signature import Batch
+from optexport.sources import archives
 
 _OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
     "onnx": observe_onnx,

@@ -19,7 +19,7 @@ from optexport.formats import exported_program, torchscript
 from optexport.proof.parity import GRAPH, PlaceParity, Proof
 from optexport.proof.reference import Call
 from optexport.signature import Batch
-from optexport.trace import Traced
+from optexport.tracing.trace import Traced
 from optexport.transform import Applied, NamedRule, is_built_in, transform
 from optexport.transformations import DeepCopy, Match, Rule, Skip
 from optexport.transformations.rule import Change

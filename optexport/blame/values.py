@@ -17,9 +17,9 @@ import onnxruntime
 import torch
 from torch import fx
 
-from optexport import archives
 from optexport.errors import first_line
 from optexport.signature import as_arguments
+from optexport.sources import archives
 from optexport.transformations import DeepCopy
 from optexport.transformations.rule import target_name
 

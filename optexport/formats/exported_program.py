@@ -21,7 +21,7 @@ from optexport.errors import ExportError, first_line
 from optexport.formats import torch_lowerings
 from optexport.formats.room import check_room
 from optexport.signature import Signature, TensorSpec, as_argument, as_arguments
-from optexport.size_guards import drop_own_exclusions
+from optexport.tracing.size_guards import drop_own_exclusions
 
 
 def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModule:
@@ -149,7 +149,7 @@ def save(program: ExportedProgram, path: Path, *, lowerings: Sequence[str] = ())
     differs from run to run.
 
     Args:
-        lowerings: Names of `optexport.lowerings`; those of other formats are passed over.
+        lowerings: Names of `optexport.formats.lowerings`; those of other formats are passed over.
 
     Raises:
         ExportError: The graph, or a weight, is of a kind that the format lacks.

@@ -20,8 +20,8 @@ from optexport import transformers_exporters
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.formats import onnx_lowerings
 from optexport.formats.exported_program import to_program
+from optexport.formats.lowerings import ATTENTION_OPSET
 from optexport.formats.onnx_probe import check_opens
-from optexport.lowerings import ATTENTION_OPSET
 from optexport.signature import Signature, as_argument, as_arguments
 
 # Weights beyond this many bytes go to a file of their own; a protobuf holds no more than 2 GB.
@@ -74,7 +74,7 @@ def write(
     Args:
         model: Not changed.
         metadata: Written to the model's ``metadata_props``, each value as JSON.
-        lowerings: Names of `optexport.lowerings`; those of other formats are passed over.
+        lowerings: Names of `optexport.formats.lowerings`; those of other formats are passed over.
         external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
 
     Raises:

@@ -11,14 +11,15 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
-from optexport.lowerings import ATTENTION_OPSET
+from optexport.formats.lowerings import ATTENTION_OPSET
 
 # What the patterns of onnxscript take for zero.
 _TAKEN_FOR_ZERO = 1e-8
 
 
 def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
-    """Applies lowerings of the file, in the order of `optexport.lowerings.LOWERINGS` whatever that of the names.
+    """Applies lowerings of the file, in the order of `optexport.formats.lowerings.LOWERINGS` whatever
+    that of the names.
 
     Args:
         model: It may be changed; names of inputs and outputs stay.

@@ -62,7 +62,7 @@ def save(
     Args:
         program: Flat: tensors in, a tuple of tensors out.
         example: Inputs to trace with, where the graph cannot be scripted.
-        lowerings: Names of `optexport.lowerings`; those of other formats are passed over.
+        lowerings: Names of `optexport.formats.lowerings`; those of other formats are passed over.
 
     Returns:
         None, or, where only a trace could be had, the reason; such a file works at the example's shapes only.

@@ -22,7 +22,7 @@ from optexport.errors import TraceError, first_line
 from optexport.generation import caches
 from optexport.generation.caches import Tensors
 from optexport.generation.names import next_past, past_name
-from optexport.resizing import resize_tensor
+from optexport.inputs.resizing import resize_tensor
 from optexport.signature import Dim, Dynamic
 
 Prompt = Mapping[str, torch.Tensor]

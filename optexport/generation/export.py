@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from optexport import api, drafts, pipeline, sealed_json
-from optexport.config import FORMATS, Effort, checked_settings
+from optexport import api, pipeline
+from optexport.bundle import drafts, sealed_json
+from optexport.bundle.places import MANIFEST, check_place, check_replaceable
+from optexport.config.file import FORMATS, Effort, checked_settings
 from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
 from optexport.generation.components import STEPS, Component, Prompt, components, turn
 from optexport.generation.runtime import DOCUMENT, Parts
 from optexport.generation.tokens import Compared
+from optexport.inputs.positions import most_tokens
 from optexport.job import Job
 from optexport.pipeline import Result
-from optexport.places import MANIFEST, check_place, check_replaceable
-from optexport.positions import most_tokens
 from optexport.runtimes import Run
-from optexport.sources import Loaded
+from optexport.sources.loading import Loaded
 from optexport.stages import Stages
 from optexport.transformations import Transformation
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 
-from optexport import inputs, interrupts, pipeline, places, tracking
-from optexport.checkout import checkout
-from optexport.config import Config, load_config
+from optexport import interrupts, pipeline, tracking
+from optexport.bundle import places
+from optexport.bundle.checkout import checkout
+from optexport.config.file import Config, load_config
 from optexport.errors import ConfigError, redact
 from optexport.generation import export
 from optexport.generation.components import Component, Prompt
 from optexport.generation.export import GenerationResult
+from optexport.inputs import preparing
 from optexport.job import Job, resolved, rules_of
 from optexport.pipeline import Result
-from optexport.sources import Loaded
+from optexport.sources.loading import Loaded
 from optexport.stages import Stages
 from optexport.tracking import facts
 
@@ -49,7 +51,7 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
         with stages.stage("load"):
             loaded = pipeline.load_model(config, folder, downloads)
         with stages.stage("inputs"):
-            given = inputs.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
+            given = preparing.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
             prompts = [_prompt(batch, loaded) for batch in given.real or (given.example,)]
 
         def origin(part: str) -> dict[str, Any]:

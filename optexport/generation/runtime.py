@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from optexport import bundle_files, runtimes, sealed_json
+from optexport import runtimes
 from optexport.applications.bundle import as_input
+from optexport.bundle import digests, sealed_json
+from optexport.bundle.manifest import Manifest, TensorRecord
 from optexport.errors import BundleError, ConfigError, first_line
 from optexport.generation.names import next_past
-from optexport.manifest import Manifest, TensorRecord
 from optexport.runtimes import Run
 
 DOCUMENT = "generation.json"
@@ -115,7 +116,7 @@ class Generator:
         document = sealed_json.read(folder / DOCUMENT)
         for name in sorted({path.name for path in folder.iterdir()} - {DOCUMENT, *document["parts"]}):
             raise BundleError("the export does not know it", place=name, mend="Remove it.")
-        manifests = {name: bundle_files.read_manifest(folder / name) for name in document["parts"]}
+        manifests = {name: digests.read_manifest(folder / name) for name in document["parts"]}
         for name, digest in document["parts"].items():
             if manifests[name].digest != digest:
                 raise BundleError("it belongs to another export", place=name)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from optexport.bundle.manifest import ChangeRecord, Manifest, TransformationRecord
 from optexport.html_report.graph_text import Graph, GraphNode, read_graph
-from optexport.manifest import ChangeRecord, Manifest, TransformationRecord
 
 # More than these are left out of the page, which says how many. They keep it under two megabytes whatever the model is.
 MOST_DRAWN = 40

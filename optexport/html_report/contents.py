@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from optexport.bundle.manifest import CaseRecord, Manifest, OutputRecord, ParityRecord, PlaceRecord
 from optexport.ci_reports import batches
 from optexport.errors import on_one_line
 from optexport.html_report.figures import Interval
 from optexport.html_report.measured import Measured
-from optexport.manifest import CaseRecord, Manifest, OutputRecord, ParityRecord, PlaceRecord
 from optexport.tuning.outcome import AS_CONFIGURED, Trial
 
 MOST_ROWS = 200

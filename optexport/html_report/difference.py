@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optexport.bundle_files import read_manifest
+from optexport.bundle.digests import read_manifest
+from optexport.bundle.manifest import ChangeRecord, Manifest, TensorRecord
 from optexport.errors import on_one_line
 from optexport.html_report.contents import named
 from optexport.html_report.measured import FigureRecord, Measured, read_measured
-from optexport.manifest import ChangeRecord, Manifest, TensorRecord
 
 Cell = str | int | float | None
 _MOST_NAMES = 3

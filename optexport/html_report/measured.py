@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from optexport import sealed_json
+from optexport.bundle import sealed_json
+from optexport.bundle.places import MEASUREMENTS
 from optexport.errors import BundleError
-from optexport.places import MEASUREMENTS
 from optexport.tuning.outcome import Outcome
 
 

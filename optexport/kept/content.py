@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from optexport.bundle_files import sha256
+from optexport.bundle.digests import sha256
 
 # Whose functions and modules are known by their names, given the versions of the packages.
 _KNOWN = ("torch", "_operator", "operator", "math", "builtins", "optexport")

@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import fx
 
 from optexport import freeing
-from optexport.config import Format
+from optexport.bundle.manifest import ArtifactRecord
+from optexport.config.file import Format
 from optexport.kept import content, store
-from optexport.manifest import ArtifactRecord
 from optexport.writer import Writer
 
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from optexport.bundle_files import sha256
+from optexport.bundle.digests import sha256
+from optexport.bundle.places import cache
 from optexport.kept.surroundings import surroundings
-from optexport.places import cache
 
 # An entry larger than this is not kept, and together they take no more than that.
 _ENTRY_BYTES = 1 << 30

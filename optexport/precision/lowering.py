@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import fx
 
 from optexport import runtimes
+from optexport.bundle.manifest import PrecisionRecord
 from optexport.errors import ParityError
 from optexport.job import Branch, Job
-from optexport.manifest import PrecisionRecord
 from optexport.original import graph_runner
 from optexport.precision import int8
 from optexport.precision.sensitivity import choose, failures, gated_cases, layers_in, within

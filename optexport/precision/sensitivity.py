@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRecord
 from optexport.errors import ConfigError, ParityError, did_you_mean
-from optexport.manifest import GateValueRecord, LayerRecord, PrecisionRecord
 from optexport.proof.cases import Case
 from optexport.proof.decisions import Decision
 from optexport.proof.parity import PlaceParity, Proof

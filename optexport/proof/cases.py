@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from optexport.config import Effort
+from optexport.config.file import Effort
 from optexport.errors import ConfigError
-from optexport.resizing import resize, resize_tensor
+from optexport.inputs.resizing import resize, resize_tensor
 from optexport.signature import Batch, Dim, Dynamic, Signature
 
 # Check inputs hold at most this many numbers, or this many times those of the example where that is more; those at the

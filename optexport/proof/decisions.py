@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from optexport import registry
-from optexport.config_decisions import DEFAULT_K, METRIC, DecisionConfig
+from optexport.config.decisions import DEFAULT_K, METRIC, DecisionConfig
 from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.proof import distances
 from optexport.proof.floor import Bound, rounding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from optexport.manifest import (
+from optexport.bundle.manifest import (
     BoundRecord,
     CaseDecisionRecord,
     CaseRecord,

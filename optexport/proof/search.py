@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from optexport import interrupts
+from optexport.inputs.resizing import resize
 from optexport.proof import distances
 from optexport.proof.cases import Case, cut_to, is_padding_mask, with_padding
 from optexport.proof.floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
 from optexport.proof.parity import Proof
 from optexport.proof.reference import Call, Reference, in_double
-from optexport.resizing import resize
 from optexport.runtimes import Run
 from optexport.signature import Batch, Signature
 

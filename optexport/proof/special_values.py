@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from optexport.config import Effort
+from optexport.config.file import Effort
 from optexport.proof.cases import PADDINGS, Case, with_padding
 from optexport.signature import Batch
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from optexport.config import ParityConfig
+from optexport.config.file import ParityConfig
 from optexport.kept import results, store
 from optexport.proof import search
 from optexport.proof.parity import PlaceParity, Proof

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from optexport.places import REFERENCE
+from optexport.bundle.places import REFERENCE
 from optexport.tracking.facts import Finished
 
 # Numbers that NumPy has no dtype for.

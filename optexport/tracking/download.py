@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from optexport.config import TrackingConfig
+from optexport.config.file import TrackingConfig
 from optexport.errors import SourceError, first_line
 from optexport.tracking.store import import_mlflow, resolved_uri
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from optexport import sealed_json
+from optexport.bundle import sealed_json
+from optexport.bundle.manifest import Manifest
+from optexport.bundle.places import MANIFEST, MEASUREMENTS
 from optexport.errors import redact
-from optexport.manifest import Manifest
-from optexport.places import MANIFEST, MEASUREMENTS
 
 # The digest of a manifest, which equal runs share, and that of what was measured, which is of one run alone.
 BUNDLE_TAG = "optexport.bundle"

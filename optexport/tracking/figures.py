@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optexport.manifest import Manifest
+from optexport.bundle.manifest import Manifest
 from optexport.tracking.facts import Finished
 
 # More bars than this nobody reads; the tables have them all.

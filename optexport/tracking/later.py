@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport import bundle_files, drafts
+from optexport.bundle import digests, drafts
 from optexport.errors import ConfigError, OptexportError
 from optexport.tracking import facts, store
 from optexport.tracking.facts import RUN_TAG, Finished
@@ -43,7 +43,7 @@ def log_bundle(folder: Path, uri: str | None = None, experiment: str | None = No
         BundleError: The bundle was changed.
         TrackingError: The store cannot be reached, or refuses.
     """
-    bundle_files.read_manifest(folder)
+    digests.read_manifest(folder)
     finished = Finished.read(folder)
     uri = uri or _own_uri(finished, folder)
     with drafts.locked(folder, wait=True):  # of two at a time each would start a run

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from optexport.manifest import Manifest, TensorRecord
+from optexport.bundle.manifest import Manifest, TensorRecord
 from optexport.tracking.facts import Finished
 
 _NUMPY_NAMES = {"bool": "bool_"}

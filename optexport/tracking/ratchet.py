@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optexport.config_registering import RatchetConfig
-from optexport.manifest import ArtifactRecord, DecisionRecord, Manifest, OutputRecord, PlaceRecord, TensorRecord
+from optexport.bundle.manifest import ArtifactRecord, DecisionRecord, Manifest, OutputRecord, PlaceRecord, TensorRecord
+from optexport.config.registering import RatchetConfig
 from optexport.tracking.facts import Finished
 
 # What makes times comparable, among the measurements, and among those of bench.

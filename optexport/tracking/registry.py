@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport.config_registering import RegisterConfig
+from optexport.bundle.places import MANIFEST, MEASUREMENTS
+from optexport.config.registering import RegisterConfig
 from optexport.errors import BundleError, ConfigError, GateError, did_you_mean
-from optexport.places import MANIFEST, MEASUREMENTS
 from optexport.tracking import ratchet
 from optexport.tracking.facts import BUNDLE_TAG, Finished
 from optexport.tracking.ratchet import Verdict

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from optexport.config import TrackingConfig
+from optexport.config.file import TrackingConfig
 from optexport.errors import TrackingError, redact
 from optexport.tracking import store
 from optexport.tracking.facts import Finished

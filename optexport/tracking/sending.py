@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from optexport.config_registering import RegisterConfig
-from optexport.places import REPORT
+from optexport.bundle.places import REPORT
+from optexport.config.registering import RegisterConfig
 from optexport.tracking import facts
 from optexport.tracking.datasets import datasets
 from optexport.tracking.facts import Finished

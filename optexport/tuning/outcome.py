@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from optexport.bench.comparison import Comparison
-from optexport.config import Format
-from optexport.config_measuring import LEAST_ROUNDS
+from optexport.config.file import Format
+from optexport.config.measuring import LEAST_ROUNDS
 
 AS_CONFIGURED = "as configured"
 NOT_THE_SAME = "not the same"

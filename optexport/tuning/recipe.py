@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optexport.config import Format
+from optexport.config.file import Format
+from optexport.formats.lowerings import LOWERINGS
 from optexport.job import Job
-from optexport.lowerings import LOWERINGS
 from optexport.transform import NamedRule
 from optexport.tuning.outcome import AS_CONFIGURED
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from optexport import lowerings
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
-from optexport.config import Format
-from optexport.config_measuring import LEAST_ROUNDS
+from optexport.config.file import Format
+from optexport.config.measuring import LEAST_ROUNDS
 from optexport.errors import BenchError
+from optexport.formats import lowerings
 from optexport.job import Job
 from optexport.transform import NamedRule
 from optexport.transformations import KeepOutputs

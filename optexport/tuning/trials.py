@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
 
-from optexport.config_measuring import LEAST_ROUNDS
+from optexport.config.measuring import LEAST_ROUNDS
 from optexport.kept import store
 from optexport.tuning.outcome import NOT_THE_SAME, Trial
 

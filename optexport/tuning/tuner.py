@@ -15,7 +15,7 @@ from optexport.kept import store
 from optexport.proof.parity import Proof
 from optexport.proof.reference import Call
 from optexport.stages import Stages
-from optexport.trace import Traced
+from optexport.tracing.trace import Traced
 from optexport.transform import NamedRule, is_built_in
 from optexport.tuning import trials
 from optexport.tuning.contest import Contest

@@ -11,13 +11,13 @@ from typing import TypeVar
 
 from optexport import runtimes
 from optexport.bench.artifact import Artifact, exported, read_onnx
-from optexport.config import Format
+from optexport.config.file import Format
 from optexport.errors import OptexportError, first_line
 from optexport.job import Job
 from optexport.original import graph_runner
 from optexport.proof.parity import GRAPH, Proof
 from optexport.proof.reference import Call
-from optexport.trace import Traced
+from optexport.tracing.trace import Traced
 from optexport.transform import Applied, transform
 from optexport.tuning.outcome import NOT_THE_SAME
 from optexport.tuning.recipe import Recipe, lowerings_in, rules_in

@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, BertForSequenceClassification, ViTForImageClassification
 
-from optexport import Bundle, places, verify
+from optexport import Bundle, verify
+from optexport.bundle import places
 from optexport.errors import BundleError, ConfigError
 from tests import exports
 from tests.applications import bundles

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.pipelines import FillMaskPipeline, TextClassificationPipeline, TokenClassificationPipeline
 
 from optexport.applications.bundle import Bundle
-from optexport.cli import cli
+from optexport.cli.main import cli
 from tests import exports
 from tests.applications import bundles, folders
 from tests.applications.folders import TEXTS

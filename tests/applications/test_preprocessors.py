@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from optexport.applications import preprocessors
 from optexport.errors import BundleError
-from optexport.sources import Pretrained
+from optexport.sources.loading import Pretrained
 from tests.preparing import save_processors
 
 TEXT_AND_IMAGE = ("input_ids", "attention_mask", "pixel_values")

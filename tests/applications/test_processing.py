@@ -27,11 +27,11 @@ from optexport.applications import predicting
 from optexport.applications.bundle import Bundle
 from optexport.applications.image_scale import image_scale
 from optexport.applications.processing import Classes, built_in, processing_of
-from optexport.config import load_config
-from optexport.config_processing import ProcessingConfig
+from optexport.config.file import load_config
+from optexport.config.processing import ProcessingConfig
 from optexport.errors import ConfigError, OptexportError, ParityError
 from optexport.pipeline import Result, run
-from optexport.sources import Loaded, Pretrained
+from optexport.sources.loading import Loaded, Pretrained
 from tests.applications import bundles, folders
 from tests.applications.folders import TEXTS
 from tests.preparing import TINY

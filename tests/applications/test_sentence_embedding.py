@@ -16,18 +16,19 @@ from sentence_transformers.base.modules import Normalize
 from sentence_transformers.sentence_transformer.modules import LSTM, LayerNorm, Pooling
 from transformers import BertModel
 
-from optexport import Bundle, sources
-from optexport.config import ModelConfig
+from optexport import Bundle
+from optexport.config.file import ModelConfig
 from optexport.errors import SourceError
+from optexport.sources import loading
 from tests.applications import bundles
 from tests.applications.folders import TEXTS, encode, export, save_sentences
 
 
-def load(folder: Path, **options: Any) -> sources.Loaded:
-    return sources.load(ModelConfig(source=str(folder), **options), folder.parent)
+def load(folder: Path, **options: Any) -> loading.Loaded:
+    return loading.load(ModelConfig(source=str(folder), **options), folder.parent)
 
 
-def embed(loaded: sources.Loaded) -> torch.Tensor:
+def embed(loaded: loading.Loaded) -> torch.Tensor:
     """What a loaded model makes of texts, with its own tokenizer."""
     pretrained = loaded.pretrained
     assert pretrained is not None

@@ -26,7 +26,7 @@ from transformers import (
 
 from optexport.applications import sounds
 from optexport.applications.bundle import Bundle
-from optexport.cli import cli
+from optexport.cli.main import cli
 from optexport.errors import ConfigError
 from tests.applications import folders
 from tests.models import randomise

@@ -25,7 +25,7 @@ from optexport.bench.command import bench
 from optexport.bench.measuring import measure, pairs_of
 from optexport.bench.race import Settings, race
 from optexport.bench.workload import Workload
-from optexport.cli import cli
+from optexport.cli.main import cli
 from optexport.errors import BenchError
 from tests import exports
 from tests.bench.files import WIDTH, chain, lookup

@@ -18,8 +18,8 @@ from optexport.bench.comparison import Comparison
 from optexport.bench.measuring import Duel, Figures, Report
 from optexport.bench.race import Settings
 from optexport.bench.workload import Workload
-from optexport.cli import cli
-from optexport.config_measuring import GateConfig
+from optexport.cli.main import cli
+from optexport.config.measuring import GateConfig
 from optexport.errors import GateError
 from tests import exports, stores
 from tests.calling import Caller, config, message

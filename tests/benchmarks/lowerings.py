@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from optexport import Dim, lowerings
+from optexport import Dim
 from optexport.bench.artifact import Artifact
 from optexport.bench.measuring import measure
 from optexport.bench.race import Settings
 from optexport.bench.workload import Workload
-from optexport.formats import exported_program, torchscript
+from optexport.formats import exported_program, lowerings, torchscript
 from optexport.machine import machine
 from optexport.signature import Dynamic
 from tests.benchmarks import workloads

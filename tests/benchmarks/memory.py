@@ -26,7 +26,7 @@ from pathlib import Path
 
 from optexport.machine import machine
 
-PROGRAM = "from optexport.cli import main; main()"
+PROGRAM = "from optexport.cli.main import main; main()"
 # What a run imports; it says what it holds then.
 IMPORTS = """
 import gc, optexport.cli, optexport.pipeline, onnxscript, mlflow, transformers.models.llama.modeling_llama

@@ -23,7 +23,7 @@ from pathlib import Path
 from optexport.machine import machine
 from tests.benchmarks.proof import EXAMPLE
 
-PROGRAM = "from optexport.cli import main; main()"
+PROGRAM = "from optexport.cli.main import main; main()"
 BARE = """
 import importlib.util, pathlib, sys, torch
 from transformers import AutoModel

@@ -34,7 +34,7 @@ def run(folder: Path, effort: str, threads: int, *, kept: bool) -> dict[str, flo
         f'{text}\n[parity]\neffort = "{effort}"\n[tracking]\nenabled = false\n', encoding="utf-8"
     )
     subprocess.run(
-        [sys.executable, "-c", "from optexport.cli import main; main()", "run", str(folder / "config.toml")],
+        [sys.executable, "-c", "from optexport.cli.main import main; main()", "run", str(folder / "config.toml")],
         check=True,
         capture_output=True,
         env={**os.environ, "OMP_NUM_THREADS": str(threads), "OPTEXPORT_CACHE": str(folder / "cache") if kept else ""},

@@ -31,7 +31,7 @@ from optexport.bench.artifact import Artifact, file_size
 from optexport.bench.measuring import measure
 from optexport.bench.race import Settings
 from optexport.bench.workload import Workload
-from optexport.config_measuring import LEAST_ROUNDS
+from optexport.config.measuring import LEAST_ROUNDS
 from optexport.machine import machine
 from optexport.pipeline import run
 from tests.benchmarks.peers import PEERS, Failed

@@ -20,7 +20,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from optexport.tasks import AUTO_CLASSES
+from optexport.sources.tasks import AUTO_CLASSES
 from tests.benchmarks import workloads
 from tests.models import randomise
 

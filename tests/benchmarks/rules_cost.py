@@ -29,7 +29,7 @@ from torch import fx, nn
 from optexport import registry
 from optexport.job import preset
 from optexport.machine import machine
-from optexport.trace import trace
+from optexport.tracing.trace import trace
 from optexport.transform import NamedRule, transform
 from tests.benchmarks import proof
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import onnxruntime
 
-from optexport import lowerings
+from optexport.formats import lowerings
 from optexport.machine import machine
 from tests.benchmarks.race_models import RACERS
 from tests.benchmarks.workloads import _TEXT

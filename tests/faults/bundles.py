@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from optexport import bundle as bundles
+from optexport.bundle import contents as bundles
 from tests import exports
 from tests.faults import onnx_files, torch_files
 

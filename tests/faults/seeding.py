@@ -22,8 +22,8 @@ from optexport.pipeline import Result
 from optexport.proof import floor
 from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.suspects import Suspects
-from optexport.trace import Traced
-from optexport.trace import trace as trace_model
+from optexport.tracing.trace import Traced
+from optexport.tracing.trace import trace as trace_model
 from optexport.transformations import RemoveNoOps, ShareEqual, Transformation
 from tests.faults.catalogue import Fault
 from tests.faults.subjects import Subject, subject

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from optexport.bundle.verification import verify
 from optexport.errors import BundleError, ParityError
 from optexport.proof import cases
 from optexport.proof.special_values import special_cases
 from optexport.proof.vocabulary import vocabularies
-from optexport.verification import verify
 from tests import exports
 from tests.faults import attention, layers, merging, onnx_files, torch_files  # noqa: F401  # which enter their faults
 from tests.faults.bundles import TAMPERINGS, Tampering

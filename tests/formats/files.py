@@ -20,7 +20,7 @@ from optexport import runtimes
 from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
 from optexport.job import preset
 from optexport.signature import Dim, Dynamic, Signature, flatten_outputs
-from optexport.trace import trace
+from optexport.tracing.trace import trace
 from optexport.transform import transform
 from optexport.transformers_exporters import one_pass
 from tests import models

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from optexport import archives, runtimes
+from optexport import runtimes
 from optexport.formats import torch_lowerings
 from optexport.formats.channels_last import CONVOLUTION
 from optexport.signature import Dim
+from optexport.sources import archives
 from tests.formats import files
 from tests.formats.lowered import agree, both, save
 from tests.models import randomise

@@ -15,7 +15,7 @@ from optexport import runtimes
 from optexport.errors import ExportError
 from optexport.formats import exported_program, torchscript
 from optexport.signature import Dim
-from optexport.trace import trace
+from optexport.tracing.trace import trace
 from tests.formats import files
 from tests.models import randomise
 from tests.transformations.programs import Program

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport import lowerings
+from optexport.formats import lowerings
 from tests.formats import files
 from tests.formats.lowered import AXES, X, agree, batches, both, plain_file, prepared, save
 from tests.transformations.programs import Program

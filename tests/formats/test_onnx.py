@@ -16,8 +16,8 @@ from torch import nn
 
 from optexport import runtimes
 from optexport.errors import ExportError
+from optexport.formats.lowerings import ATTENTION_OPSET
 from optexport.formats.onnx_probe import check_opens
-from optexport.lowerings import ATTENTION_OPSET
 from optexport.signature import Dim
 from tests.formats import files
 from tests.models import randomise

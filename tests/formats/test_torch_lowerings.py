@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from optexport import archives, runtimes
+from optexport import runtimes
 from optexport.formats import torch_lowerings
 from optexport.signature import Dim
+from optexport.sources import archives
 from tests.formats import files
 from tests.formats.lowered import AXES, X, agree, batches, both, prepared, program, save
 from tests.models import randomise

@@ -9,12 +9,12 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
-from optexport.config import parse_config
+from optexport.config.file import parse_config
 from optexport.errors import ConfigError
 from optexport.generation.run import _prompt
 from optexport.generation.runtime import Generator
 from optexport.pipeline import run
-from optexport.sources import Loaded
+from optexport.sources.loading import Loaded
 from tests.calling import CliRunner, cli
 from tests.generation import models
 from tests.stores import store

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from optexport import sealed_json
+from optexport.bundle import sealed_json
+from optexport.bundle.manifest import Manifest
 from optexport.html_report import page
-from optexport.manifest import Manifest
 from tests import exports
 
 BENCH = {

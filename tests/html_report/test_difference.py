@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from optexport import export
-from optexport.cli import cli
+from optexport.cli.main import cli
 from tests import exports
 from tests.html_report import bundles
 from tests.html_report.reading import Page

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optexport import bundle_files
+from optexport.bundle import digests
+from optexport.bundle.places import MANIFEST, MEASUREMENTS
 from optexport.errors import OptexportError
 from optexport.html_report import difference, page
-from optexport.places import MANIFEST, MEASUREMENTS
 from tests import exports
+from tests.bundle.test_hostile_manifests import ANYTHING, every_place, put
 from tests.html_report import bundles
 from tests.html_report.reading import Page
-from tests.test_hostile_manifests import ANYTHING, every_place, put
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_a_changed_document_gives_a_page_or_a_refusal(small: Path, data: st.Data
     value = data.draw(ANYTHING | st.floats(-1e300, 1e300) | st.just("x"))
     try:
         exports.edit_json(small / name, lambda document: put(document, place, value))
-        html = page.render(small, bundle_files.read_manifest(small))
+        html = page.render(small, digests.read_manifest(small))
         assert Page(html).wrong == []
         side = difference.read_side(small)
         assert Page(page.render_difference(difference.compare(side, side))).wrong == []

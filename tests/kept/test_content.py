@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from optexport.kept import content
-from optexport.trace import symbolic_trace
+from optexport.tracing.trace import symbolic_trace
 
 
 class Network(nn.Module):

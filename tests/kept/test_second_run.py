@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from optexport import reproduction
-from optexport.bundle_files import sha256
+from optexport.bundle import reproduction
+from optexport.bundle.digests import sha256
 from optexport.errors import OptexportError
 from optexport.pipeline import Result, run
 from optexport.stages import Stages

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from optexport import pipeline
+from optexport.bundle.verification import verify
 from optexport.errors import ConfigError, ParityError
 from optexport.stages import Stages
-from optexport.verification import verify
 from tests import exports
 from tests.pipeline.projects import at, config, nothing_is_left, wrong
 

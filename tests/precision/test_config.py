@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from optexport.config import load_config
+from optexport.config.file import load_config
 from optexport.errors import ConfigError
 from tests.precision import models
 
@@ -42,7 +42,7 @@ def test_a_model_that_is_loaded_in_half_precision_cannot_be_lowered(tmp_path: Pa
 
 def test_a_config_without_gates_ends_the_check_with_2_and_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from optexport.cli import main; sys.argv = ['optexport', 'check', sys.argv[1]]\n"
+        "import sys; from optexport.cli.main import main; sys.argv = ['optexport', 'check', sys.argv[1]]\n"
         "try: main()\nfinally: assert 'torch' not in sys.modules"
     )
     path = models.write(tmp_path, 'onnx = "int8"', gates="")

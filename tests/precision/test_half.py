@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport import export, runtimes, verification
+from optexport import export, runtimes
+from optexport.bundle import verification
+from optexport.bundle.manifest import LayerRecord
 from optexport.errors import ConfigError, ParityError
-from optexport.manifest import LayerRecord
 from optexport.pipeline import Result, run
 from tests import exports
 from tests.precision import models

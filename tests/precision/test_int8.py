@@ -9,9 +9,9 @@ from pathlib import Path
 import onnx
 import pytest
 
-from optexport import verification
+from optexport.bundle import verification
+from optexport.bundle.manifest import PrecisionRecord
 from optexport.errors import ConfigError, ParityError
-from optexport.manifest import PrecisionRecord
 from optexport.pipeline import Result, run
 from tests import exports
 from tests.precision import models

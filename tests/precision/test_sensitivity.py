@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from optexport.config_decisions import DecisionConfig
+from optexport.config.decisions import DecisionConfig
 from optexport.errors import ConfigError, ParityError
 from optexport.precision.sensitivity import Choice, choose, harm, layers_in, units_of, within
 from optexport.proof.cases import Case

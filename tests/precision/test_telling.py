@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from optexport import ci_reports
-from optexport.cli import cli
-from optexport.manifest import Manifest
+from optexport.bundle.manifest import Manifest
+from optexport.cli.main import cli
 from optexport.precision import int8
 from tests import exports
 from tests.precision import models

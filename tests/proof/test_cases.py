@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from optexport.config import Effort
+from optexport.config.file import Effort
 from optexport.errors import ConfigError
 from optexport.proof.cases import cases, traceable
 from optexport.signature import Batch, Dim, Signature, TensorSpec

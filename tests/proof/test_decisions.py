@@ -17,8 +17,9 @@ import torch
 from click.testing import CliRunner, Result
 
 from optexport import export, pipeline
-from optexport.cli import cli
-from optexport.config_decisions import DecisionConfig
+from optexport.bundle.verification import verify
+from optexport.cli.main import cli
+from optexport.config.decisions import DecisionConfig
 from optexport.errors import ConfigError
 from optexport.proof.cases import Case
 from optexport.proof.decisions import Decision, Gate, Metric, check_usable, judge, make_gates
@@ -26,7 +27,6 @@ from optexport.proof.floor import bounds
 from optexport.proof.parity import Proof
 from optexport.proof.reference import Reference
 from optexport.signature import Batch
-from optexport.verification import verify
 from tests import exports
 from tests.mistakes import table
 

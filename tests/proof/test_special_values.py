@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from optexport.config import Effort
+from optexport.config.file import Effort
 from optexport.proof.cases import Case, cases
 from optexport.proof.floor import bounds
 from optexport.proof.parity import Proof

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from optexport.proof.vocabulary import vocabularies
-from optexport.trace import trace
+from optexport.tracing.trace import trace
 from tests import models
 
 

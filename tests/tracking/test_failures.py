@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from optexport import pipeline
+from optexport.bundle.verification import verify
 from optexport.errors import ParityError
 from optexport.stages import Stages
 from optexport.tracking import store
-from optexport.verification import verify
 from tests import stores
 from tests.pipeline.projects import RULES
 from tests.tracking.bundles import QUIET, only_run

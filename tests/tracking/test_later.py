@@ -10,7 +10,8 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from optexport import bundle_files, pipeline
+from optexport import pipeline
+from optexport.bundle import digests as bundle_files
 from optexport.errors import BundleError, ConfigError, TrackingError
 from optexport.html_report import page
 from optexport.tracking.later import log_bundle

@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from optexport.config import ModelConfig, TrackingConfig
+from optexport.config.file import ModelConfig, TrackingConfig
 from optexport.errors import SourceError
-from optexport.sources import load
+from optexport.sources.loading import load
 from optexport.tracking import download_model
 from tests import models, stores
 from tests.models import randomise

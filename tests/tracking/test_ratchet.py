@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from optexport.config_registering import RatchetConfig
+from optexport.config.registering import RatchetConfig
 from optexport.tracking.facts import Finished
 from optexport.tracking.ratchet import Verdict, compare
 from tests.tracking.bundles import HOST, bundle, timed

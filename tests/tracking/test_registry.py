@@ -11,7 +11,7 @@ from typing import Any
 import mlflow
 import pytest
 
-from optexport.config_registering import RegisterConfig
+from optexport.config.registering import RegisterConfig
 from optexport.errors import ConfigError, GateError
 from optexport.tracking import by_hand, registry
 from optexport.tracking.facts import Finished

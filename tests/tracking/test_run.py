@@ -15,8 +15,8 @@ import torch
 from mlflow.entities import Run
 
 from optexport import pipeline, runtimes
+from optexport.bundle.verification import verify
 from optexport.pipeline import Result
-from optexport.verification import verify
 from tests import exports, stores
 from tests.tracking.bundles import QUIET
 

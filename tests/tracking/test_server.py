@@ -16,9 +16,9 @@ import mlflow
 import pytest
 from mlflow.entities import Run
 
+from optexport.bundle.verification import verify
 from optexport.errors import TrackingError
 from optexport.tracking.later import log_bundle
-from optexport.verification import verify
 from tests import exports, stores
 from tests.tracking.bundles import bundle, registering, runs
 from tests.tracking.servers import SECRET, Server, postgresql

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.nn import functional as F
 
-from optexport.trace import symbolic_trace
+from optexport.tracing.trace import symbolic_trace
 from tests.models import randomise
 from tests.transformations.programs import Inherited, graph_of
 

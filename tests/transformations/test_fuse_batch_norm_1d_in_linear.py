@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from torch.nn.utils import parametrizations
 
 from optexport.testing import check_applied, check_laws, check_refused
-from optexport.trace import symbolic_trace
+from optexport.tracing.trace import symbolic_trace
 from optexport.transformations import FuseBatchNorm1dInLinear
 from tests import models
 from tests.models import randomise

@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from optexport.testing import check_applied, check_laws, check_undo_alone, outputs, sharing
-from optexport.trace import symbolic_trace
+from optexport.tracing.trace import symbolic_trace
 from optexport.transformations import FuseBiasInLinear, MergeLinears
 from optexport.transformations.rule import run
 from tests import models

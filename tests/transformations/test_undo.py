@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
 from optexport.testing import assert_close, assert_same, check_undo_alone, outputs, sharing, written
-from optexport.trace import symbolic_trace
+from optexport.tracing.trace import symbolic_trace
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBatchNorm1dInLinear,

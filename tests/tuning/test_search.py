@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optexport import lowerings
 from optexport.bench.artifact import Artifact
 from optexport.bench.race import ROUNDS_PER_LAUNCH, Settings, Timing
 from optexport.bench.workload import Workload
-from optexport.config_measuring import BarConfig
+from optexport.config.measuring import BarConfig
 from optexport.errors import BenchError
+from optexport.formats import lowerings
 from optexport.tuning.contest import Contest
 from optexport.tuning.outcome import Outcome, Trial
 from optexport.tuning.recipe import Ingredient, Recipe, rules_in

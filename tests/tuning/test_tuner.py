@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from optexport import bundle_files
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
 from optexport.bench.gates import check_never_slower
 from optexport.bench.measuring import Duel, Report
 from optexport.bench.race import Settings
 from optexport.bench.workload import Workload
-from optexport.cli import cli
-from optexport.config import load_config
+from optexport.bundle import digests
+from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.reproduction import reproduce
+from optexport.cli.main import cli
+from optexport.config.file import load_config
 from optexport.errors import ConfigError, GateError
-from optexport.manifest import ParityRecord
 from optexport.pipeline import Result, run
-from optexport.reproduction import reproduce
 from optexport.stages import Stages
 from tests.exports import INPUTS
 
@@ -112,7 +112,7 @@ def test_what_was_tried_is_in_the_measurements_and_what_was_chosen_in_the_manife
     (tuned,) = json.loads((result.output / "measurements.json").read_text())["tune"]
     assert tuned["chosen"]["rules"] == []
     assert {trial["change"] for trial in tuned["trials"]} >= {"plain export", "as configured"}
-    manifest = bundle_files.read_manifest(result.output)
+    manifest = digests.read_manifest(result.output)
     assert manifest.config["transformations"] == []
     assert "tune" not in manifest.config
     (artifact,) = manifest.artifacts

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from optexport import runtimes
-from optexport.config import FORMATS, Format, checked_settings
-from optexport.dummy_inputs import dummy_inputs
+from optexport.config.file import FORMATS, Format, checked_settings
 from optexport.errors import OptexportError
+from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job, preset
 from optexport.original import graph_runner, run_reference, trace_original
 from optexport.pipeline import _proof
 from optexport.proof.suspects import Suspects
 from optexport.proof.vocabulary import vocabularies
-from optexport.sources import Loaded
+from optexport.sources.loading import Loaded
 from optexport.transform import transform
 from optexport.transformers_exporters import one_pass, quiet
 from optexport.writer import Writer

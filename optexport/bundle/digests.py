@@ -1,0 +1,97 @@
+"""The files of a bundle: their digests, and the check that a folder holds these and no others. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path, PurePosixPath
+
+from optexport.bundle import sealed_json
+from optexport.bundle.manifest import FileRecord, Manifest
+from optexport.bundle.places import MANIFEST, MEASUREMENTS, REPORT, UNLISTED
+from optexport.errors import BundleError, ConfigError
+
+
+def file_records(folder: Path) -> list[FileRecord]:
+    """Path, size and digest of every file that a manifest vouches for."""
+    return [
+        FileRecord(path=path.relative_to(folder).as_posix(), size=path.stat().st_size, sha256=sha256(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).as_posix() not in UNLISTED
+    ]
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
+    """Reads and checks the manifest, and that the bundle holds its files and no others, unchanged.
+
+    Args:
+        report: Whether to check the report too; not where it is to be written again.
+
+    Raises:
+        ConfigError: The folder is no bundle.
+        BundleError: A file is missing, added or changed.
+    """
+    if not folder.is_dir():
+        raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
+    if not (folder / MANIFEST).is_file():
+        raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder))
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            name = path.relative_to(folder).as_posix()
+            raise BundleError("it is a link or no file, which no bundle holds", place=name, mend="Remove it.")
+    document = sealed_json.read(folder / MANIFEST)
+    if (version := document.get("manifest_version")) != 1:
+        raise BundleError(
+            f"its version is {version}, and this program reads 1", place=MANIFEST, mend="Upgrade optexport."
+        )
+    try:
+        manifest = Manifest.model_validate(document)
+    except ValueError as error:
+        raise BundleError(f"it does not follow the schema: {error}", place=MANIFEST) from error
+    measurements = sealed_json.read(folder / MEASUREMENTS)
+    if measurements.get("manifest") != manifest.digest:
+        raise BundleError("it belongs to another bundle", place=MEASUREMENTS)
+    if not manifest.artifacts or set(manifest.parity.bounds) != {output.name for output in manifest.outputs}:
+        raise BundleError("it names no file, or not a bound for every output", place=MANIFEST)
+    expected = {record.path: record for record in manifest.files}
+    for name in [*expected, *(artifact.path for artifact in manifest.artifacts)]:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in expected:
+            raise BundleError(f"it names {name!r}, which is no file of the bundle", place=MANIFEST)
+    folders = {parent.as_posix() for name in expected for parent in PurePosixPath(name).parents}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name not in folders if path.is_dir() else name not in expected and name not in UNLISTED:
+            what = "folder" if path.is_dir() else "file"
+            raise BundleError(f"the manifest does not know this {what}", place=name, mend="Remove it.")
+    for name, record in expected.items():
+        _check_file(folder / name, record)
+    if report:
+        _check_report(folder, measurements.get("report_sha256"))
+    return manifest
+
+
+def _check_file(path: Path, record: FileRecord) -> None:
+    try:
+        if not path.is_file():
+            raise BundleError("it is missing", place=record.path)
+        if path.stat().st_size != record.size or sha256(path) != record.sha256:
+            raise BundleError("it was changed since the bundle was written", place=record.path)
+    except OSError as error:
+        raise BundleError(f"it cannot be read: {error}", place=record.path) from error
+
+
+def _check_report(folder: Path, digest: object) -> None:
+    """Checks the report against the measurements, which it is made of; bundles of earlier versions have none."""
+    path = folder / REPORT
+    try:
+        found = sha256(path) if path.is_file() else None
+    except OSError as error:
+        raise BundleError(f"it cannot be read: {error}", place=REPORT) from error
+    if found != digest:
+        what = "missing" if found is None else "of no run" if digest is None else "not the one that was written"
+        raise BundleError(f"it is {what}", place=REPORT, mend="Write it again: optexport report BUNDLE")

@@ -1,0 +1,142 @@
+"""Folders that appear under their name only when they are whole, whatever ends the program before.
+
+A draft lies beside its final name, and is locked as long as its run lives. So a run finds out whether another one
+writes to the same place, and removes what one that was killed has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from optexport import interrupts
+from optexport.bundle.places import check_replaceable
+from optexport.errors import ConfigError, OptexportError
+
+# Of <linux/fs.h> and <fcntl.h>.
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+# What file systems answer that know no locks, or no exchange of names.
+_UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
+
+# The drafts that this process has locked.
+_OWN: set[Path] = set()
+
+
+@contextmanager
+def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) -> Iterator[Path]:
+    """Gives a folder to write a bundle in; it takes its final name when the block ends well, and goes when it fails.
+
+    A bundle of an earlier run stays under the name until then.
+
+    Args:
+        check: Raises where something is there that may not be replaced.
+
+    Raises:
+        ConfigError: Another run writes to the same place.
+    """
+    with contextlib.ExitStack() as locks:
+        draft = _draft(output, locks)
+        try:
+            yield draft
+            mask = _umask()
+            for path in (draft, *draft.rglob("*")):  # some writers keep their files to themselves
+                path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+            check(output)  # once more: the work took its time
+            with interrupts.deferred():
+                interrupts.check()
+                if output.exists():
+                    _exchange(draft, output)
+                    shutil.rmtree(draft)
+                else:
+                    draft.rename(output)
+        except BaseException as error:
+            with interrupts.deferred():
+                shutil.rmtree(draft, ignore_errors=True)
+            if isinstance(error, OptexportError) and output.is_dir() and any(output.iterdir()):
+                error.mend = f"{error.mend or ''}\n  {output} holds an earlier bundle yet.".lstrip()
+            raise
+
+
+def _draft(output: Path, locks: contextlib.ExitStack) -> Path:
+    """Makes a locked draft, where no other run has one, and removes those whose run is no more."""
+    prefix = f".{output.name}.partial-"
+    # One run at a time looks for the others. In a draft of its own, which it has locked, there are none.
+    looking = contextlib.nullcontext() if output.parent in _OWN else locked(output.parent, wait=True)
+    with looking:
+        for other in output.parent.glob(f"{_literally(prefix)}*"):
+            with locked(other, wait=False) as was_free:
+                if not was_free:
+                    raise ConfigError(
+                        "another run is writing to it",
+                        place=f"export.output: {output}",
+                        mend="Wait until that one has ended, or choose another place.",
+                    )
+                with interrupts.deferred():
+                    shutil.rmtree(other, ignore_errors=True)
+        draft = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
+        locks.enter_context(locked(draft, wait=False))
+        _OWN.add(draft)
+        locks.callback(_OWN.discard, draft)
+    return draft
+
+
+def _literally(name: str) -> str:
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+@contextmanager
+def locked(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Locks a folder, which the system undoes when the process ends, however it ends; says whether it could.
+
+    Args:
+        wait: Whether to wait for another process that has locked it.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # its run has just ended
+        yield True
+        return
+    except PermissionError:  # of another user
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            if error.errno not in _UNKNOWN:
+                raise
+        yield True
+    finally:
+        os.close(handle)
+
+
+def _exchange(draft: Path, output: Path) -> None:
+    """Lets a draft and what has its final name change names, at once where the file system can."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        names = (_AT_FDCWD, os.fsencode(draft), _AT_FDCWD, os.fsencode(output))
+        if libc.renameat2(*names, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+            return
+        if (number := ctypes.get_errno()) not in _UNKNOWN:
+            raise OSError(number, os.strerror(number), str(output))
+    aside = Path(tempfile.mkdtemp(prefix=draft.name, dir=output.parent))
+    output.rename(aside / output.name)
+    draft.rename(output)
+    aside.rename(draft)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,166 @@
+"""What a config's result depends on beside its text: packages, the model's revision and weights, files that it names.
+
+``optexport lock`` writes it down beside the config, and ``optexport run --locked`` refuses to run on anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from optexport.bundle.digests import sha256
+from optexport.config.decisions import METRIC
+from optexport.config.file import Config
+from optexport.config.source import SourceKind, source_kind
+from optexport.errors import ConfigError, first_line
+from optexport.sources.loading import Loaded
+
+# Of transformers' folders: the digest of the weights stands for them.
+_WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
+_MEND = "Go back to what was locked; or see that the change is meant, and lock again: optexport lock {}"
+
+
+class Lock(BaseModel):
+    """What was there when the config was locked.
+
+    Attributes:
+        versions: Of the packages that have a say in the files, of Python, and of optexport.
+        revision: The model's commit on the hub, the version of the package that it is from, or its URI in MLflow.
+        weights_sha256: Over names, dtypes, shapes and bytes of its state_dict.
+        files: SHA-256 of each file that the config names, by its path as seen from the config.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    lock_version: Literal[1] = 1
+    versions: dict[str, str]
+    revision: str | None
+    weights_sha256: str
+    files: dict[str, str]
+
+
+def lock_path(config: Path) -> Path:
+    """Where the lock of a config lies."""
+    return config.with_name(f"{config.name}.lock")
+
+
+def make(config: Config, folder: Path, loaded: Loaded, versions: Mapping[str, str]) -> Lock:
+    """Writes down what is there now.
+
+    Args:
+        folder: The config's folder, which paths are relative to.
+    """
+    return Lock(
+        versions=dict(versions),
+        revision=loaded.revision,
+        weights_sha256=loaded.weights_sha256,
+        files=_digests(config, folder),
+    )
+
+
+def write(lock: Lock, config: Path) -> Path:
+    """Writes a lock beside its config, in place of the one that is there."""
+    path = lock_path(config)
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(lock.model_dump(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"it cannot be written: {error}", place=str(path)) from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+def read(config: Path) -> Lock:
+    """Reads the lock of a config.
+
+    Raises:
+        ConfigError: There is none, or it is damaged.
+    """
+    path = lock_path(config)
+    try:
+        return Lock.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "there is no such file", place=path.name, mend=f"optexport lock {config} writes it."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        cause = f"{error.errors()[0]['msg']}" if isinstance(error, ValidationError) else first_line(error)
+        raise ConfigError(
+            f"it cannot be read: {cause}", place=path.name, mend=f"optexport lock {config} writes it anew."
+        ) from error
+
+
+def pinned(config: Config, lock: Lock, folder: Path) -> Config:
+    """The config with the revision that was locked, where the hub has others too."""
+    if source_kind(config.model.source, folder) is not SourceKind.HUB or lock.revision is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"revision": lock.revision})})
+
+
+def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping[str, str]) -> None:
+    """Checks that packages and files are those that were locked.
+
+    Args:
+        path: The config's.
+
+    Raises:
+        ConfigError: They are not; all that differ are named.
+    """
+    _refuse(_differences(lock.versions, versions) + _differences(lock.files, _digests(config, path.parent), 12), path)
+
+
+def check_model(lock: Lock, loaded: Loaded, path: Path) -> None:
+    """Checks that a model is the one that was locked.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    was = {"the model's weights": lock.weights_sha256}
+    _refuse(_differences(was, {"the model's weights": loaded.weights_sha256}, 12), path)
+
+
+def _refuse(differences: list[str], path: Path) -> None:
+    if differences:
+        told = "".join(f"\n  {difference}" for difference in differences)
+        raise ConfigError(f"what was locked is no more{told}", place=lock_path(path).name, mend=_MEND.format(path))
+
+
+def _differences(was: Mapping[str, str], now: Mapping[str, str], shown: int | None = None) -> list[str]:
+    """A line for each name whose value differs; of digests the first characters are enough."""
+    names = sorted({*was, *now})
+    absent = "absent"
+    return [
+        f"{name}: {was.get(name, absent)[:shown]} when it was locked, {now.get(name, absent)[:shown]} now"
+        for name in names
+        if was.get(name) != now.get(name)
+    ]
+
+
+def _digests(config: Config, folder: Path) -> dict[str, str]:
+    return {name: sha256(path) for name, path in sorted(_files(config, folder))}
+
+
+def _files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Every file beside the config, or elsewhere on this machine, that it names; of folders all that is in them."""
+    source, inputs = config.model.source, config.inputs
+    named = [*([inputs.data] if inputs.data is not None else []), *(inputs.images or [])]
+    if config.model.adapter is not None:
+        named.append(config.model.adapter)
+    if source_kind(source, folder) in (SourceKind.FOLDER, SourceKind.PT2, SourceKind.TORCHSCRIPT):
+        named.append(source)
+    called = [source, *(rule.use for rule in config.rules()), *(config.parity.decisions or ())]
+    for place in called:
+        if place.startswith(METRIC):
+            module = place.removeprefix(METRIC).partition(":")[0].partition(".")[0]
+            named += [name for name in (f"{module}.py", module) if (folder / name).exists()]
+    for name in dict.fromkeys(named):
+        path = folder / Path(name).expanduser()
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and "__pycache__" not in file.parts and file.suffix not in _WEIGHTS:
+                yield str(Path(name) / file.relative_to(path)), file

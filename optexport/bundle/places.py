@@ -1,0 +1,120 @@
+"""Where a run writes: where a bundle may be, what lies beside it, and what must not be written over.
+
+Told without importing torch, and without writing anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from optexport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optexport.config.file import Config
+
+MANIFEST = "manifest.json"
+MEASUREMENTS = "measurements.json"
+REFERENCE = "reference.safetensors"
+REPORT = "report.html"
+# What a manifest does not vouch for: itself, what may differ between two equal runs, and what is made of both.
+UNLISTED = (MANIFEST, MEASUREMENTS, REPORT)
+
+
+def output_of(config: Config, folder: Path) -> Path:
+    """The bundle's folder, of a config that lies in a folder."""
+    return (folder / Path(config.export.output).expanduser()).resolve()
+
+
+def beside(output: Path, what: str) -> Path:
+    """What lies beside an output: its "baseline", or what a "failure" of its proof left."""
+    return output.with_name(f"{output.name}-{what}")
+
+
+def kept(output: Path) -> tuple[Path, ...]:
+    """The folders that a run with this output may write, replace or remove."""
+    return tuple(place for each in (output, beside(output, "baseline")) for place in (each, beside(each, "failure")))
+
+
+def cache() -> Path | None:
+    """Where results are kept: ``OPTEXPORT_CACHE``, or ``optexport`` among the user's caches; None where it is empty."""
+    named = os.environ.get("OPTEXPORT_CACHE")
+    if named is not None:
+        return Path(named).absolute() if named else None
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user id that the system does not know, as containers give
+        return None
+    return Path(caches) / "optexport"
+
+
+def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: bool = True) -> None:
+    """Checks that what an option names does not lie in a folder, or over a file, that must stay as it is.
+
+    Args:
+        is_file: Whether a file is named, which cannot lie where a folder has to be either.
+
+    Raises:
+        ConfigError: It does.
+    """
+    named = path.resolve()
+    for place in places:
+        if named.is_relative_to(place.resolve()) or (is_file and named in place.resolve().parents):
+            raise ConfigError(f"it would change {place}", place=f"{option} {path}", mend="Name another place.")
+
+
+def check_place(output: Path) -> None:
+    """Checks that a bundle may be written to a place, as far as can be told without writing there.
+
+    Raises:
+        ConfigError: Something else is there, or nothing can be written there.
+    """
+    try:
+        check_replaceable(output)
+        existing = next(folder for folder in output.parents if folder.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is no folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(f"{existing} takes no files of this user")
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(existing / f"{output.name}{'-' * 24}")  # room for the name that it bears until it is whole
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"nothing can be written there: {error}", place=f"export.output: {output}") from error
+
+
+def check_replaceable(output: Path) -> None:
+    """Only an empty folder, or a bundle, may be replaced.
+
+    Raises:
+        ConfigError: Something else is there.
+    """
+    if not output.exists() and not output.is_symlink():
+        return
+    if not output.is_symlink() and output.is_dir():
+        try:
+            document = json.loads((output / MANIFEST).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            document = None
+        if isinstance(document, dict) and {"manifest_version", "digest", "files"} <= document.keys():
+            names = {path.relative_to(output).as_posix() for path in output.rglob("*")}
+            files = [PurePosixPath(str(file.get("path"))) for file in document["files"]]
+            ours = {*UNLISTED, *(str(path) for file in files for path in (file, *file.parents))}
+            if names <= ours:
+                return
+            added = sorted(names - ours)
+            raise ConfigError(
+                f"it holds {', '.join(added[:3])}{', ...' if added[3:] else ''}, not of the bundle that is there",
+                place=f"export.output: {output}",
+                mend="Move that away, or choose another place.",
+            )
+        if not any(output.iterdir()):
+            return
+    raise ConfigError(
+        "it exists and is no bundle, so it is not replaced",
+        place=f"export.output: {output}",
+        mend="Choose another place, or remove it.",
+    )

@@ -1,0 +1,152 @@
+"""Makes a bundle again from what it says of itself, and tells what came out otherwise, down to the tensor or node."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from optexport import interrupts, pipeline
+from optexport.bundle import digests
+from optexport.bundle.manifest import Manifest
+from optexport.config.file import checked_settings
+from optexport.errors import ConfigError
+from optexport.job import rules_of, unmeasured
+from optexport.kept import store
+from optexport.sources import archives
+from optexport.stages import Stages
+
+_SHOWN = 5
+
+
+def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
+    """Runs a bundle again, without tuning and measuring: what a tuning chose stands in the bundle's config.
+
+    Args:
+        bundle: The bundle's folder, which stays as it is.
+        folder: What paths in the bundle's config are relative to.
+
+    Returns:
+        A line for each thing that differs; none where every file is the same to the byte.
+
+    Raises:
+        OptexportError: One of its kinds: the bundle is damaged, or it cannot be made again.
+    """
+    manifest = digests.read_manifest(bundle)
+    if manifest.config.get("generation") is not None:
+        raise ConfigError(
+            "it is a part of a generative model, which is made as a whole",
+            place=str(bundle),
+            mend="Run its config again, and compare: optexport diff",
+        )
+    config = unmeasured(checked_settings(_in_order(manifest), str(bundle)))
+    with store.off(), interrupts.temporary_folder() as scratch:
+        job = pipeline.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)
+        made = pipeline.produce(replace(job, beside=bundle.resolve()), stages).manifest
+        return [*_reasons(manifest, made), *_differences(bundle, manifest, scratch / "bundle", made)]
+
+
+def _in_order(manifest: Manifest) -> dict[str, Any]:
+    """The settings with the inputs in the order of the signature, as random numbers were drawn: JSON sorts its keys."""
+    inputs = manifest.config["inputs"]
+    if (tensors := inputs.get("tensors")) is None:
+        return manifest.config
+    names = [spec.name for spec in manifest.inputs]
+    ordered = sorted(tensors, key=lambda name: names.index(name) if name in names else len(names))
+    return {**manifest.config, "inputs": {**inputs, "tensors": {name: tensors[name] for name in ordered}}}
+
+
+def _reasons(was: Manifest, now: Manifest) -> Iterator[str]:
+    """What went in otherwise, and may be why."""
+    for name in sorted({*was.versions, *now.versions}):
+        if was.versions.get(name) != now.versions.get(name):
+            yield f"{name} was {was.versions.get(name, 'absent')}, and is {now.versions.get(name, 'absent')} now"
+    if was.model.revision != now.model.revision:
+        yield f"the model's revision was {was.model.revision}, and is {now.model.revision} now"
+    if was.model.weights_sha256 != now.model.weights_sha256:
+        before, after = was.model.weights_sha256[:12], now.model.weights_sha256[:12]
+        yield f"the model's weights had the digest {before}, and have {after} now"
+
+
+def _differences(bundle: Path, was: Manifest, again: Path, now: Manifest) -> Iterator[str]:
+    """What came out otherwise: file by file, and what in each."""
+    then, made = ({file.path: file.sha256 for file in each.files} for each in (was, now))
+    for name in sorted({*then, *made} - {"config.toml"}):
+        if then.get(name) == made.get(name):
+            continue
+        if name not in then or name not in made:
+            yield f"{name} is {'there now' if name in made else 'not there now'}"
+            continue
+        yield f"{name} differs"
+        inside = _INSIDE.get(name, _INSIDE.get(Path(name).suffix, _no_parts))
+        parts = list(_parts(inside(bundle / name), inside(again / name)))
+        yield from (f"  {part}" for part in parts[:_SHOWN])
+        if parts[_SHOWN:]:
+            yield f"  and {len(parts) - _SHOWN} more"
+    for key in sorted(set(Manifest.model_fields) - {"config", "versions", "model", "files", "digest"}):
+        if getattr(was, key) != getattr(now, key):
+            yield f"manifest.json differs: {key}"
+
+
+def _parts(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """How the parts of a file differ: tensors by how much, texts by their first line that is another."""
+    for name in [*was, *(name for name in now if name not in was)]:
+        if name not in was or name not in now:
+            yield f"{name} is {'there now' if name in now else 'not there now'}"
+            continue
+        one, other = was[name], now[name]
+        if isinstance(one, torch.Tensor):
+            if (one.shape, one.dtype) != (other.shape, other.dtype):
+                yield f"{name} was {one.dtype} {[*one.shape]}, and is {other.dtype} {[*other.shape]}"
+            elif not torch.equal(one, other):
+                far = (one.double() - other.double()).abs().max().item()
+                yield f"{name} is off by {far:.3g}"
+        elif one != other:
+            lines = itertools.zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing")
+            number, first = next((number, pair) for number, pair in enumerate(lines, 1) if pair[0] != pair[1])
+            yield f"{name}, line {number}: was {first[0].strip()}, is {first[1].strip()}"
+
+
+def _no_parts(path: Path) -> dict[str, Any]:  # noqa: ARG001
+    return {}
+
+
+def _text(path: Path) -> dict[str, Any]:
+    return {"the text": path.read_text(encoding="utf-8", errors="replace")}
+
+
+def _onnx(path: Path) -> dict[str, Any]:
+    import onnx_ir as ir
+
+    model = ir.load(path)
+    weights = {
+        name: torch.from_numpy(value.const_value.numpy().copy())
+        for name, value in model.graph.initializers.items()
+        if value.const_value is not None
+    }
+    return {"the graph": "\n".join(map(str, model.graph)), **weights}
+
+
+def _torchscript(path: Path) -> dict[str, Any]:
+    module = archives.load_torchscript(path)
+    return {"the code": str(module.graph), **module.state_dict()}
+
+
+def _pt2(path: Path) -> dict[str, Any]:
+    program = archives.load_pt2(path)
+    return {"the graph": str(program.graph), **program.state_dict}
+
+
+_INSIDE: Mapping[str, Callable[[Path], dict[str, Any]]] = {
+    "reference.safetensors": load_file,
+    ".onnx": _onnx,
+    ".pt": _torchscript,
+    ".pt2": _pt2,
+    ".txt": _text,
+    ".json": _text,
+}

@@ -1,0 +1,92 @@
+"""``optexport bench``: exported files, measured in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import click
+
+from optexport.cli.console import console, progress
+from optexport.cli.group import Command, json_option, print_json
+from optexport.errors import ConfigError
+
+
+def _sizes(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> list[dict[str, int]]:  # noqa: ARG001
+    """Reads ``batch=8,sequence=128``."""
+    shapes = []
+    for text in given:
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, size = (piece.strip() for piece in part.partition("="))
+            if not name or name in sizes or not size.isdecimal() or not 1 <= int(size) < 2**31:
+                raise click.BadParameter(f'"{text}" is not of the form batch=8,sequence=128.')
+            sizes[name] = int(size)
+        shapes.append(sizes)
+    return shapes
+
+
+_PATH = click.Path(path_type=Path, exists=True)
+
+
+@click.command(cls=Command)
+@click.argument("paths", nargs=-1, required=True, type=_PATH, metavar="BUNDLE|FILE...")
+@click.option("--against", multiple=True, type=_PATH, metavar="BUNDLE|FILE", help="Compare with it; may be repeated.")
+@click.option("--shape", "shapes", multiple=True, callback=_sizes, metavar="NAME=SIZE,...", help="May be repeated.")
+@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of a process.")
+@click.option("--rounds", type=click.IntRange(1, 10000), default=20, show_default=True, help="Turns of each artifact.")
+@click.option("--seconds", type=click.FloatRange(0, 3600), default=0.1, show_default=True, help="Length of a turn.")
+@click.option(
+    *("--format", "formats"),
+    multiple=True,
+    type=click.Choice(["onnx", "torchscript", "pt2"]),
+    help="Only files of this format; may be repeated.",
+)
+@click.option("--inputs", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A safetensors file.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result there, as JSON.")
+@json_option
+def bench(
+    paths: tuple[Path, ...],
+    against: tuple[Path, ...],
+    shapes: list[dict[str, int]],
+    threads: int,
+    rounds: int,
+    seconds: float,
+    formats: tuple[str, ...],
+    inputs: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure exported files, and say which is faster.
+
+    Where that cannot be told, it says so.
+
+    Takes bundles, .onnx, .pt (TorchScript) and .pt2 files. Without --against, the first of a format is compared with.
+    """
+    from optexport.bench import command, report
+    from optexport.bench.race import Settings
+    from optexport.machine import machine
+
+    if output is not None and not output.parent.is_dir():
+        raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
+    if output is not None:
+        command.check_output(output, [*paths, *against])
+    with progress(quiet=as_json) as stages, contextlib.ExitStack() as stack:
+
+        def announce(text: str) -> None:
+            stack.close()
+            stack.enter_context(stages.stage(text))
+
+        settings = Settings(threads, rounds, seconds)
+        found = command.bench(paths, against, shapes, settings, formats, inputs, announce)
+    document = {"machine": machine(), **report.as_json(found)}
+    if output is not None:
+        try:
+            output.write_text(f"{json.dumps(document, indent=2)}\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
+    if as_json:
+        print_json(document)
+    else:
+        report.show(found, console())

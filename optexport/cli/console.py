@@ -1,0 +1,58 @@
+"""What the commands show: tables on standard output, and how far they are on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from optexport.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from optexport.stages import Stages
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Prints text in which names of models, rules and files may stand: none of them steers a terminal."""
+    click.echo(printable(text), err=err)
+
+
+def console() -> Console:
+    """Where tables go."""
+    from optexport.cli.printable_console import PrintableConsole
+
+    # Outside a terminal a table is not cut to 80 columns.
+    return PrintableConsole(width=None if sys.stdout is not None and sys.stdout.isatty() else 200)
+
+
+@contextlib.contextmanager
+def progress(*, quiet: bool) -> Iterator[Stages]:
+    """Shows the stages on standard error: a spinner on a terminal, plain lines elsewhere."""
+    from optexport.stages import Stages
+
+    def plain(name: str, seconds: float | None) -> None:
+        if seconds is not None:
+            click.echo(f"{name}: {seconds:.1f} s", err=True)
+
+    if quiet:
+        yield Stages()
+    elif sys.stderr is None or not sys.stderr.isatty():
+        yield Stages(plain)
+    else:
+        from rich.console import Console
+
+        shown = Console(file=sys.stderr)
+        with shown.status("starting") as status:
+
+            def live(name: str, seconds: float | None) -> None:
+                if seconds is None:
+                    status.update(name)
+                else:
+                    shown.print(f"  {name:20} {seconds:6.1f} s", highlight=False)
+
+            yield Stages(live)

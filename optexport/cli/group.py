@@ -1,0 +1,136 @@
+"""How every command ends: with one message and an exit code, and with one JSON document where that is asked for."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import click
+
+from optexport import interrupts
+from optexport.cli.console import echo
+from optexport.errors import OptexportError, redact
+
+# What a command was asked for, in the part of click's contexts that the program's and the command's share.
+_AS_JSON = "optexport.json"
+_DEBUG = "optexport.debug"
+
+
+def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
+    def callback(context: click.Context, option: click.Parameter, given: bool) -> bool:  # noqa: ARG001 - click's
+        context.meta[key] = context.meta.get(key, False) or given
+        return given
+
+    return callback
+
+
+# Both are read before any other, so that what is wrong with others is told as they say.
+json_option = click.option(
+    "--json", "as_json", is_flag=True, is_eager=True, callback=_remember(_AS_JSON), help="Print the result as JSON."
+)
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_remember(_DEBUG),
+    help="Show the traceback of an error.",
+)
+
+
+def print_json(document: Any) -> None:
+    """Prints the one document of a command."""
+    click.get_current_context().meta[_AS_JSON] = False
+    click.echo(json.dumps(document, indent=2))
+
+
+def outcome(error: OptexportError | None) -> dict[str, Any]:
+    """How a command ended, for machines."""
+    return {
+        "passed": error is None,
+        "exit_code": 0 if error is None else error.exit_code,
+        "error": None if error is None else str(error),
+    }
+
+
+class Command(click.Command):
+    """A command that takes ``--debug`` behind its name too."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        debug_option(self)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError:  # of an option that click does not know it tells before it reads any
+            for flag, key in (("--json", _AS_JSON), ("--debug", _DEBUG)):
+                ctx.meta[key] = ctx.meta.get(key, False) or flag in given
+            raise
+
+
+class Group(click.Group):
+    """Turns errors into one message and their exit code; a traceback only with ``--debug``."""
+
+    command_class = Command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with interrupts.heeded():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            interrupts.check()
+            return result
+        except click.ClickException as error:
+            _tell_machine(ctx, error.format_message(), error.exit_code)
+            raise
+        except (click.exceptions.Exit, click.exceptions.Abort):
+            raise
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            # Some libraries turn an interrupt in the middle of their imports into errors of their own.
+            signum = interrupts.received()
+            if isinstance(error, KeyboardInterrupt) or signum is not None:
+                _fail(ctx, "interrupted", 128 + (signum or signal.SIGINT))
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader went away: click ends quietly
+                raise
+            if isinstance(error, OptexportError):
+                _fail(ctx, str(error), error.exit_code, error)
+            if _is_full(error):
+                _fail(ctx, f"{error}\n  Make room, and run again.", 1)
+            if isinstance(error, SystemExit):
+                _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
+            # A defect of ours, or of a library: still one message.
+            _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a disk is full. Libraries that are not written in Python say so in words."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in numbers
+    return any(os.strerror(number) in str(error) for number in numbers)
+
+
+def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> NoReturn:
+    if ctx.meta.get(_DEBUG):
+        echo(redact(traceback.format_exc().rstrip()), err=True)
+    echo(f"Error: {message}", err=True)
+    _tell_machine(ctx, message, code, error)
+    ctx.exit(code)
+
+
+def _tell_machine(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> None:
+    """Prints a failure as the one document of a command that was asked for one and has printed none."""
+    if not ctx.meta.get(_AS_JSON):
+        return
+    proof = None if error is None or error.proof is None else error.proof.model_dump(mode="json")
+    document = {"passed": False, "exit_code": code, "error": message, "parity": proof}
+    click.echo(json.dumps(document, indent=2))

@@ -1,0 +1,35 @@
+"""``optexport lock``: what a config's result depends on, written down beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import click
+
+from optexport.cli.console import echo, progress
+from optexport.cli.group import Command
+
+
+@click.command(cls=Command)
+@click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
+def lock(config: Path) -> None:
+    """Pin packages, model and files of CONFIG, for run --locked.
+
+    Loads the model. What is written, CONFIG.lock, belongs in version control beside the config.
+    """
+    from optexport.config.file import load_config
+
+    read, folder = load_config(config), config.parent
+    with progress(quiet=False) as stages:
+        from optexport import interrupts, pipeline
+        from optexport.bundle import lockfile
+        from optexport.kept.surroundings import versions
+
+        with contextlib.redirect_stdout(sys.stderr), interrupts.temporary_folder() as scratch:
+            job = pipeline.prepare(read, folder, (), scratch / "bundle", scratch, stages)
+            made = lockfile.make(read, folder, job.loaded, versions())
+    path = lockfile.write(made, config)
+    echo(f"Wrote {path}: {len(made.versions)} versions, the model's weights, {len(made.files)} files. Then:")
+    echo(f"  optexport run --locked {config}")

@@ -1,0 +1,367 @@
+"""The command line. Nothing heavy is imported before a command needs it, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import os
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import click
+
+from optexport import __version__
+from optexport.applications.command import predict
+from optexport.cli.bench import bench
+from optexport.cli.console import console, echo, progress
+from optexport.cli.group import Group, debug_option, json_option, outcome, print_json
+from optexport.cli.lock import lock
+from optexport.cli.registry import log, promote, rollback
+from optexport.cli.report import diff, report
+from optexport.cli.reproduce import reproduce
+from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
+from optexport.sources import foreign_code
+
+_EPILOG = """\b
+Exit codes:
+  0    done; for run: exported and proven
+  1    the disk is full, a model's code ended the program, or a defect
+  2    the config, or the call, is wrong
+  3    the model could not be loaded or traced
+  4    the proof failed: results differ, or a bundle was changed
+  5    a transformation, an export or a measurement failed
+  6    a gate failed
+  7    tracking failed; the bundle is whole on disk
+  130  interrupted (143 by SIGTERM)"""
+
+
+@click.group(cls=Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@debug_option
+@click.version_option(__version__, prog_name="optexport")
+def cli() -> None:
+    """Turns a PyTorch or transformers model into an optimised, portable one, with proof that it is the same."""
+
+
+cli.add_command(bench)
+for command in (log, promote, rollback):
+    cli.add_command(command)
+cli.add_command(predict)
+cli.add_command(lock)
+cli.add_command(reproduce)
+cli.add_command(report)
+cli.add_command(diff)
+_CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
+_JUNIT = click.option(
+    "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."
+)
+
+
+def _forbid_code(context: click.Context, parameter: click.Parameter, given: bool) -> None:  # noqa: ARG001 - click's
+    if given:
+        os.environ[foreign_code.VARIABLE] = "1"
+
+
+_NO_CODE = click.option(
+    "--no-code",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_forbid_code,
+    help=f"Refuse what runs code of others, as {foreign_code.VARIABLE}=1 does.",
+)
+
+
+@cli.command()
+@_CONFIG
+@click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be given more than once.")
+@click.option("--tune", is_flag=True, help="Search for the rules and lowerings that make the files faster.")
+@click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
+@click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
+@click.option("--locked", is_flag=True, help="Refuse what is not in CONFIG.lock (optexport lock).")
+@_NO_CODE
+@_JUNIT
+@json_option
+def run(
+    config: Path,
+    without: tuple[str, ...],
+    tune: bool,
+    baseline: bool,
+    dump: Path | None,
+    locked: bool,
+    junit: Path | None,
+    as_json: bool,
+) -> None:
+    """Transform, prove and export the model that CONFIG names."""
+    from optexport import ci_reports
+    from optexport.bundle.places import kept, output_of
+    from optexport.config.file import load_config
+
+    try:
+        read = load_config(config, without)  # a mistake in the file is told before torch is imported
+    except ConfigError as error:
+        ci_reports.start(junit, [config])
+        ci_reports.publish(config.name, None, error, junit)
+        raise
+    ci_reports.start(junit, [config, *kept(output_of(read, config.parent))])
+    if read.generation is not None:
+        given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--locked": locked}
+        given |= {"--junit": junit is not None}
+        _run_generation(config, without, [option for option, value in given.items() if value], as_json=as_json)
+        return
+    try:
+        with progress(quiet=as_json) as stages:
+            from optexport import pipeline, summary
+
+            # What a model's own code prints is none of our result.
+            with contextlib.redirect_stdout(sys.stderr):
+                result = pipeline.run(
+                    config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, stages=stages
+                )
+    except OptexportError as error:
+        ci_reports.publish(config.name, None, error, junit)
+        raise
+    ci_reports.publish(config.name, result.manifest.parity, result.failure, junit)
+    if as_json:
+        print_json(summary.as_json(result))
+    else:
+        summary.show(result, console())
+    if result.failure is not None:
+        raise result.failure
+
+
+def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], *, as_json: bool) -> None:
+    """Exports the parts of a generative model, and tells of each of them, and of the tokens."""
+    if refused:
+        raise ConfigError("it does not go with [generation]", place=refused[0], mend="Leave it out.")
+    with progress(quiet=as_json) as stages:
+        from optexport.generation import run, summary
+
+        with contextlib.redirect_stdout(sys.stderr):
+            result = run.run_generation(config, without=without, stages=stages)
+    if as_json:
+        print_json(summary.as_json(result))
+    else:
+        summary.show(result, console())
+    for part in result.parts.values():
+        if part.failure is not None:
+            raise part.failure
+
+
+@cli.command()
+@click.argument(
+    "configs", nargs=-1, required=True, metavar="CONFIG...", type=click.Path(path_type=Path, dir_okay=False)
+)
+@_NO_CODE
+def check(configs: tuple[Path, ...]) -> None:
+    """Check the whole of each CONFIG, without loading anything."""
+    from optexport.config.checks import check_output, open_question
+    from optexport.config.file import load_config
+
+    mistakes = []
+    for config in configs:
+        try:
+            read = load_config(config)
+            check_output(read, config.parent)
+        except ConfigError as error:  # the next one is checked all the same
+            mistakes.append(error)
+            continue
+        echo(f"{config}: good. Rules: {', '.join(rule.use for rule in read.rules()) or 'none'}.")
+        if (question := open_question(read)) is not None:
+            echo(question)
+    if len(mistakes) > 1:
+        told = "\n".join(textwrap.indent(str(mistake), "  ") for mistake in mistakes)
+        raise ConfigError(f"{len(mistakes)} of {len(configs)} configs are wrong\n{told}")
+    for mistake in mistakes:
+        raise mistake
+
+
+@cli.command()
+def schema() -> None:
+    """Print the JSON schema of a config, for editors."""
+    from optexport.config.schema import config_schema
+
+    click.echo(json.dumps(config_schema(), indent=2))
+
+
+@cli.command()
+@click.argument("source", required=False, default=".")
+@click.option(
+    *("--output", "-o"),
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("optexport.toml"),
+    show_default=True,
+    help="The file to write.",
+)
+@click.option("--force", is_flag=True, help="Replace the file if it is there.")
+def init(source: str, output: Path, force: bool) -> None:
+    """Write a commented starter config for the model at SOURCE.
+
+    SOURCE is a folder (the default is this one), a hub id, package:NAME/PATH, python:module:factory,
+    mlflow:models:/NAME@ALIAS, a .pt2 file, or a TorchScript file (.pt, .ts, .jit).
+    """
+    from optexport.cli.starter import GUESS, missing_model, starter_config
+    from optexport.config.file import parse_config
+
+    if output.exists() and not force:
+        raise click.UsageError(f"{output} is there already. Give another --output, or --force.")
+    if not output.parent.is_dir():
+        raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
+    if output.exists() and not output.is_file():
+        raise click.UsageError(f"{output} is no file that can be replaced.")
+    if output.parent != Path() and os.path.exists(source) and not os.path.isabs(source):
+        source = os.path.relpath(source, output.parent)  # the caller's shell knows it from here, the config from there
+    text = starter_config(source, output.parent)
+    parse_config(text, output)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
+    echo(f"Wrote {output}. Read it, then: optexport run {output}")
+    if GUESS in text:
+        echo(f"The inputs are a guess: edit [inputs] in {output}.")
+    if (missing := missing_model(source, output.parent)) is not None:
+        echo(f"{missing}.")
+
+
+@cli.command()
+@json_option
+def transformations(as_json: bool) -> None:
+    """List the built-in rules, and those of installed packages."""
+    from optexport.cli import listing
+
+    if as_json:
+        print_json(listing.rules())
+    else:
+        echo(listing.rules_as_text())
+
+
+@cli.command()
+@json_option
+def lowerings(as_json: bool) -> None:
+    """List the ways in which files can be written."""
+    from optexport.cli import listing
+
+    if as_json:
+        print_json(listing.lowerings())
+    else:
+        echo(listing.lowerings_as_text())
+
+
+@cli.command("new-rule")
+@click.argument("name")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    default=Path(),
+    help="Where to write it; by default here.",
+)
+def new_rule(name: str, folder: Path) -> None:
+    """Write a rule to start from, its test and its config."""
+    from optexport.cli.new_rule import write_rule
+
+    rule, test, config = write_rule(name, folder)
+    echo(f"Wrote {rule}, {test} and {config}. Then:")
+    echo(f"  pip install pytest; python -m pytest {test}; optexport run {config}")
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
+@_JUNIT
+@json_option
+def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
+    """Check that BUNDLE is unchanged and gives its outputs.
+
+    Its files are run on the stored inputs, and compared with the stored outputs.
+    """
+    from optexport import ci_reports
+
+    ci_reports.start(junit, [bundle])
+    try:
+        from optexport.bundle.verification import unchecked_gates
+        from optexport.bundle.verification import verify as verify_bundle
+        from optexport.proof.record import parity_record
+
+        proof = verify_bundle(bundle)
+        unchecked = unchecked_gates(bundle)
+        record = parity_record(proof)
+    except OptexportError as error:
+        ci_reports.publish(bundle.name, None, error, junit)
+        raise
+    places = proof.places[1:]
+    failures = [
+        f"{p.place}: {on_one_line(o.output)}, {o.failure}" for p in places for o in p.outputs if o.failure is not None
+    ]
+    gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]
+    failed: OptexportError | None = None
+    told = "\n  ".join(failures + gates)
+    if failures:
+        failed = ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
+    elif gates:
+        failed = GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
+    ci_reports.publish(bundle.name, record, failed, junit)
+    if as_json:
+        rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs,
+                 "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}
+                for p in places for o in p.outputs]  # fmt: skip
+        held_to = {"gates": gates, "gates_not_checked": unchecked}
+        print_json({**outcome(failed), "places": rows, **held_to, "parity": record.model_dump(mode="json")})
+    if failed is not None:
+        raise failed
+    if not as_json:
+        near = [p.place for p in places if p.precision is None]
+        lowered = [p.title for p in places if p.precision is not None]
+        held = [f"{', '.join(near)} give the stored outputs"] if near else []
+        if lowered:
+            gated = "decide as the gates demand" if proof.gates else "give numbers, which no gate could be held against"
+            held.append(f"{', '.join(lowered)} {gated}")
+        held += [f"not checked again: {'; '.join(unchecked)}"] if unchecked else []
+        echo(f"{bundle}: unchanged, and {'; '.join(held)}.")
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
+@_NO_CODE
+def blame(path: Path) -> None:
+    """Say what a failed proof is to be blamed on.
+
+    Runs a CONFIG up to the proof, or the files of a BUNDLE on their stored inputs; names the rule, its change and the
+    place in the graph or the file, and leaves a folder with what shows it again.
+    """
+    from optexport.config.file import load_config
+
+    if path.is_dir():
+        from optexport.blame.bundle import blame_bundle
+
+        echo(f"{path}: {blame_bundle(path)}")
+        return
+    load_config(path)
+    with progress(quiet=False) as stages:
+        from optexport import pipeline
+        from optexport.blame import failure
+
+        with contextlib.redirect_stdout(sys.stderr):
+            result = pipeline.run(path, stages=stages, keep=False)
+    echo(f"{path}: nothing to blame: {failure.standing(result.parity)}")
+
+
+def main() -> None:
+    """The console script."""
+    _quieten()
+    try:
+        Path.home()
+    except RuntimeError:  # a user id that the system does not know, as containers give; libraries want a place
+        os.environ["HOME"] = tempfile.gettempdir()
+    # Imports and traces make many small objects that stay: looking for garbage among them was a tenth of a run's time.
+    gc.set_threshold(20_000, 50, 100)
+    cli()
+
+
+def _quieten() -> None:
+    """Keeps the libraries' own chatter out of the way of ours; a user's own setting stays."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")

@@ -1,0 +1,47 @@
+"""Writes the three files that ``optexport new-rule`` starts a rule with: the rule, its test, and a config to run it."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from optexport.errors import ConfigError
+from optexport.registry import canonical_name
+
+_FILES = {"rule.py.txt": "{module}.py", "test.py.txt": "test_{module}.py", "config.toml.txt": "{module}.toml"}
+
+
+def write_rule(name: str, folder: Path) -> list[Path]:
+    """Writes the files of a new rule.
+
+    Args:
+        name: Such as ``drop-tanh``, which gives ``drop_tanh.py`` with the class ``DropTanh``.
+
+    Returns:
+        The files: the rule, its test, its config.
+
+    Raises:
+        ConfigError: The name cannot be a module's, is a built-in rule's, or one of the files is there already.
+    """
+    module = name.replace("-", "_")
+    if keyword.iskeyword(module):
+        raise ConfigError(f"{module} is a Python keyword", place="NAME", mend=f"Write drop-{module}, say.")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", module):
+        raise ConfigError(f'"{name}" cannot name a rule', place="NAME", mend="Write small letters, as in drop-tanh.")
+    if canonical_name(name) is not None:
+        raise ConfigError(f"there is a built-in rule {name}", place="NAME", mend="Choose another name.")
+    class_name = "".join(word.capitalize() for word in module.split("_"))
+    written = {folder / target.format(module=module): template for template, target in _FILES.items()}
+    for path in written:
+        if path.exists():
+            raise ConfigError("it is there already", place=str(path), mend="Choose another name or folder.")
+    for path, template in written.items():
+        text = resources.files("optexport.cli").joinpath("templates", template).read_text(encoding="utf-8")
+        try:
+            path.write_text(Template(text).substitute(module=module, class_name=class_name), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"it cannot be written: {error}", place=str(path)) from error
+    return list(written)

@@ -1,0 +1,136 @@
+"""``optexport log``, ``promote`` and ``rollback``: what is done with MLflow outside of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optexport.cli.group import Command, json_option, outcome, print_json
+from optexport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optexport.config.file import Config
+
+_CONFIG = click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A config that names the store in its [tracking].",
+)
+_URI = click.option("--uri", help="The store; by default that of --config, or MLFLOW_TRACKING_URI.")
+_ALIAS = click.option("--alias", help='By default that of --config, or "champion".')
+
+
+@click.command(cls=Command)
+@click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
+@_URI
+@_CONFIG
+@click.option("--experiment", help="By default that of the config.")
+@json_option
+def log(bundle: Path, uri: str | None, config: Path | None, experiment: str | None, as_json: bool) -> None:
+    """Send BUNDLE to MLflow, if it is not there yet.
+
+    The run that could not send it is completed, and the model registered, if the bundle's config says so.
+    """
+    read = _read(config)
+    from optexport.tracking.later import log_bundle
+
+    done = log_bundle(
+        bundle, _store(uri, config, read), experiment or (None if read is None else read.tracking.experiment)
+    )
+    failed = None if done.registered is None else done.registered.failure
+    if as_json:
+        print_json({**outcome(failed), **asdict(done)})
+    else:
+        click.echo(f"{bundle}: {'was there already' if done.before else 'sent'}, MLflow run {done.run_id}")
+        for line in [*done.page.splitlines(), *([] if done.registered is None else [done.registered.told])]:
+            click.echo(f"  {line}")
+    if failed is not None:
+        raise failed
+
+
+def _moves(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (_ALIAS, _URI, _CONFIG, json_option):
+        command = option(command)
+    return command
+
+
+@click.command(cls=Command)
+@click.argument("name")
+@click.argument("version")
+@_moves
+def promote(name: str, version: str, alias: str | None, uri: str | None, config: Path | None, as_json: bool) -> None:
+    """Give the alias of NAME to VERSION, whatever its figures.
+
+    NAME is that of MLflow's registry.
+    """
+    read = _read(config)
+    from optexport.tracking import by_hand
+
+    alias = _alias(alias, read)
+    before = by_hand.promote(_known_store(uri, config, read), name, version, alias)
+    _tell({"name": name, "alias": alias, "version": version, "before": before}, as_json)
+
+
+@click.command(cls=Command)
+@click.argument("name")
+@_moves
+def rollback(name: str, alias: str | None, uri: str | None, config: Path | None, as_json: bool) -> None:
+    """Give the alias of NAME back to the version before.
+
+    NAME is that of MLflow's registry; the version is the last one that held the alias.
+    """
+    read = _read(config)
+    from optexport.tracking import by_hand
+
+    alias = _alias(alias, read)
+    before, version = by_hand.rollback(_known_store(uri, config, read), name, alias)
+    _tell({"name": name, "alias": alias, "version": version, "before": before}, as_json)
+
+
+def _tell(moved: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(moved)
+        return
+    before = f", which version {moved['before']} held" if moved["before"] not in (None, moved["version"]) else ""
+    click.echo(f"{moved['name']} version {moved['version']} holds {moved['alias']}{before}.")
+
+
+def _read(config: Path | None) -> Config | None:
+    from optexport.config.file import load_config
+
+    return None if config is None else load_config(config)
+
+
+def _alias(given: str | None, config: Config | None) -> str:
+    from optexport.config.registering import DEFAULT_ALIAS, alias_name
+
+    if given is not None:
+        try:
+            return alias_name(given)
+        except ValueError as error:
+            raise ConfigError(str(error), place="--alias") from error
+    return DEFAULT_ALIAS if config is None or config.registering is None else config.registering.alias
+
+
+def _store(uri: str | None, path: Path | None, config: Config | None) -> str | None:
+    if uri is None and path is not None and config is not None:
+        from optexport.tracking.store import resolved_uri
+
+        return resolved_uri(config.tracking.uri, path.parent)
+    return uri or os.environ.get("MLFLOW_TRACKING_URI")
+
+
+def _known_store(uri: str | None, path: Path | None, config: Config | None) -> str:
+    found = _store(uri, path, config)
+    if found is None:
+        raise ConfigError(
+            "nothing says which MLflow is meant",
+            place="--uri",
+            mend="Give --uri URI, --config CONFIG, or set MLFLOW_TRACKING_URI.",
+        )
+    return found

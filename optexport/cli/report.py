@@ -1,0 +1,76 @@
+"""``optexport report`` and ``optexport diff``: what bundles say of themselves, and how two of them differ."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import click
+
+from optexport.cli.console import console, echo
+from optexport.cli.group import Command, json_option, print_json
+from optexport.errors import ConfigError
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"it cannot be written: {error}", place=f"{option} {path}") from error
+
+
+@click.command(cls=Command)
+@click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    *("--output", "-o"),
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file to write; by default report.html in the bundle.",
+)
+def report(bundle: Path, output: Path | None) -> None:
+    """Write the report of BUNDLE again, as one HTML file.
+
+    A bundle of an earlier version gets one so.
+    """
+    from optexport.bundle.digests import read_manifest
+    from optexport.bundle.places import REPORT, check_outside
+    from optexport.html_report import page
+
+    if output is not None:
+        check_outside("--output", output, [bundle])
+    manifest = read_manifest(bundle, report=False)
+    if output is not None:
+        _write(output, page.render(bundle, manifest), "--output")
+    else:
+        try:
+            page.write(bundle)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise ConfigError(
+                f"it cannot be written: {error}", place=str(bundle / REPORT), mend="Name a file: --output FILE"
+            ) from error
+    echo(f"Wrote {output or bundle / REPORT}")
+
+
+@click.command(cls=Command)
+@click.argument("one", metavar="A", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("other", metavar="B", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write the comparison to an HTML file.")
+@json_option
+def diff(one: Path, other: Path, html: Path | None, as_json: bool) -> None:
+    """Say how the bundles A and B differ.
+
+    First whether they compute the same; then their configs, versions, rules, parity, sizes and times.
+    """
+    from optexport.bundle.places import check_outside
+    from optexport.html_report import difference, page
+
+    if html is not None:
+        check_outside("--html", html, [one, other])
+    found = difference.compare(difference.read_side(one), difference.read_side(other))
+    if html is not None:
+        _write(html, page.render_difference(found), "--html")
+    if as_json:
+        print_json(difference.as_json(found))
+    else:
+        difference.show(found, console())

@@ -1,0 +1,1 @@
+"""The config file, table by table. Needs no torch."""

@@ -1,0 +1,134 @@
+"""What the tables of a config must not say together, told before any work is done for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optexport import registry
+from optexport.bundle.places import check_place, output_of
+from optexport.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from optexport.config.file import Config, InputsConfig
+
+# The axes of what a tokenizer gives, as `optexport.signature` names them.
+_OF_TEXT = {"batch", "sequence", "decoder_sequence"}
+
+
+def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:
+    """Checks the names in ``[inputs]``, as far as the model's inputs are known from it.
+
+    Args:
+        of_program: Whether the model is a ``.pt2`` or TorchScript file, which has no tokenizer and no image processor.
+        place: The config's name.
+
+    Raises:
+        ConfigError: A dimension or an axis is named that no input has, or the model cannot read what is given.
+    """
+    for key, what in (("texts", "tokenizer"), ("images", "image processor")):
+        if of_program and getattr(inputs, key) is not None:
+            raise ConfigError(
+                f"a .pt2 or TorchScript file has no {what}",
+                place=f"{place}: inputs.{key}",
+                mend="Give its inputs as data instead.",
+            )
+    if inputs.tensors is not None:
+        for name in inputs.axes:
+            if name not in inputs.tensors:
+                raise ConfigError(
+                    "there is no such input",
+                    place=f"{place}: inputs.axes.{name}",
+                    mend=did_you_mean(name, list(inputs.tensors)),
+                )
+        axes = {
+            size if isinstance(size, str) else re.sub(r"\W", "_", f"{name}_{axis}")
+            for name, spec in inputs.tensors.items()
+            for axis, size in enumerate(spec.shape)
+        }
+        named = {size for spec in inputs.tensors.values() for size in spec.shape if isinstance(size, str)}
+        mend = "Name it in the shape of an input."
+    elif inputs.texts is not None:
+        named = _OF_TEXT | {name for names in inputs.axes.values() for name in names}
+        # The axes of an input that a tokenizer of its own kind gives are numbered.
+        axes = named | {name for name in inputs.dynamic or () if name.rpartition("_")[2].isdecimal()}
+        mend = "Name the axes of an input with [inputs.axes]."
+    else:
+        return  # only the data or the model say what its inputs are
+    for name in inputs.dynamic or ():
+        if name not in axes:
+            raise ConfigError(
+                "no input has such a dimension",
+                place=f"{place}: inputs.dynamic.{name}",
+                mend=f"{did_you_mean(name, sorted(named))} {mend}",
+            )
+
+
+def check_formats(config: Config, place: str) -> None:
+    """Checks that what is said of single formats is said of those that are exported.
+
+    Raises:
+        ConfigError: It is not, or a rule that all files must share is for some of them.
+    """
+    exported = config.export.formats
+    said = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
+    for key, formats in {**said, "export.lowerings": list(config.export.lowerings)}.items():
+        for missing in [name for name in formats if name not in exported]:
+            raise ConfigError(
+                f"no {missing} file is exported", place=f"{place}: {key}", mend=f"export.formats is {exported}."
+            )
+    for index, rule in enumerate(config.rules()):
+        if rule.formats is not None and registry.canonical_name(rule.use) == "keep-outputs":
+            raise ConfigError(
+                "all files have the same outputs",
+                place=f"{place}: transformations[{index}].formats",
+                mend="Leave it out.",
+            )
+
+
+def check_tolerance(config: Config, without: Collection[str], place: str) -> None:
+    """Checks that a rule that changes the numbers comes with a tolerance; of plugins only their class could tell.
+
+    Args:
+        without: Rules that are left out.
+
+    Raises:
+        ConfigError: One does not, so that the proof would fail at the end of the work.
+    """
+    if config.parity.atol is not None or config.parity.rtol is not None:
+        return
+    left_out = {registry.canonical_name(name) for name in without}
+    for index, rule in enumerate(config.rules()):
+        name = registry.canonical_name(rule.use)
+        if name is not None and name not in left_out and not registry.RULES[name].preserves_computation:
+            raise ConfigError(
+                f"{name} changes the numbers, and nothing says by how much it may",
+                place=f"{place}: transformations[{index}]",
+                mend="Set parity.atol or parity.rtol, or leave the rule out.",
+            )
+
+
+def check_output(config: Config, folder: Path) -> None:
+    """Checks that the bundle may be written where the config says, without writing there.
+
+    Args:
+        folder: The config's folder, which paths are relative to.
+
+    Raises:
+        ConfigError: Something else is there, or nothing can be written there.
+    """
+    check_place(output_of(config, folder))
+
+
+def open_question(config: Config) -> str | None:
+    """What a run may yet refuse, and only the model can tell."""
+    inputs = config.inputs
+    given = any(getattr(inputs, key) is not None for key in ("texts", "images", "data", "tensors"))
+    if given or not config.model.source.startswith("python:"):
+        return None
+    return (
+        "It gives no inputs: they can be made for a model of transformers; for any other the run will be refused.\n"
+        '  Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".'
+    )

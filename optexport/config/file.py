@@ -1,0 +1,322 @@
+"""The config file: its keys, their meaning, and one clear message for whatever is wrong with it."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from optexport import registry
+from optexport.config.checks import check_formats, check_inputs, check_tolerance
+from optexport.config.decisions import METRIC, Decisions
+from optexport.config.generation import GenerationConfig, check_generation
+from optexport.config.measuring import BenchConfig, GateConfig, TuneConfig, check_measuring
+from optexport.config.mistakes import explained
+from optexport.config.precision import PrecisionConfig, check_precision
+from optexport.config.processing import ProcessingConfig, check_processing
+from optexport.config.registering import RegisterConfig, check_register
+from optexport.config.source import SourceKind, check_files, check_module, source_kind
+from optexport.errors import ConfigError, did_you_mean, redact
+from optexport.formats import lowerings
+from optexport.sources.foreign_code import check_foreign_code
+from optexport.sources.tasks import AUTO_CLASSES
+
+Format = Literal["torchscript", "onnx", "pt2"]
+FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
+Effort = Literal["quick", "standard", "exhaustive"]
+
+
+def _folder(path: str) -> str:
+    if "\0" in path or Path(path) == Path("/"):
+        raise ValueError(f"{path!r} names no folder")
+    return path
+
+
+_LARGEST_SIZE = 2**31 - 1
+
+
+def _name(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError(f'"{name}" names no dimension: write letters, digits and underscores')
+    return name
+
+
+def _size(size: Any) -> int | str:
+    if isinstance(size, str):
+        return _name(size)
+    if type(size) is not int or not 1 <= size <= _LARGEST_SIZE:
+        raise ValueError(f"it must be a size, or the name of a dimension, not {size!r}")
+    return size
+
+
+def _finite(value: Any) -> Any:
+    """Refuses infinities anywhere: the bundle's manifest holds all values, and JSON has none for them."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(inner)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"it must be finite, not {value}")
+    return value
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
+
+
+class ModelConfig(_Table):
+    """``[model]``: which model, and how to load it."""
+
+    source: str = Field(min_length=1)
+    task: str | None = None
+    revision: str | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None
+    attn_implementation: str | None = None
+    adapter: str | None = Field(default=None, min_length=1)
+    trust_remote_code: bool = False
+    arguments: dict[str, Annotated[Any, AfterValidator(_finite)]] = {}
+
+    @field_validator("task")
+    @classmethod
+    def _known_task(cls, task: str | None) -> str | None:
+        if task is not None and task not in AUTO_CLASSES:
+            raise ValueError(f'there is no task "{task}". {did_you_mean(task, list(AUTO_CLASSES))}')
+        return task
+
+
+class TensorConfig(_Table):
+    """``[inputs.tensors.NAME]``: an input made of random numbers (the same every time)."""
+
+    shape: list[Annotated[int | str, PlainValidator(_size, json_schema_input_type=int | str)]]
+    dtype: Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"] = "float32"
+    low: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
+    high: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> TensorConfig:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"high must be above low, which is {self.low:g}")
+        return self
+
+
+_Range = Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST_SIZE)]], Field(min_length=2, max_length=2)]
+
+
+class InputsConfig(_Table):
+    """``[inputs]``: what the model is traced with and checked on. One of texts, images, data, tensors, or none."""
+
+    texts: list[str] | None = Field(default=None, min_length=1)
+    images: list[str] | None = Field(default=None, min_length=1)
+    data: str | None = None
+    tensors: dict[str, TensorConfig] | None = Field(default=None, min_length=1)
+    constants: dict[str, bool | int | float | str | list[Any]] = {}
+    max_length: int | None = Field(default=None, ge=1)
+    axes: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
+    dynamic: dict[str, _Range] | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> InputsConfig:
+        given = [name for name in ("texts", "images", "data", "tensors") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one")
+        for name, (low, high) in (self.dynamic or {}).items():
+            _name(name)
+            if low > high:
+                raise ValueError(f"dynamic.{name}: the smallest size {low} is above the largest {high}")
+        return self
+
+
+class ExpectConfig(_Table):
+    """``expect`` of a rule: in how many places it must find work."""
+
+    min: int = Field(ge=1)
+
+
+class TransformationConfig(BaseModel):
+    """``[[transformations]]``: a rule by name, or a plugin as ``python:module:Class``; other keys are its options.
+
+    ``formats`` says which files it is applied for; all by default.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    use: str = Field(min_length=1)
+    expect: ExpectConfig | None = None
+    formats: list[Format] | None = Field(default=None, min_length=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the rule, whose lists are tuples, as the fields of a rule are that never changes."""
+        options = self.__pydantic_extra__ or {}
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, default: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        own = ("expect", "formats")
+        return {key: value for key, value in default(self).items() if key not in own or value is not None}
+
+    @model_validator(mode="after")
+    def _finite_options(self) -> TransformationConfig:
+        _finite(self.options)
+        return self
+
+
+class ParityConfig(_Table):
+    """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured."""
+
+    # Below 1 the original itself would not pass.
+    multiple: float = Field(default=4.0, ge=1, allow_inf_nan=False)
+    atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    effort: Effort = "standard"
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
+    decisions: Decisions | None = None
+
+
+# The kinds of stores that MLflow has itself; packages may add others.
+_STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
+
+
+def _tracking_uri(uri: str) -> str:
+    """Refuses a URI without a host, and one of a kind that is nearly, but not, one that MLflow has."""
+    kind, separator, rest = uri.partition("://")
+    kind = kind.partition("+")[0]
+    if separator and kind not in _STORES and (hint := did_you_mean(kind, _STORES)).startswith("Did"):
+        raise ValueError(f"MLflow has no stores of the kind {kind}. {hint}")
+    if kind in ("http", "https") and not rest.strip("/"):
+        raise ValueError(f"{redact(uri)} names no host")
+    return uri
+
+
+class ExportConfig(_Table):
+    """``[export]``: which files, and where."""
+
+    formats: list[Format] = Field(default=list(FORMATS), min_length=1)
+    output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
+    # The exporter writes older ones wrongly, and ONNX Runtime reads no newer ones.
+    opset: int | None = Field(default=None, ge=18, le=26)
+    lowerings: dict[Format, list[str]] = {}
+
+    @model_validator(mode="after")
+    def _known_lowerings(self) -> ExportConfig:
+        for file_format, names in self.lowerings.items():
+            for name in names:
+                if name not in (known := lowerings.of_format(file_format)):
+                    raise ValueError(
+                        f'lowerings.{file_format}: there is no "{name}" for it. {did_you_mean(name, list(known))}'
+                    )
+        if (
+            self.opset is not None
+            and self.opset < lowerings.ATTENTION_OPSET
+            and "attention" in self.lowerings.get("onnx", ())
+        ):
+            raise ValueError(f"lowerings.onnx: attention is of opset {lowerings.ATTENTION_OPSET}, not {self.opset}")
+        return self
+
+
+class TrackingConfig(_Table):
+    """``[tracking]``: the MLflow server, or the embedded database, that keeps the run."""
+
+    enabled: bool = True
+    uri: Annotated[str, AfterValidator(_tracking_uri)] = Field(default="sqlite:///mlflow.db", min_length=1)
+    experiment: str = Field(default="optexport", min_length=1, max_length=500)
+
+
+class Config(_Table):
+    """A whole config file."""
+
+    model: ModelConfig
+    processing: ProcessingConfig | None = None
+    inputs: InputsConfig = InputsConfig()
+    transformations: list[TransformationConfig] | None = None
+    parity: ParityConfig = ParityConfig()
+    export: ExportConfig = ExportConfig()
+    precision: PrecisionConfig | None = None
+    bench: BenchConfig = BenchConfig()
+    tune: TuneConfig | None = None
+    generation: GenerationConfig | None = None
+    gate: GateConfig = GateConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    # BaseModel has a `register` of its own, from ABCMeta.
+    registering: RegisterConfig | None = Field(default=None, alias="register")
+
+    def rules(self) -> list[TransformationConfig]:
+        """The transformations to apply: those named, or the preset."""
+        if self.transformations is None:
+            return [TransformationConfig(use=name) for name in registry.PRESET]
+        return list(self.transformations)
+
+
+def load_config(path: Path, without: Collection[str] = ()) -> Config:
+    """Reads and checks a config file, without importing torch.
+
+    Args:
+        without: Rules that the run leaves out.
+
+    Raises:
+        ConfigError: The file cannot be read, is not TOML, or says something that cannot be meant.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError("there is no such file", place=str(path), mend="optexport init writes one.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
+    return parse_config(text, path, without)
+
+
+def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config:
+    """Checks the text of a config file, as it stands or would stand at a path.
+
+    Raises:
+        ConfigError: As for `load_config`.
+    """
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also for numbers of too many digits, and endless nesting
+        raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
+    config = checked_settings(raw, path.name)
+    check_foreign_code(config, path.name)
+    for index, rule in enumerate(config.rules()):
+        place = f"{path.name}: transformations[{index}]"
+        registry.check(rule.use, rule.options, place)
+        if rule.use.startswith(registry.PLUGIN):
+            check_module(rule.use.removeprefix(registry.PLUGIN), path.parent, f"{place}.use")
+    for name in config.parity.decisions or ():
+        if name.startswith(METRIC):
+            check_module(name.removeprefix(METRIC), path.parent, f"{path.name}: parity.decisions.{name}")
+    check_formats(config, path.name)
+    check_measuring(config.bench, config.gate, config.export.formats, config.inputs.dynamic, path.name)
+    check_files(config, path)
+    of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
+    check_inputs(config.inputs, of_program=of_program, place=path.name)
+    check_tolerance(config, without, path.name)
+    check_processing(config, path.parent, path.name)
+    check_precision(config, path.name)
+    check_generation(config, path.name)
+    check_register(config, path.name)
+    return config
+
+
+def checked_settings(raw: dict[str, Any], place: str) -> Config:
+    """Checks settings that stand in no file, or have been read from one.
+
+    Raises:
+        ConfigError: They say something that cannot be meant.
+    """
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise explained(error, Config, place) from error

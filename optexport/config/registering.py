@@ -1,0 +1,77 @@
+"""``[register]``: the name that the ONNX model gets in MLflow's registry, and when its alias moves to it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from optexport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optexport.config.file import Config
+
+DEFAULT_ALIAS = "champion"
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _model_name(name: str) -> str:
+    # By a name with " or \ MLflow finds nothing again.
+    if not name.strip() or re.search(r'[/:"\\]', name):
+        raise ValueError(f'{name!r} is no name of a registered model: it may hold none of / : " \\')
+    return name
+
+
+def alias_name(alias: str) -> str:
+    """An alias as it is; a ValueError where MLflow would not take it."""
+    if not re.fullmatch(r"[\w\-]{1,255}", alias) or re.fullmatch(r"(?i)latest|v\d+", alias):
+        raise ValueError(f'{alias!r} is no alias: write letters, digits, "_" and "-", but not "latest" or "v1"')
+    return alias
+
+
+class RatchetConfig(_Table):
+    """``[register.ratchet]``: by how much, as a part of the champion's figure, a new version may be worse.
+
+    Attributes:
+        parity: Of the distance from the original, as a multiple of the noise floor. One floor is as good as none.
+        latency: Of the p50, beyond what the two intervals leave open.
+        size: Of the bytes of a file.
+    """
+
+    parity: float = Field(default=0.25, ge=0)
+    latency: float = Field(default=0.05, ge=0)
+    size: float = Field(default=0.01, ge=0)
+
+
+class RegisterConfig(_Table):
+    """``[register]``: the registered model that gets the ONNX file as a version, and the alias that may move to it."""
+
+    name: Annotated[str, Field(max_length=256), AfterValidator(_model_name)]
+    alias: Annotated[str, AfterValidator(alias_name)] = DEFAULT_ALIAS
+    ratchet: RatchetConfig = RatchetConfig()
+
+
+def check_register(config: Config, place: str) -> None:
+    """Checks that there is something to register, and somewhere to register it.
+
+    Raises:
+        ConfigError: There is not.
+    """
+    if config.registering is None:
+        return
+    if "onnx" not in config.export.formats:
+        raise ConfigError(
+            "the ONNX file is what is registered, and none is exported",
+            place=f"{place}: register",
+            mend='Add "onnx" to export.formats.',
+        )
+    if not config.tracking.enabled:
+        raise ConfigError(
+            "only what MLflow keeps can be registered",
+            place=f"{place}: register",
+            mend="Leave out tracking.enabled = false.",
+        )

@@ -1,0 +1,137 @@
+"""Where a config says that the model is: the kinds of sources, and whether what is named is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optexport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optexport.config.file import Config
+
+# What files of TorchScript are called.
+TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")
+
+
+class SourceKind(StrEnum):
+    """Where a model comes from."""
+
+    PACKAGE = "package"
+    PYTHON = "python"
+    MLFLOW = "mlflow"
+    PT2 = "pt2"
+    TORCHSCRIPT = "torchscript"
+    FOLDER = "folder"
+    HUB = "hub"
+
+
+def source_kind(source: str, folder: Path) -> SourceKind:
+    """Reads a model's source as one of its kinds, relative to the config's folder."""
+    prefix = source.partition(":")[0]
+    if prefix in ("package", "python", "mlflow") and ":" in source:
+        return SourceKind(prefix)
+    if source.endswith(".pt2"):
+        return SourceKind.PT2
+    if source.endswith(TORCHSCRIPT_SUFFIXES):
+        return SourceKind.TORCHSCRIPT
+    if source.startswith((".", "/", "~")) or _is_dir(folder, source):
+        return SourceKind.FOLDER
+    return SourceKind.HUB
+
+
+def check_files(config: Config, path: Path) -> None:
+    """Checks that the files, folders, packages and modules that a config names are there.
+
+    Args:
+        path: The config's.
+
+    Raises:
+        ConfigError: One is not, or something is asked for that its kind of source does not have.
+    """
+    folder, source = path.parent, config.model.source
+    place = f"{path.name}: model.source"
+    kind = source_kind(source, folder)
+    _, _, rest = source.partition(":")
+    if kind is SourceKind.PACKAGE:
+        package, _, inner = rest.partition("/")
+        location = package_folder(package)
+        if location is None:
+            raise ConfigError(f"the package {package} is not installed", place=place, mend="pip install it.")
+        if not (_is_dir(location, inner) or _is_file(location, inner)):
+            raise ConfigError(f"the package {package} has no {inner}", place=place, mend=f"Look in {location}.")
+    if kind is SourceKind.PYTHON:
+        module, _, name = rest.partition(":")
+        if not module or not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
+        check_module(rest, folder, place)
+    if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
+        raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
+    if kind in (SourceKind.PT2, SourceKind.TORCHSCRIPT) and not _is_file(folder, source):
+        raise ConfigError(f"there is no file {source}", place=place)
+    if kind is SourceKind.FOLDER and not _is_dir(folder, source):
+        raise ConfigError(f"there is no folder {source}", place=place)
+    if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
+        raise ConfigError(
+            f'"{source}" is no folder here, and no hub id either',
+            place=place,
+            mend='Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".',
+        )
+    if config.model.arguments and kind is not SourceKind.PYTHON:
+        raise ConfigError("only a python: source takes arguments", place=f"{path.name}: model.arguments")
+    if config.model.adapter is not None and kind in (SourceKind.PYTHON, SourceKind.PT2, SourceKind.TORCHSCRIPT):
+        raise ConfigError("only a model of transformers takes one", place=f"{path.name}: model.adapter")
+    if config.model.adapter is not None and not _is_dir(folder, config.model.adapter):
+        raise ConfigError(f"there is no folder {config.model.adapter}", place=f"{path.name}: model.adapter")
+    try:
+        Path(config.export.output).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(str(error), place=f"{path.name}: export.output") from error
+    if config.inputs.data is not None and not _is_file(folder, config.inputs.data):
+        raise ConfigError(f"there is no file {config.inputs.data}", place=f"{path.name}: inputs.data")
+    for image in config.inputs.images or []:
+        if not _is_file(folder, image):
+            raise ConfigError(f"there is no file {image}", place=f"{path.name}: inputs.images")
+
+
+def package_folder(package: str) -> Path | None:
+    """The folder of an installed package, found without importing it; None where there is no such package."""
+    try:
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    except (ImportError, ValueError):
+        return None
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def check_module(location: str, folder: Path, place: str) -> None:
+    """Refuses ``module:name`` where there is no such module, without importing it."""
+    module = location.partition(":")[0].partition(".")[0]
+    if not module:
+        raise ConfigError(
+            f'"{location}" names no module', place=place, mend='Write "python:package.module:name", without a path.'
+        )
+    try:
+        found = _is_file(folder, f"{module}.py") or _is_dir(folder, module) or importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if not module.isidentifier() or not found:
+        raise ConfigError(
+            f"there is no module {module}", place=place, mend=f"Install it, or put {module}.py beside the config."
+        )
+
+
+def _is_file(folder: Path, name: str) -> bool:
+    try:
+        return (folder / Path(name).expanduser()).is_file()
+    except (OSError, RuntimeError, ValueError):  # no file can be called so
+        return False
+
+
+def _is_dir(folder: Path, name: str) -> bool:
+    try:
+        return (folder / Path(name).expanduser()).is_dir()
+    except (OSError, RuntimeError, ValueError):
+        return False

@@ -1,0 +1,102 @@
+"""Fourier transforms as matrix products, for ONNX files.
+
+ONNX Runtime 1.31 computes its DFT of lengths that are no powers of two some ten times less exactly than torch, and has
+no inverse of half a spectrum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram, default_decompositions
+
+aten = torch.ops.aten
+
+
+def as_products(program: ExportedProgram) -> ExportedProgram:
+    """A program that computes the same with matrix products in place of Fourier transforms; that given has none left.
+
+    A product takes n² steps, where a fast transform takes n log n: both are far less than what else a model does with
+    frames of a thousand samples.
+    """
+    if not any("fft" in str(node.target) or "stft" in str(node.target) for node in program.graph.nodes):
+        return program
+    parted = {op: parts for op, parts in default_decompositions().items() if "fft" in str(op) or "stft" in str(op)}
+    return program.run_decompositions({**parted, **_PRODUCTS})
+
+
+def _of_complex(x: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> torch.Tensor:
+    """``aten._fft_c2c``."""
+    parts = (x.real, x.imag)
+    for axis in dim:
+        parts = _turned(*parts, axis, forward)
+    return _scaled(parts, [x.shape[axis] for axis in dim], normalization)
+
+
+def _of_real(x: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> torch.Tensor:
+    """``aten._fft_r2c``: of the last axis only the first half is kept where that is asked for."""
+    n = x.shape[dim[-1]]
+    cos, sin = _waves(n, n // 2 + 1 if onesided else n, n, x.dtype)
+    parts = (_product(x, cos, dim[-1]), -_product(x, sin, dim[-1]))
+    for axis in dim[:-1]:
+        parts = _turned(*parts, axis, True)
+    return _scaled(parts, [x.shape[axis] for axis in dim], normalization)
+
+
+def _to_real(x: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_size: Any) -> torch.Tensor:
+    """``aten._fft_c2r``: the last axis holds the first half of a spectrum, whose other half mirrors it."""
+    parts = (x.real, x.imag)
+    for axis in dim[:-1]:
+        parts = _turned(*parts, axis, False)
+    half = last_dim_size // 2 + 1
+    cos, sin = _waves(half, last_dim_size, last_dim_size, parts[0].dtype)
+    places = torch.arange(half)
+    alone = (places == 0).long() + (2 * places == last_dim_size).long()
+    times = (2 - alone).to(cos.dtype)[:, None]
+    real = _product(parts[0], times * cos, dim[-1]) - _product(parts[1], times * sin, dim[-1])
+    sizes = [*(x.shape[axis] for axis in dim[:-1]), last_dim_size]
+    return real * _scale(sizes, normalization, real.dtype)
+
+
+def _turned(real: torch.Tensor, imaginary: torch.Tensor, axis: int, forward: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transform of one axis, forward by exp(-2πi jk/n), and else by exp(2πi jk/n)."""
+    n = real.shape[axis]
+    cos, sin = _waves(n, n, n, real.dtype)
+    if not forward:
+        sin = -sin
+    return (
+        _product(real, cos, axis) + _product(imaginary, sin, axis),
+        _product(imaginary, cos, axis) - _product(real, sin, axis),
+    )
+
+
+def _waves(rows: Any, columns: Any, n: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of 2π jk/n, each of shape [rows, columns], of whole turns that are taken away while exact."""
+    steps = torch.arange(rows)[:, None] * torch.arange(columns) % n
+    angles = steps.double() / torch.full((), n, dtype=torch.float64) * (2 * math.pi)
+    return torch.sin(angles + math.pi / 2).to(dtype), torch.sin(angles).to(dtype)
+
+
+def _product(x: torch.Tensor, waves: torch.Tensor, axis: int) -> torch.Tensor:
+    return torch.matmul(x.movedim(axis, -1), waves).movedim(-1, axis)
+
+
+def _scaled(parts: tuple[torch.Tensor, torch.Tensor], sizes: Sequence[Any], normalization: int) -> torch.Tensor:
+    scale = _scale(sizes, normalization, parts[0].dtype)
+    return torch.complex(parts[0] * scale, parts[1] * scale)
+
+
+def _scale(sizes: Sequence[Any], normalization: int, dtype: torch.dtype) -> torch.Tensor:
+    """What results are multiplied by: torch's numbers for "nothing", 1/√n and 1/n are 0, 1 and 2."""
+    n = torch.full((), math.prod(sizes), dtype=torch.float64)
+    return (n**0 if normalization == 0 else n.rsqrt() if normalization == 1 else n.reciprocal()).to(dtype)
+
+
+_PRODUCTS: Mapping[Any, Any] = {
+    aten._fft_c2c.default: _of_complex,
+    aten._fft_r2c.default: _of_real,
+    aten._fft_c2r.default: _to_real,
+}

@@ -1,0 +1,198 @@
+"""Inputs for a model of transformers of which nothing is known but its config."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from optexport.errors import OptexportError, TraceError, first_line
+from optexport.inputs.dummy_media import BATCH, MEDIA, Maker, find
+from optexport.inputs.dummy_vision_text import with_image_tokens
+from optexport.inputs.positions import most_tokens
+from optexport.transformers_exporters import computed_outside, one_pass, quiet
+
+Batch = dict[str, torch.Tensor]
+
+_SEQUENCE = 9
+_DECODER_SEQUENCE = 5
+# So many ways to make the inputs are tried on a model before it is given up.
+_MOST_TRIES = 100
+
+
+def _length(config: Any, longest: int = _SEQUENCE) -> int:
+    return min(longest, most_tokens(config) or longest)
+
+
+def _vocabulary(config: Any) -> int:
+    size = getattr(config.get_text_config(), "vocab_size", None) or find(config, "vocab_size")
+    return size if isinstance(size, int) and size > 0 else 100
+
+
+def _token_ids(config: Any) -> torch.Tensor:
+    # Unlike each other, the same every time, and clear of the special tokens at the vocabulary's start.
+    size, length = _vocabulary(config), _length(config)
+    return (torch.arange(BATCH * length) * 7 % max(size - 5, 1) + min(4, size - 1)).reshape(BATCH, length)
+
+
+def _codes(config: Any) -> torch.Tensor:
+    """Token ids of models that take several at each position: ``[batch, sequence, codebooks]``."""
+    count = find(config, "num_codebooks", "n_codebooks", "num_quantizers", "n_codes_total")
+    return _token_ids(config).unsqueeze(-1).expand(-1, -1, int(count)).clone()
+
+
+def _codes_first(config: Any) -> torch.Tensor:
+    return _codes(config).transpose(1, 2).contiguous()
+
+
+_MAKERS: dict[str, tuple[Maker, ...]] = {
+    **MEDIA,
+    "input_ids": (_token_ids, _codes, _codes_first),
+    "decoder_input_ids": (
+        lambda config: _token_ids(config)[:, :_DECODER_SEQUENCE].clone(),
+        lambda config: _codes(config)[:, :_DECODER_SEQUENCE].clone(),
+        lambda config: _codes_first(config)[..., :_DECODER_SEQUENCE].clone(),
+    ),
+    "attention_mask": (lambda config: torch.ones(BATCH, _length(config), dtype=torch.int64),),
+    "decoder_attention_mask": (
+        lambda config: torch.ones(BATCH, _length(config, _DECODER_SEQUENCE), dtype=torch.int64),
+    ),
+    "token_type_ids": (lambda config: torch.zeros(BATCH, _length(config), dtype=torch.int64),),
+    "position_ids": (lambda config: torch.arange(_length(config)).expand(BATCH, -1).clone(),),
+    "bbox": (lambda config: torch.arange(4).expand(BATCH, _length(config), 4).clone(),),
+    "qformer_input_ids": (_token_ids,),
+    "task_inputs": (_token_ids,),
+    "inputs": (MEDIA["input_values"][0], _token_ids, *MEDIA["pixel_values"][:1]),
+}
+
+
+def dummy_inputs(model: nn.Module, names: Sequence[str] | None = None) -> Batch:
+    """Makes inputs from the model's config.
+
+    Where a config leaves open how an input is laid out, the model is run on one way after the other, and the first that
+    it takes is returned.
+
+    Args:
+        model: A model of transformers, in eval mode.
+        names: The inputs to make; by default the model's main input and what that calls for.
+
+    Returns:
+        Tensors by input name, for a batch of two.
+
+    Raises:
+        TraceError: One of them cannot be made from a config alone, or the model takes none of what was made.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    chosen = [list(names)] if names is not None else _default_names(model, model.config, accepted)
+    for name in chosen[0]:
+        if name not in accepted:
+            raise TraceError(f"{type(model).__name__} takes no such input", place=f"input {name}")
+        if name not in _MAKERS:
+            raise TraceError(
+                "it cannot be made from the config alone", place=f"input {name}", mend="Give example_inputs."
+            )
+    tries = list(itertools.islice(_ways(model, chosen), _MOST_TRIES))
+    if len(tries) == 1:
+        return {**tries[0], **_computed_outside(model, tries[0])}
+    failures = []
+    for batch in tries:
+        failure = _why_refused(model, batch)
+        if failure is None:
+            return {**batch, **_computed_outside(model, batch)}
+        failures.append((batch, failure))
+    if not failures:
+        raise TraceError("they cannot be made from the config alone", place="inputs", mend="Give example_inputs.")
+    batch, failure = failures[0]
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
+    raise TraceError(
+        f"the model fails on all {len(failures)} kinds of inputs that were made from its config, first on {shapes}: "
+        f"{type(failure).__name__}: {first_line(failure)}",
+        place=type(model).__name__,
+        mend="Give example_inputs: tensors by input name, as its processor makes them.",
+    )
+
+
+def _ways(model: nn.Module, chosen: Sequence[Sequence[str]]) -> Iterator[Batch]:
+    """Every way to make each set of inputs, the likeliest first; what a config lacks the sizes for is passed over."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    for names in chosen:
+        seen: list[Mapping[str, torch.Size]] = []
+        for makers in itertools.product(*(_MAKERS.get(name, ()) for name in names)):
+            try:
+                made = {name: make(model.config) for name, make in zip(names, makers, strict=True)}
+            except (AttributeError, TypeError, ValueError, RuntimeError):  # the config is not of that kind
+                continue
+            shapes = {name: value.shape for name, value in made.items()}
+            if shapes not in seen:
+                seen.append(shapes)
+                made = {name: value.to(dtype) if value.is_floating_point() else value for name, value in made.items()}
+                yield with_image_tokens(model, made)
+
+
+def _computed_outside(model: nn.Module, batch: Batch) -> Batch:
+    """What tracing needs besides, of models that compute it from the values of other inputs."""
+    try:
+        found = computed_outside(model, batch)
+    except Exception:  # the model's own code, which may raise anything; tracing it will say so
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _why_refused(model: nn.Module, batch: Batch) -> Exception | None:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # which running it may change
+    try:
+        with torch.no_grad(), one_pass(model), quiet(), torch.random.fork_rng(devices=[]):
+            torch.func.functional_call(model, buffers, (), {name: tensor.clone() for name, tensor in batch.items()})
+    except OptexportError:
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        return error
+    return None
+
+
+def _default_names(model: nn.Module, config: Any, accepted: Mapping[str, inspect.Parameter]) -> list[list[str]]:
+    """The sets of inputs to try: what the model names as its main input and what goes with it; then with all else."""
+    main = getattr(model, "main_input_name", "input_ids")
+    names = [main] if isinstance(main, str) else list(main)
+    names = [name for name in names if name in accepted] or ["input_ids"]
+    required = [
+        name
+        for name, parameter in accepted.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if names == ["input_ids"] and "input_ids" not in accepted and required:
+        names = required[:1]
+    names += [name for name in ("input_ids", "pixel_values") if name in accepted and hasattr(config, "vision_config")]
+    names += required
+    if "past_time_features" in names:
+        names += ["future_time_features"]
+    if "noise_sequence" in accepted:  # drawn anew at each run where it is not given
+        names += ["noise_sequence"]
+
+    def with_masks(names: Sequence[str]) -> list[str]:
+        masked = list(names)
+        if "input_ids" in names and "attention_mask" in accepted:
+            masked.append("attention_mask")
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+            masked.append("decoder_input_ids")
+        return list(dict.fromkeys(masked))
+
+    sets = [with_masks(names)]
+    extra = [name for name in _GEOMETRY if name in accepted]
+    if any(name.startswith("pixel_values") for name in names):
+        sets += [with_masks([*names, name]) for name in extra]
+        sets += [with_masks([*names, *extra])] if len(extra) > 1 else []
+        if "input_ids" in names:  # a model of language that may see, but need not
+            sets.append(with_masks([name for name in names if not name.startswith("pixel_values")]))
+    sets += [[*sets[0], name] for name in _FURTHER if name in accepted and name not in sets[0]]
+    return [list(dict.fromkeys(each)) for each in sets]
+
+
+# What some models need besides, though neither their main input nor their signature says so.
+_FURTHER = ("pixel_values", "input_features", "input_values", "bbox", "encoder_hidden_states", "decoder_input_ids")
+# What tells a model how the patches of an image lie.
+_GEOMETRY = ("image_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes", "pixel_position_ids")

@@ -1,0 +1,1 @@
+"""Where models come from, and what their files may carry."""

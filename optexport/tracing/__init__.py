@@ -1,0 +1,1 @@
+"""From a model to a graph: what stops a trace, and what is tried then."""

@@ -1,0 +1,318 @@
+"""The bundle: whole or not there, never in the place of something else, and not a byte of it unnoticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from optexport import export
+from optexport.bundle import contents, digests, drafts
+from optexport.errors import BundleError, ConfigError, OptexportError
+from optexport.proof.cases import Case
+from optexport.proof.reference import Reference
+from tests import exports
+
+
+def leftovers(place: Path) -> list[str]:
+    """What lies beside a bundle that should not."""
+    return [path.name for path in place.iterdir() if path.name.startswith(".")]
+
+
+def earlier_bundle(place: Path) -> Path:
+    """A real bundle of an earlier run."""
+    shutil.copytree(exports.exported().output, place)
+    return place
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A real bundle to spoil."""
+    return earlier_bundle(tmp_path / "bundle")
+
+
+def test_a_draft_takes_its_name_when_it_is_done(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    with drafts.drafting(output) as draft:
+        assert draft.parent == tmp_path
+        assert draft.name.startswith(".bundle.partial-")
+        (draft / "model.onnx").write_bytes(b"new")
+        assert not output.exists()
+    assert (output / "model.onnx").read_bytes() == b"new"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_file_that_was_added_to_a_bundle_is_named_and_stays(copied: Path) -> None:
+    (copied / "notes.md").write_text("mine", encoding="utf-8")
+    told = r"it holds notes\.md, not of the bundle that is there\n  Move that away"
+    with pytest.raises(ConfigError, match=told):
+        contents.check_output(copied)
+    for name in ("a", "b", "c"):
+        (copied / name).touch()
+    with pytest.raises(ConfigError, match=r"it holds a, b, c, \.\.\., not of"):
+        contents.check_output(copied)
+    assert (copied / "notes.md").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), drafts.drafting(tmp_path / "bundle") as draft:
+        (draft / "inner").mkdir()
+        (draft / "inner" / "file").write_bytes(b"half")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_bundle_stays_when_a_run_fails(tmp_path: Path) -> None:
+    output = earlier_bundle(tmp_path / "bundle")
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    with pytest.raises(RuntimeError), drafts.drafting(output) as draft:
+        (draft / "model.onnx").write_bytes(b"half")
+        raise RuntimeError
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    assert leftovers(tmp_path) == []
+
+
+def test_an_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    output = earlier_bundle(tmp_path / "bundle")
+    contents.check_output(output)
+    with drafts.drafting(output) as draft:
+        (draft / "manifest.json").write_bytes(b"new")
+    assert [path.name for path in output.iterdir()] == ["manifest.json"]
+    assert leftovers(tmp_path) == []
+
+
+def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir()
+    contents.check_output(tmp_path / "bundle")
+    with drafts.drafting(tmp_path / "bundle") as draft:
+        (draft / "file").touch()
+    assert (tmp_path / "bundle" / "file").exists()
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: path.write_text("mine"),
+    "a folder of files": lambda path: (path.mkdir(), (path / "letter.txt").write_text("mine")),
+    "a web page": lambda path: (path.mkdir(), (path / "manifest.json").write_text('{"name": "my page"}')),
+    "a folder with a broken manifest": lambda path: (path.mkdir(), (path / "manifest.json").write_text("{")),
+    "a link to a file": lambda path: (path.with_name("aim").write_text("mine"), path.symlink_to("aim")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_something_else_under_the_name_is_refused_before_any_work(tmp_path: Path, name: str) -> None:
+    output = tmp_path / "bundle"
+    OTHERS[name](output)
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="export.output") as caught:
+        contents.check_output(output)
+    assert caught.value.mend
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["a file", "a folder of files", "a web page"])
+def test_what_appears_under_the_name_meanwhile_is_not_replaced(tmp_path: Path, name: str) -> None:
+    output = tmp_path / "bundle"
+    contents.check_output(output)
+    with pytest.raises(OptexportError), drafts.drafting(output):
+        OTHERS[name](output)
+    assert output.is_file() or any(output.iterdir())
+    assert leftovers(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match="nothing can be written there"):
+        contents.check_output(tmp_path / "file" / "bundle")
+
+
+def test_folders_above_the_bundle_are_made(tmp_path: Path) -> None:
+    result = export(
+        exports.block(), exports.batch(), tmp_path / "a" / "b", dynamic=exports.DYNAMIC, formats=["pt2"],
+        transformations=[],
+    )  # fmt: skip
+    assert result.files["pt2"] == tmp_path / "a" / "b" / "model.pt2"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        export(
+            exports.block(), exports.batch(), tmp_path / "bundle", dynamic=exports.DYNAMIC, transformations=[],
+            formats=["torchscript", "pt2"],
+        )  # fmt: skip
+    finally:
+        os.umask(before)
+    assert (tmp_path / "bundle").stat().st_mode & 0o777 == 0o777 & ~mask
+    for path in (tmp_path / "bundle").iterdir():
+        assert path.stat().st_mode & 0o777 == 0o666 & ~mask, path.name
+
+
+def test_a_whole_bundle_is_read(copied: Path) -> None:
+    assert sorted(path.name for path in copied.iterdir()) == sorted(exports.FILES)
+    manifest = digests.read_manifest(copied)
+    assert manifest.model_dump(exclude={"digest"}) == exports.exported().manifest.model_dump(exclude={"digest"})
+
+
+@pytest.mark.parametrize("name", exports.FILES)
+def test_a_changed_byte_in_any_file_is_noticed_and_the_file_named(copied: Path, name: str) -> None:
+    path = copied / name
+    content = path.read_bytes()
+    positions = {0, len(content) - 1, *random.Random(0).sample(range(len(content)), 40)}
+    for position in positions:
+        for bit in (0x01, 0x80):
+            changed = bytearray(content)
+            changed[position] ^= bit
+            path.write_bytes(changed)
+            with pytest.raises(BundleError) as caught:
+                digests.read_manifest(copied)
+            assert caught.value.place == name
+            assert caught.value.exit_code == 4
+    path.write_bytes(content)
+    digests.read_manifest(copied)
+
+
+@pytest.mark.parametrize("name", exports.FILES)
+def test_a_file_cut_short_emptied_or_made_longer_is_noticed(copied: Path, name: str) -> None:
+    content = (copied / name).read_bytes()
+    for changed in (content[:-1], b"", content + b"\n", content + content):
+        (copied / name).write_bytes(changed)
+        with pytest.raises(BundleError) as caught:
+            digests.read_manifest(copied)
+        assert caught.value.place == name
+
+
+@pytest.mark.parametrize("name", [n for n in OTHERS if n != "a link to a file"])
+def test_a_folder_that_is_no_bundle_is_said_to_be_none(tmp_path: Path, name: str) -> None:
+    OTHERS[name](tmp_path / "bundle")
+    with pytest.raises((ConfigError, BundleError)):
+        digests.read_manifest(tmp_path / "bundle")
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file more": (lambda b: (b / "more.txt").write_text("hello"), "more.txt"),
+    "a hidden file more": (lambda b: (b / ".more").write_text("hello"), ".more"),
+    "a file in a folder more": (lambda b: ((b / "inner").mkdir(), (b / "inner" / "f").touch()), "inner"),
+    "an empty folder more": (lambda b: (b / "inner").mkdir(), "inner"),
+    "a pipe more": (lambda b: os.mkfifo(b / "pipe"), "pipe"),
+    "a model less": (lambda b: (b / "model.onnx").unlink(), "model.onnx"),
+    "the measurements less": (lambda b: (b / "measurements.json").unlink(), "measurements.json"),
+    "the report less": (lambda b: (b / "report.html").unlink(), "report.html"),
+    "a word of the report": (lambda b: (b / "report.html").write_text("passed"), "report.html"),
+    "a folder for a file": (lambda b: ((b / "model.onnx").unlink(), (b / "model.onnx").mkdir()), "model.onnx"),
+    "a link in place of a file": (
+        lambda b: ((b / "model.onnx").rename(b.parent / "aim"), (b / "model.onnx").symlink_to(b.parent / "aim")),
+        "model.onnx",
+    ),
+    "a link in place of the manifest": (
+        lambda b: (
+            (b / "manifest.json").rename(b.parent / "aim"),
+            (b / "manifest.json").symlink_to(b.parent / "aim"),
+        ),
+        "manifest.json",
+    ),
+    "a link to a folder": (lambda b: (b / "inner").symlink_to(b.parent), "inner"),
+    "two files exchanged": (
+        lambda b: (
+            (b / "graph_before.txt").rename(b.parent / "aim"),
+            (b / "graph_after.txt").rename(b / "graph_before.txt"),
+            (b.parent / "aim").rename(b / "graph_after.txt"),
+        ),
+        "graph_",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_anything_more_less_or_elsewhere_is_noticed_and_named(copied: Path, name: str) -> None:
+    spoil, place = SPOILED[name]
+    spoil(copied)
+    with pytest.raises(BundleError) as caught:
+        digests.read_manifest(copied)
+    assert str(caught.value.place).startswith(place)
+
+
+def test_a_bundle_of_a_later_version_is_not_read_as_if_it_were_of_this(copied: Path) -> None:
+    exports.edit_json(copied / "manifest.json", lambda document: document.update(manifest_version=2))
+    with pytest.raises(BundleError, match="its version is 2, and this program reads 1"):
+        digests.read_manifest(copied)
+
+
+@pytest.mark.parametrize("path", ["../outside.txt", "/etc/hostname", "inner/../../outside.txt", ""])
+def test_a_manifest_cannot_name_files_elsewhere(copied: Path, path: str) -> None:
+    (copied.parent / "outside.txt").write_text("outside")
+    exports.edit_json(copied / "manifest.json", lambda document: document["files"][0].update(path=path))
+    with pytest.raises(BundleError):
+        digests.read_manifest(copied)
+
+
+def test_a_model_that_the_manifest_does_not_vouch_for_is_not_run(copied: Path) -> None:
+    exports.edit_json(copied / "manifest.json", lambda document: document["artifacts"][0].update(path="other.pt"))
+    with pytest.raises(BundleError, match=r"other\.pt"):
+        digests.read_manifest(copied)
+
+
+def _reference(sizes: list[int], dtype: torch.dtype = torch.float32) -> Reference:
+    cases = tuple(Case(f"size {size}", {"x": torch.full((size,), float(i))}) for i, size in enumerate(sizes))
+    outputs = tuple({"a.b": case.batch["x"].to(dtype), "n": torch.tensor(i)} for i, case in enumerate(cases))
+    return Reference(cases, outputs, tuple({"a.b": o["a.b"].double(), "n": o["n"]} for o in outputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int32])
+def test_reference_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> None:
+    known = _reference([3, 1, 0], dtype)
+    names = contents.write_reference(tmp_path / "reference.safetensors", known)
+    read = contents.read_reference(tmp_path / "reference.safetensors", names, ["a.b", "n"])
+    by_name = {case.name: i for i, case in enumerate(known.cases)}
+    assert sorted(names) == sorted(by_name)
+    for i, case in enumerate(read.cases):
+        j = by_name[case.name]
+        for got, want in (
+            (case.batch, known.cases[j].batch),
+            (read.outputs[i], known.outputs[j]),
+            (read.exact[i], known.exact[j]),
+        ):
+            assert got.keys() == want.keys()
+            assert all(torch.equal(got[key], want[key]) and got[key].dtype == want[key].dtype for key in want)
+
+
+def test_the_traced_case_is_always_kept_and_large_ones_are_left_out(tmp_path: Path) -> None:
+    large = 3 << 20
+    names = contents.write_reference(tmp_path / "reference.safetensors", _reference([large, 5, large - 1, 7]))
+    assert names == [f"size {large}", "size 5", "size 7"] or names == [f"size {large}"]
+    few = contents.write_reference(tmp_path / "reference.safetensors", _reference([4, large, 5, 7]))
+    assert few == ["size 4", "size 5", "size 7"]
+
+
+def test_tensors_that_share_memory_are_stored_each(tmp_path: Path) -> None:
+    whole = torch.arange(6.0).reshape(2, 3)
+    known = Reference((Case("only", {"x": whole, "y": whole}),), ({"z": whole.T},), ({"z": whole.T.double()},))
+    names = contents.write_reference(tmp_path / "reference.safetensors", known)
+    read = contents.read_reference(tmp_path / "reference.safetensors", names, ["z"])
+    assert torch.equal(read.outputs[0]["z"], whole.T)
+    assert torch.equal(read.cases[0].batch["y"], whole)
+
+
+def test_a_reference_that_lacks_an_output_is_refused(tmp_path: Path) -> None:
+    names = contents.write_reference(tmp_path / "reference.safetensors", _reference([2]))
+    with pytest.raises(BundleError, match="the outputs that the manifest names"):
+        contents.read_reference(tmp_path / "reference.safetensors", names, ["a.b", "n", "more"])
+
+
+def test_a_damaged_reference_is_an_error_of_the_bundle(tmp_path: Path) -> None:
+    (tmp_path / "reference.safetensors").write_bytes(b"\x10" + b"\0" * 40)
+    with pytest.raises(BundleError, match=r"reference\.safetensors: it cannot be read"):
+        contents.read_reference(tmp_path / "reference.safetensors", ["only"], ["y"])
+
+
+def test_measurements_hold_what_differs_and_the_manifest_does_not(copied: Path) -> None:
+    measurements = json.loads((copied / "measurements.json").read_bytes())
+    assert {"date", "host", "seconds", "digest"} <= set(measurements)
+    assert measurements["host"] not in (copied / "manifest.json").read_text()

@@ -1,0 +1,155 @@
+"""What a run that is killed leaves, and two runs that write to one place."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from optexport import export
+from optexport.bundle import digests, drafts
+from optexport.bundle.drafts import drafting
+from optexport.errors import ConfigError
+from tests import exports
+
+_CONTEXT = multiprocessing.get_context("fork")  # everything is imported already
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _write_and_wait(output: Path, ready: object) -> None:
+    with drafting(output) as draft:
+        (draft / "half").touch()
+        ready.set()  # type: ignore[attr-defined]
+        time.sleep(600)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> multiprocessing.process.BaseProcess:
+    """Another run, in the middle of writing ``out``."""
+    ready = _CONTEXT.Event()
+    process = _CONTEXT.Process(target=_write_and_wait, args=(tmp_path / "out", ready), daemon=True)
+    process.start()
+    assert ready.wait(60)
+    return process
+
+
+def _kill(process: multiprocessing.process.BaseProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_of_two_runs_to_one_place_the_second_says_so_and_the_first_goes_on(
+    tmp_path: Path, other: multiprocessing.process.BaseProcess
+) -> None:
+    before = _names(tmp_path)
+    with pytest.raises(ConfigError, match="another run is writing to it"), drafting(tmp_path / "out"):
+        pass
+    assert _names(tmp_path) == before
+    with drafting(tmp_path / "out-baseline") as draft:  # another place, whose name begins alike
+        (draft / "file").touch()
+    _kill(other)
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_one(
+    tmp_path: Path, other: multiprocessing.process.BaseProcess
+) -> None:
+    _kill(other)
+    (left,) = _names(tmp_path)
+    assert left.startswith(".out.partial-")
+    with drafting(tmp_path / "out") as draft:
+        (draft / "whole").touch()
+    assert _names(tmp_path) == ["out"]
+
+
+def test_names_with_the_signs_of_patterns_are_names(tmp_path: Path) -> None:
+    with drafting(tmp_path / "o*[ut]?") as draft:
+        (draft / "file").touch()
+        with drafting(tmp_path / "out") as another:
+            (another / "file").touch()
+    assert _names(tmp_path) == ["o*[ut]?", "out"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_bundle_is_replaced_whether_or_not_the_file_system_exchanges_names(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:  # as one that knows no such call
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    for content in ("first", "second"):
+        with drafting(tmp_path / "out", lambda output: None) as draft:
+            (draft / "file").write_text(content)
+    assert (tmp_path / "out" / "file").read_text() == "second"
+    assert _names(tmp_path) == ["out"]
+
+
+def test_a_file_system_without_locks_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(drafts._UNKNOWN[0], "no locks here")
+
+    monkeypatch.setattr(drafts.fcntl, "flock", refuse)
+    with drafting(tmp_path / "out") as draft:
+        (draft / "file").touch()
+    assert _names(tmp_path) == ["out"]
+
+
+def _export(output: Path) -> None:
+    export(exports.block(), exports.batch(), output, formats=["onnx"], dynamic=exports.DYNAMIC, effort="quick")
+
+
+def _killed_after(seconds: float, output: Path) -> bool:
+    """Lets a run be killed after so many seconds; says whether it was still at work."""
+    process = _CONTEXT.Process(target=_export, args=(output,))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(3, 0), pytest.param(100, 1, marks=pytest.mark.nightly)])
+def test_kills_at_random_moments_leave_a_whole_bundle_or_none(tmp_path: Path, kills: int, seed: int) -> None:
+    output, generator = tmp_path / "out", random.Random(seed)
+    start = time.monotonic()
+    _export(output)  # also imports what is imported late
+    whole = time.monotonic() - start
+    killed = 0
+    for _ in range(kills):
+        killed += _killed_after(generator.uniform(0, whole), output)
+        digests.read_manifest(output)  # that of before, or the new one
+    assert killed > kills / 4
+    _export(output)
+    digests.read_manifest(output)
+    assert _names(tmp_path) == ["out"]
+
+
+def _write_parts(output: Path) -> None:
+    with drafting(output) as draft:
+        for part in ("encoder", "decoder"):
+            with drafting(draft / part) as inner:
+                (inner / "file").touch()
+
+
+def test_a_draft_inside_of_a_draft_waits_for_nothing(tmp_path: Path) -> None:
+    """Generation writes the bundle of each part so."""
+    process = _CONTEXT.Process(target=_write_parts, args=(tmp_path / "out",), daemon=True)
+    process.start()
+    process.join(60)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+    assert _names(tmp_path / "out") == ["decoder", "encoder"]

@@ -1,0 +1,143 @@
+"""What a bundle says of itself: the published schema, and what the words mean."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import onnx
+import pytest
+import torch
+from pydantic import ValidationError
+
+from optexport.bundle import manifest
+from optexport.bundle.manifest import Manifest
+from optexport.registry import PRESET
+from optexport.sources.loading import Loaded
+from tests import exports
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    """The manifest of a real bundle, as it lies on disk."""
+    content: dict[str, Any] = json.loads((exports.exported().output / "manifest.json").read_bytes())
+    return content
+
+
+def test_the_published_schema_is_the_one_of_the_models() -> None:
+    published = json.loads(manifest.SCHEMA.read_text(encoding="utf-8"))
+    assert published == manifest.json_schema()
+    jsonschema.Draft202012Validator.check_schema(published)
+
+
+def test_a_real_manifest_follows_the_schema(document: dict[str, Any]) -> None:
+    jsonschema.validate(document, json.loads(manifest.SCHEMA.read_text(encoding="utf-8")))
+
+
+SPOILED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a key more": lambda d: d.update(more=1),
+    "a key more, further in": lambda d: d["model"].update(more=1),
+    "a key less": lambda d: d.pop("parity"),
+    "a key less, further in": lambda d: d["inputs"][0].pop("dtype"),
+    "another version": lambda d: d.update(manifest_version=2),
+    "a size in words": lambda d: d["files"][0].update(size="large"),
+    "an unknown format": lambda d: d["artifacts"][0].update(format="tflite"),
+    "a shape of fractions": lambda d: d["inputs"][0].update(shape=[1.5]),
+    "no list of places": lambda d: d["parity"].update(places={}),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_anything_else_is_refused_by_the_schema_and_by_the_program(document: dict[str, Any], name: str) -> None:
+    spoiled = copy.deepcopy(document)
+    SPOILED[name](spoiled)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(spoiled, manifest.json_schema())
+    with pytest.raises(ValidationError):
+        Manifest.model_validate(spoiled)
+
+
+def test_the_digest_is_that_of_the_document_without_it(document: dict[str, Any]) -> None:
+    digest = document.pop("digest")
+    text = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    assert hashlib.sha256(text.encode()).hexdigest() == digest
+
+
+def test_inputs_outputs_and_dimensions_are_described(document: dict[str, Any]) -> None:
+    assert document["inputs"] == [
+        {"name": "x", "dtype": "float32", "shape": ["batch", "sequence", 8]},
+        {"name": "mask", "dtype": "int64", "shape": ["batch", "sequence"]},
+    ]
+    assert document["outputs"] == [
+        {"name": "hidden", "dtype": "float32", "shape": ["batch", "sequence", 8]},
+        {"name": "longest", "dtype": "int64", "shape": []},
+    ]
+    assert document["dims"] == {"batch": {"min": 1, "max": 32}, "sequence": {"min": 2, "max": 64}}
+    assert document["fixed_axes"] == []
+
+
+def test_every_file_is_listed_with_its_size_and_digest(document: dict[str, Any]) -> None:
+    folder = exports.exported().output
+    listed = {record["path"]: record for record in document["files"]}
+    there = {path.name for path in folder.iterdir()} - {"manifest.json"} - exports.UNEQUAL
+    assert set(listed) == there
+    for name, record in listed.items():
+        content = (folder / name).read_bytes()
+        assert record["size"] == len(content)
+        assert record["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_the_artifacts_are_the_models_by_format(document: dict[str, Any]) -> None:
+    paths = {"torchscript": "model.torchscript.pt", "onnx": "model.onnx", "pt2": "model.pt2"}
+    assert document["artifacts"] == [
+        {"format": name, "path": path, "fixed_shape": None, "lowerings": [], "precision": None}
+        for name, path in paths.items()
+    ]
+
+
+def test_the_model_is_named_by_its_class_and_weights(document: dict[str, Any]) -> None:
+    assert document["model"]["class_name"] == "tests.exports.Block"
+    assert document["model"]["weights_sha256"] == Loaded(exports.block()).weights_sha256
+
+
+def test_transformations_tell_what_they_changed_and_what_they_skipped(document: dict[str, Any]) -> None:
+    rules = {t["rule"]: t for t in document["transformations"]}
+    assert tuple(rules) == PRESET
+    (merged,) = rules["merge-linears"]["changes"]
+    assert len(merged["replaced"]) == 3
+    after = (exports.exported().output / "graph_after.txt").read_text()
+    assert f"%{merged['nodes'][0]} " in after
+    assert rules["merge-linears"]["nodes_after"] == rules["merge-linears"]["nodes_before"] + 1
+    assert document["nodes_after"] == document["nodes_before"] + 1
+    assert rules["merge-linears"]["reversible"]
+    assert not rules["fuse-batch-norm"]["reversible"]
+
+
+def test_the_proof_names_every_place_and_at_least_three_sizes_never_traced(document: dict[str, Any]) -> None:
+    proof = document["parity"]
+    places = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
+    assert [place["place"] for place in proof["places"]] == places
+    assert proof["fallback"] is None
+    assert len([case for case in proof["cases"] if case not in ("traced", "data")]) >= 3
+    for place in proof["places"]:
+        hidden, longest = place["outputs"]
+        assert hidden["max_abs"] <= proof["bounds"]["hidden"]["limit"]
+        assert hidden["worst_case"] in proof["cases"]
+        assert longest["max_abs"] == 0
+        assert longest["multiple"] is None or longest["multiple"] == 0
+
+
+def test_the_versions_are_those_that_ran(document: dict[str, Any]) -> None:
+    assert document["versions"]["torch"] == torch.__version__
+    assert document["versions"]["onnx"] == onnx.__version__
+
+
+def test_reading_the_manifest_needs_no_torch() -> None:
+    code = "import sys, optexport.bundle.manifest; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,65 @@
+"""What an option names may not lie where a run, or a bundle, keeps its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from optexport.cli.main import cli
+from tests import exports
+from tests.calling import Caller, config, message
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
+    }
+
+
+FOLDERS = ("model", "model-failure", "model-baseline", "model-baseline-failure")
+
+
+@pytest.mark.parametrize("inside", [*FOLDERS, "model/deep"])
+@pytest.mark.parametrize(("option", "name"), [("--junit", "x.xml"), ("--dump", "graphs")])
+def test_what_a_run_is_to_write_beside_its_bundle_is_refused_in_it_before_anything_is_written(
+    call: Caller, tmp_path: Path, option: str, name: str, inside: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
+    before = everything(tmp_path)
+    told = message(call("run", config(), option, str(tmp_path / "build" / inside / name)), 2)
+    assert told.startswith(f"{option} {tmp_path / 'build' / inside / name}: it would change ")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["build/model", "build", "link/x.xml", "mine.toml"])
+def test_a_report_in_place_of_the_bundle_is_refused_by_whatever_name(call: Caller, tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
+    (tmp_path / "link").symlink_to(tmp_path / "build" / "model")
+    before = everything(tmp_path)
+    assert "it would change" in message(call("run", config(), "--junit", str(tmp_path / name)), 2)
+    assert everything(tmp_path) == before
+
+
+def test_a_report_beside_the_bundle_is_written(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "build" / "model.xml"
+    assert call("run", config(), "--junit", str(report)).exit_code == 0
+    assert report.is_file()
+    verified = CliRunner().invoke(cli, ["verify", str(tmp_path / "build" / "model"), "--junit", str(report)])
+    assert verified.exit_code == 0
+
+
+def test_measurements_in_the_bundle_that_is_measured_are_refused() -> None:
+    bundle = exports.exported().output
+    before = everything(bundle)
+    result = CliRunner().invoke(cli, ["bench", str(bundle), "--output", str(bundle / "times.json")])
+    assert "it would change" in message(result, 2)
+    assert everything(bundle) == before

@@ -1,0 +1,140 @@
+"""A bundle made again is the same to the byte, or what differs is named."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optexport.bundle import reproduction
+from optexport.bundle.places import MANIFEST
+from tests import exports
+from tests.calling import CliRunner, cli, message
+
+MODULE = """
+import torch
+from torch import nn
+from tests.exports import block
+
+def load(scale=1.0):
+    model = block()
+    with torch.no_grad():
+        model.down.weight.mul_(SCALE)
+    return model
+
+SCALE = 1.0
+"""
+CONFIG = (
+    """
+[model]
+source = "python:reproduced:load"
+"""
+    + exports.INPUTS
+    + """
+[[transformations]]
+use = "merge-linears"
+formats = ["onnx"]
+[export]
+formats = ["torchscript", "onnx", "pt2"]
+[export.lowerings]
+torchscript = ["freeze"]
+[parity]
+effort = "quick"
+[tracking]
+enabled = false
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a config and of its bundle."""
+    folder = tmp_path_factory.mktemp("reproduced")
+    (folder / "reproduced.py").write_text(MODULE)
+    (folder / "config.toml").write_text(CONFIG)
+    sys.modules.pop("reproduced", None)
+    done = CliRunner().invoke(cli, ["run", str(folder / "config.toml")])
+    assert done.exit_code == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def project(whole: Path, tmp_path: Path) -> Path:
+    """A copy, to change."""
+    sys.modules.pop("reproduced", None)
+    return Path(shutil.copytree(whole, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def reproduce(project: Path) -> Any:
+    return CliRunner().invoke(cli, ["reproduce", str(project / "build" / "model"), "--folder", str(project)])
+
+
+def test_a_bundle_made_again_elsewhere_is_the_same_to_the_byte(project: Path) -> None:
+    before = {path: path.read_bytes() for path in (project / "build" / "model").rglob("*") if path.is_file()}
+    done = reproduce(project)
+    assert done.exit_code == 0, done.stderr
+    assert "every file is the same to the byte" in done.stdout
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_model_that_changed_is_named_with_its_weights_in_every_file(project: Path) -> None:
+    (project / "reproduced.py").write_text(MODULE.replace("SCALE = 1.0", "SCALE = 1.25"))
+    told = message(reproduce(project), 4)
+    assert "the model's weights had the digest" in told
+    for name in ("model.onnx", "model.torchscript.pt", "model.pt2", "reference.safetensors"):
+        assert f"{name} differs" in told
+    assert told.count("down.weight") >= 2
+    assert "is off by" in told
+
+
+def test_a_graph_that_changed_is_named_by_its_node(project: Path) -> None:
+    (project / "reproduced.py").write_text(
+        MODULE.replace("        model.down", "        model.act = nn.ReLU()\n        model.down")
+    )
+    told = message(reproduce(project), 4)
+    assert "graph_before.txt differs" in told
+    assert "gelu" in told
+    assert "relu" in told
+
+
+def test_versions_that_changed_are_named(project: Path) -> None:
+    exports.edit_json(
+        project / "build" / "model" / MANIFEST, lambda manifest: manifest["versions"].update(torch="2.11.0")
+    )
+    told = message(reproduce(project), 4)
+    assert "torch was 2.11.0, and is 2" in told
+
+
+def test_a_bundle_whose_source_is_gone_is_one_clear_error(project: Path) -> None:
+    (project / "reproduced.py").unlink()
+    sys.modules.pop("reproduced", None)
+    assert "reproduced" in message(reproduce(project), 2)
+
+
+@pytest.mark.parametrize("damage", [lambda folder: (folder / "model.onnx").write_bytes(b"x"), shutil.rmtree])
+def test_a_damaged_bundle_is_not_made_again(project: Path, damage: Callable[[Path], object]) -> None:
+    damage(project / "build" / "model")
+    assert reproduce(project).exit_code in (2, 4)
+
+
+def test_a_part_of_a_generative_model_is_not_made_alone(project: Path) -> None:
+    manifest = project / "build" / "model" / MANIFEST
+    exports.edit_json(manifest, lambda document: document["config"].update(generation={"new_tokens": 4}))
+    assert "made as a whole" in message(reproduce(project), 2)
+
+
+def test_parts_of_other_shapes_and_names_are_told() -> None:
+    import torch
+
+    was = {"a": torch.zeros(2), "b": "x\ny", "c": torch.zeros(1)}
+    now = {"a": torch.zeros(3), "b": "x\nz", "d": torch.zeros(1)}
+    assert list(reproduction._parts(was, now)) == [
+        "a was torch.float32 [2], and is torch.float32 [3]",
+        "b, line 2: was y, is z",
+        "c is not there now",
+        "d is there now",
+    ]

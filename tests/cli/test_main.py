@@ -1,0 +1,343 @@
+"""What the command line promises: exit codes, one message for each mistake, and an answer at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from safetensors import SafetensorError
+
+from optexport import __version__
+from optexport.cli.group import Group
+from optexport.cli.main import cli
+from optexport.config.source import SourceKind
+from optexport.errors import OptexportError
+from optexport.registry import RULES
+from tests.calling import Caller, message
+from tests.mistakes import MISTAKES, MODEL, NO_TOML
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+# Mistakes in the file
+
+
+@pytest.mark.parametrize("name", [*MISTAKES, *NO_TOML])
+def test_a_mistake_in_the_file_ends_check_and_run_with_2_and_one_message(name: str, call: Caller) -> None:
+    text = MISTAKES[name][0] if name in MISTAKES else NO_TOML[name]
+    told = message(call("check", text), 2)
+    assert "mine.toml" in told
+    assert message(call("run", text), 2) == told
+
+
+@pytest.mark.parametrize("name", ["unknown task", "unknown rule", "no unicode"])
+def test_a_traceback_is_shown_when_asked_for(name: str, call: Caller) -> None:
+    result = call("check", MISTAKES[name][0] if name in MISTAKES else NO_TOML[name], before=("--debug",))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Traceback")
+    assert result.stderr.count("Error: ") >= 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--debug", "check"), ("check", "--debug"), ("--debug", "check", "--debug")],
+    ids=" ".join,
+)
+def test_a_traceback_may_be_asked_for_before_and_after_the_command(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, [*arguments, str(tmp_path / "nowhere.toml")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Traceback")
+    assert "Traceback" not in CliRunner().invoke(cli, ["check", str(tmp_path / "nowhere.toml")]).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "nowhere.toml"], "nowhere.toml: there is no such file"),
+        (["run"], "Missing argument 'CONFIG'"),
+        (["verify", "nowhere"], "nowhere: there is no such folder"),
+        (["bench", "nowhere.onnx"], "'nowhere.onnx' does not exist"),
+        (["run", "--unknown"], "No such option '--unknown'"),
+        (["bench", "a.onnx", "--output", "nowhere/x.json"], "there is no folder nowhere"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
+)
+def test_machines_are_told_of_a_call_that_is_wrong(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.onnx").touch()
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    document = json.loads(result.stdout)
+    assert words in document.pop("error")
+    assert words in result.stderr
+    assert document == {"passed": False, "exit_code": 2, "parity": None}
+    assert result.exit_code == 2
+
+
+# What goes well
+
+
+def test_check_names_the_rules(call: Caller, tmp_path: Path) -> None:
+    result = call("check", MODEL + '[[transformations]]\nuse = "MergeLinears"\n')
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{tmp_path / 'mine.toml'}: good. Rules: MergeLinears.\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (".", "it exists and is no bundle"),
+        ("halves.py", "it exists and is no bundle"),
+        ("halves.py/x", "nothing can be written there"),
+        ("n" * 3000, "nothing can be written there"),
+        ("new/" + "n" * 250, "nothing can be written there"),
+    ],
+    ids=["full folder", "file", "below a file", "long name", "long draft"],
+)
+def test_check_tells_of_an_output_that_cannot_be_replaced_and_makes_nothing(
+    output: str, words: str, call: Caller, tmp_path: Path
+) -> None:
+    told = message(call("check", f'{MODEL}[export]\noutput = "{output}"\n'), 2)
+    assert words in told
+    assert call("check", f'{MODEL}[export]\noutput = "new/folder"\n').exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["halves.py", "mine.toml"]
+
+
+def test_check_says_that_only_a_model_of_transformers_needs_no_inputs(call: Caller) -> None:
+    without = '[model]\nsource = "python:halves:load"\n'
+    told = call("check", without)
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert "It gives no inputs: they can be made for a model of transformers" in told.stdout
+    assert "It gives no inputs" not in call("check", f"{without}inputs.tensors.x.shape = [1]\n").stdout
+    assert "It gives no inputs" not in call("check", MODEL).stdout
+
+
+def test_check_refuses_texts_for_a_file_that_has_no_tokenizer(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").touch()
+    told = message(call("check", '[model]\nsource = "model.pt2"\n[inputs]\ntexts = ["a"]\n'), 2)
+    assert told.startswith("mine.toml: inputs.texts: a .pt2 or TorchScript file has no tokenizer")
+
+
+def test_every_rule_is_listed_for_people_and_for_machines() -> None:
+    listed = CliRunner().invoke(cli, ["transformations"]).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == list(RULES)
+    rows = json.loads(CliRunner().invoke(cli, ["transformations", "--json"]).stdout)
+    assert list(rows) == list(RULES)
+    for line, (name, info) in zip(listed, RULES.items(), strict=True):
+        assert info.summary in line
+        assert rows[name]["reversible"] is info.reversible
+        assert ("not reversible" in line) is not info.reversible
+        assert all(f"{key} = " in line and key in rows[name]["options"] for key in info.options)
+
+
+def test_init_writes_a_config_once_and_again_only_when_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    assert runner.invoke(cli, ["init", "org/name"]).exit_code == 0
+    assert runner.invoke(cli, ["check", "optexport.toml"]).exit_code == 0
+    written = Path("optexport.toml").read_text(encoding="utf-8")
+    refused = runner.invoke(cli, ["init", "org/other"])
+    assert refused.exit_code == 2
+    assert "--force" in refused.stderr
+    assert Path("optexport.toml").read_text(encoding="utf-8") == written
+    assert runner.invoke(cli, ["init", "org/other", "--force"]).exit_code == 0
+    assert 'source = "org/other"' in Path("optexport.toml").read_text(encoding="utf-8")
+
+
+def test_init_takes_a_folder_as_the_shell_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 9}', encoding="utf-8")
+    for source in ("model", "./model", str(tmp_path / "model")):
+        result = CliRunner().invoke(cli, ["init", source, "-o", "configs/mine.toml", "--force"])
+        assert result.exit_code == 0, result.stderr
+        assert "high = 9" in Path("configs/mine.toml").read_text(encoding="utf-8")
+        assert CliRunner().invoke(cli, ["check", "configs/mine.toml"]).exit_code == 0
+
+
+@pytest.mark.parametrize("place", ["nowhere/mine.toml", "halves.py/mine.toml", "."])
+def test_init_tells_of_a_place_that_it_cannot_write_to(place: str, tmp_path: Path) -> None:
+    (tmp_path / "halves.py").write_text("", encoding="utf-8")
+    result = CliRunner().invoke(cli, ["init", "org/name", "-o", str(tmp_path / place)])
+    assert result.exit_code == 2
+    assert "This is a defect" not in result.stderr
+    assert place.split("/")[0] in result.stderr
+
+
+@pytest.mark.parametrize("source", ["", "my model", "./nowhere", "package:not_installed/x"])
+def test_init_writes_no_config_that_check_would_refuse(source: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["init", source, "-o", str(tmp_path / "mine.toml")])
+    message(result, 2)
+    assert not (tmp_path / "mine.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["chekc"],
+        ["check"],
+        ["check", "a.toml", "b.toml"],
+        ["check", "."],
+        ["check", "nowhere.toml"],
+        ["check", "n" * 5000],
+        ["run", "nowhere.toml"],
+        ["run", "nowhere.toml", "--wihtout", "x"],
+        ["verify", "nowhere"],
+        ["verify", "."],
+        ["verify", __file__],
+        ["--verbose"],
+        ["init", "--output"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)
+def test_a_call_that_is_wrong_ends_with_2(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message(CliRunner().invoke(cli, arguments), 2)
+
+
+def test_check_tells_of_each_config_and_goes_on_after_a_wrong_one(tmp_path: Path) -> None:
+    for name, text in (("a", "[model]"), ("b", '[model]\nsource = "org/name"'), ("c", "x = 1")):
+        (tmp_path / f"{name}.toml").write_text(text)
+    done = CliRunner().invoke(cli, ["check", *(str(tmp_path / f"{name}.toml") for name in "abc")])
+    assert done.exit_code == 2
+    assert "b.toml: good" in done.stdout
+    assert "2 of 3 configs are wrong" in done.stderr
+    assert "  a.toml: model.source: it is required" in done.stderr
+    assert "there is no such key" in done.stderr
+
+
+def test_every_error_has_an_exit_code_that_the_help_explains() -> None:
+    help_text = CliRunner().invoke(cli, ["--help"]).stdout
+    explained = {line.split()[0] for line in help_text.partition("Exit codes:")[2].splitlines() if line.strip()}
+    errors = {error.exit_code for error in OptexportError.__subclasses__()}
+    assert {str(code) for code in errors} | {"0", "2", "6", "130"} <= explained
+    assert all(isinstance(command, click.Command) and command.help for command in cli.commands.values())
+    assert set(cli.commands) >= {"run", "check", "init", "transformations", "verify"}
+
+
+@pytest.mark.parametrize("name", cli.commands)
+def test_every_option_is_described_and_no_command_is_cut_short_in_the_list(name: str) -> None:
+    options = [option for option in cli.commands[name].params if isinstance(option, click.Option)]
+    assert [option.name for option in options if not option.help] == []
+    listed = CliRunner().invoke(cli, ["--help"]).stdout.partition("Commands:")[2].partition("Exit codes:")[0]
+    assert not re.search(rf"^  {name} .*\.\.\.$", listed, re.MULTILINE)
+
+
+def test_init_names_every_kind_of_source() -> None:
+    told = " ".join(CliRunner().invoke(cli, ["init", "--help"]).stdout.split())
+    for kind in ("a folder", "a hub id", "package:", "python:", "mlflow:", ".pt2", "TorchScript"):
+        assert kind in told
+    assert len(SourceKind) == 7
+
+
+# In a process of its own
+
+
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=100, **options)
+
+
+LIGHT = """
+import json, sys
+from optexport.cli.main import cli
+
+found = {}
+for arguments in json.loads(sys.argv[1]):
+    try:
+        cli(arguments)
+    except SystemExit as end:
+        loaded = {"torch", "transformers", "mlflow", "onnx", "onnxruntime", "numpy", "rich"} & set(sys.modules)
+        found[" ".join(arguments)] = [end.code, sorted(loaded)]
+print(json.dumps(found), file=sys.stderr)
+"""
+
+
+def test_what_needs_no_model_imports_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MODEL + '[[transformations]]\nuse = "merge-linears"\n', encoding="utf-8")
+    (tmp_path / "bad.toml").write_text(MISTAKES["unknown rule"][0], encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"vocab_size": 9, "architectures": ["BertForMaskedLM"]}', encoding="utf-8")
+    calls = {
+        "--help": 0,
+        "--version": 0,
+        "run --help": 0,
+        "bench --help": 0,
+        "bench nowhere.onnx": 2,
+        "transformations": 0,
+        "transformations --json": 0,
+        "init .": 0,
+        "check optexport.toml": 0,
+        "check mine.toml": 0,
+        "check bad.toml": 2,
+        "run bad.toml": 2,
+        "run nowhere.toml": 2,
+    }
+    done = python("-c", LIGHT, json.dumps([call.split() for call in calls]), cwd=tmp_path)
+    assert json.loads(done.stderr.splitlines()[-1]) == {call: [code, []] for call, code in calls.items()}
+
+
+def test_the_package_itself_waits_for_torch_until_it_is_needed() -> None:
+    code = "import optexport, sys; assert 'torch' not in sys.modules; print(optexport.__version__)"
+    assert python("-c", code).stdout.strip() == __version__
+
+
+def test_the_module_is_the_program(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MISTAKES["unknown task"][0], encoding="utf-8")
+    version = python("-m", "optexport", "--version")
+    assert (version.returncode, version.stdout) == (0, f"optexport, version {__version__}\n")
+    bad = python("-m", "optexport", "check", "mine.toml", cwd=tmp_path)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == (
+        'Error: mine.toml: model.task: there is no task "feature-extractoin". Did you mean "feature-extraction"?\n'
+    )
+    shown = python("-m", "optexport", "--debug", "check", "mine.toml", cwd=tmp_path)
+    assert shown.returncode == 2
+    assert "Traceback" in shown.stderr
+    assert shown.stderr.endswith(bad.stderr)
+
+
+def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
+    """safetensors is written in Rust, and raises no OSError."""
+    group = Group("program")
+
+    @group.command()
+    def fill() -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    result = CliRunner().invoke(group, ["fill"])
+    assert result.exit_code == 1
+    assert result.stderr.endswith("No space left on device (os error 28)\n  Make room, and run again.\n")
+
+
+def test_a_reader_that_goes_away_is_no_defect() -> None:
+    """As in ``optexport transformations | head -0``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "optexport", "transformations"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+    finally:
+        os.close(writing)
+    assert "defect" not in done.stderr

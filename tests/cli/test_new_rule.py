@@ -1,0 +1,163 @@
+"""``optexport new-rule`` and the guide: what they say is what happens, and a package's rule goes by its name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from optexport import registry, symbolic_trace
+from optexport.cli.main import cli
+from optexport.cli.new_rule import write_rule
+from optexport.config.file import load_config
+from optexport.errors import ConfigError
+from optexport.sources.loading import Loaded
+from optexport.testing import check_applied, check_refused
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "optexport" / "transformations" / "README.md").read_text(encoding="utf-8")
+
+
+class Minus(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.number) * 2
+
+
+def _commands() -> list[str]:
+    (session,) = re.findall(r"```console\n(.*?)```", GUIDE, re.DOTALL)
+    return [line.removeprefix("$ ") for line in session.splitlines() if line.startswith("$ ")]
+
+
+def _run(command: str, folder: Path) -> str:
+    program, *arguments = command.split()
+    done = subprocess.run(
+        [sys.executable, "-m", program, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_guide_leads_from_nothing_to_a_rule_that_is_tested_and_has_run(tmp_path: Path) -> None:
+    make, install, test, export = _commands()
+    said = _run(make, tmp_path)
+    assert said in GUIDE
+    assert f"  {install}; {test}; {export}\n" in said
+    assert "2 passed" in _run(test.removeprefix("python -m "), tmp_path)
+    summary = _run(export, tmp_path)
+    assert "python:drop_negations:DropNegations    1 node -> 0" in summary
+    assert (tmp_path / "build" / "drop_negations" / "model.onnx").is_file()
+    for name in ("drop_negations.py", "test_drop_negations.py", "drop_negations.toml"):
+        assert f"\n{(tmp_path / name).read_text(encoding='utf-8')}```" in GUIDE
+
+
+def test_the_reversible_rule_of_the_guide_keeps_the_laws() -> None:
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "AddTheNegative" in code]
+    assert len(code.partition("@dataclass")[2].splitlines()) <= 20
+    names: dict[str, Any] = {}
+    exec(code, names)
+    x = torch.tensor([-0.0, 0.0, 0.1, -3.0, 1e30, torch.inf])
+    for number in (3, 0.1, -2.5, 1e-30):
+        graph_module = symbolic_trace(Minus(number), example_inputs={"x": x})
+        report = check_applied(names["AddTheNegative"](), graph_module, x, exact=True)
+        assert report.changes[0].target == "operator.add"
+    check_refused(names["AddTheNegative"](), symbolic_trace(Minus(0), example_inputs={"x": x}), x)
+
+
+def test_two_exports_of_a_new_rule_are_of_the_same_weights(tmp_path: Path) -> None:
+    write_rule("drop-negations", tmp_path)
+    digests = set()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = registry.import_from("test_drop_negations:Model", tmp_path, "here")()
+        digests.add(Loaded(model.eval()).weights_sha256)
+    assert len(digests) == 1
+
+
+def test_a_failing_test_of_a_rule_shows_its_message_and_not_the_log_of_the_trace(tmp_path: Path) -> None:
+    write_rule("drop-negations", tmp_path)
+    rule = tmp_path / "drop_negations.py"
+    right = "outer.replace_all_uses_with(inner.args[0])"
+    rule.write_text(rule.read_text().replace(right, "outer.replace_all_uses_with(inner)"))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_drop_negations.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.search(r"AssertionError: outputs must agree: output 0 differs by \d", done.stdout)
+    assert "torch.__trace" not in done.stdout
+
+
+def test_every_file_that_the_guide_links_to_is_there() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", GUIDE)
+    assert links
+    assert [link for link in links if not (ROOT / "optexport" / "transformations" / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Drop Tanh", "cannot name a rule"),
+        ("../escape", "cannot name a rule"),
+        ("class", "class is a Python keyword"),
+        ("", "cannot name a rule"),
+        ("merge-linears", "there is a built-in rule"),
+        ("taken", "it is there already"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "test_taken.py").write_text("mine")
+    result = CliRunner().invoke(cli, ["new-rule", name, "--folder", str(tmp_path)])
+    assert result.exit_code == 2
+    assert why in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["test_taken.py"]
+
+
+def _install(folder: Path, entry: str) -> None:
+    """What pip leaves of a package that brings a rule."""
+    write_rule("drop-negations", folder)
+    package = folder / "rules_of_ours-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: rules-of-ours\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[optexport.transformations]\n{entry}\n")
+
+
+def _listed(folder: Path, *arguments: str) -> str:
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); from optexport.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_rule_of_an_installed_package_goes_by_its_name(tmp_path: Path) -> None:
+    _install(tmp_path, "drop-negations = drop_negations:DropNegations")
+    assert re.search(
+        r"\ndrop-negations +plugin \(drop_negations:DropNegations\)\n", _listed(tmp_path, "transformations")
+    )
+    config = tmp_path / "drop_negations.toml"
+    config.write_text(config.read_text().replace("python:drop_negations:DropNegations", "drop-negations"))
+    summary = _listed(tmp_path, "run", str(config))
+    assert "drop-negations                         1 node -> 0" in summary
+
+
+def test_a_package_does_not_replace_a_built_in_rule(tmp_path: Path) -> None:
+    _install(tmp_path, "merge-linears = drop_negations:DropNegations")
+    assert "plugin" not in _listed(tmp_path, "transformations")
+
+
+def test_a_rule_that_no_package_brings_is_refused(tmp_path: Path) -> None:
+    write_rule("drop-negations", tmp_path)
+    config = tmp_path / "drop_negations.toml"
+    config.write_text(config.read_text().replace("python:drop_negations:DropNegations", "drop-negations"))
+    with pytest.raises(ConfigError, match='there is no rule "drop-negations"'):
+        load_config(config)

@@ -1,0 +1,125 @@
+"""``optexport log``, ``promote`` and ``rollback``, and ``run`` with ``[register]``: exit codes and what is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlflow
+import pytest
+from click.testing import CliRunner, Result
+
+from optexport.cli.main import cli
+from tests import stores
+from tests.calling import message
+from tests.tracking.bundles import QUIET, bundle, registering
+
+pytestmark = QUIET
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, list(map(str, arguments)))
+
+
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    before = mlflow.get_tracking_uri()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    yield stores.store(tmp_path)
+    mlflow.set_tracking_uri(before)
+
+
+def holder(uri: str, name: str = "block", alias: str = "champion") -> str:
+    return str(mlflow.MlflowClient(uri).get_registered_model(name).aliases[alias])
+
+
+def test_a_run_registers_its_model_and_the_alias_moves_only_to_a_better_one(uri: str, tmp_path: Path) -> None:
+    config = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["onnx"]')
+    text = f'{config.read_text()}[register]\nname = "block"\nalias = "best"\n'
+    config.write_text(text.replace('use = "merge-linears"', 'use = "fuse-bias-in-linear"'))
+    result = call("run", config)
+    assert result.exit_code == 0, result.stderr
+    assert "Registered block version 1 holds best" in result.stdout
+    # The same numbers in a larger file, and parity is not what is looked at.
+    config.write_text(f"{text}[register.ratchet]\nsize = 0.0\nparity = 1000.0\n")
+    result = call("run", "--json", config)
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["exit_code"]) == (6, 6), result.stderr
+    assert document["registered"]["version"] == "2"
+    assert "size: onnx takes " in result.stderr
+    assert (tmp_path / "out" / "block" / "manifest.json").is_file()
+    assert holder(uri, alias="best") == "1"
+
+
+@pytest.mark.parametrize("way", ["--uri", "--config", "environment"])
+def test_a_bundle_is_sent_to_the_store_that_is_named(
+    way: str, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = bundle(tmp_path, manifest=registering())
+    named: list[str | Path] = []
+    if way == "--uri":
+        named = ["--uri", uri]
+    elif way == "--config":
+        named = ["--config", stores.project(tmp_path, "sqlite:///mlflow.db")]
+    else:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    result = call("log", place, *named)
+    assert result.exit_code == 0, result.stderr
+    assert f"{place}: sent, MLflow run " in result.stdout
+    assert "block version 1 holds champion" in result.stdout
+    again = json.loads(call("log", place, *named, "--json").stdout)
+    assert (again["before"], again["passed"], again["registered"]["holder"]) == (True, True, "1")
+    assert holder(uri) == "1"
+
+
+def test_a_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert call("log", bundle(tmp_path, manifest=registering()), "--uri", uri).exit_code == 0
+    result = call("promote", "block", "1", "--uri", uri)
+    assert (result.exit_code, result.stdout) == (0, "block version 1 holds champion, which version 2 held.\n")
+    result = call("rollback", "block", "--uri", uri, "--json")
+    assert json.loads(result.stdout) == {"name": "block", "alias": "champion", "version": "2", "before": "1"}
+    assert holder(uri) == "2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["promote", "block", "1"], "--uri: nothing says which MLflow is meant"),
+        (["rollback", "block"], "--uri: nothing says which MLflow is meant"),
+        (["promote", "block", "1", "--uri", "URI"], "block: there is no such registered model"),
+        (["rollback", "block", "--uri", "URI"], "block: there is no such registered model"),
+        (["log", "nowhere", "--uri", "URI"], "nowhere: there is no such folder"),
+        (["log", "nowhere", "--config", "nowhere.toml"], "nowhere.toml: there is no such file"),
+    ],
+    ids=" ".join,
+)
+def test_a_call_that_is_wrong_ends_with_2_and_one_message(arguments: list[str], words: str, uri: str) -> None:
+    result = call(*[uri if argument == "URI" else argument for argument in arguments])
+    assert words in message(result, 2)
+
+
+@pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"]])
+def test_a_store_that_cannot_be_reached_ends_with_7(command: list[str], tmp_path: Path) -> None:
+    result = call(*command, "--uri", f"sqlite:///{tmp_path}/nowhere/mlflow.db")
+    assert "Nothing says whether the alias moved" in message(result, 7)
+
+
+@pytest.mark.parametrize("alias", ["latest", "v3", "the best"])
+def test_what_cannot_be_an_alias_is_a_wrong_call(alias: str, uri: str) -> None:
+    for command in (("promote", "block", "1"), ("rollback", "block")):
+        result = call(*command, "--uri", uri, "--alias", alias)
+        assert (result.exit_code, result.stderr.splitlines()[0]) == (
+            2,
+            f'Error: --alias: {alias!r} is no alias: write letters, digits, "_" and "-", but not "latest" or "v1"',
+        )
+
+
+def test_a_traceback_shows_no_password(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlflow's and requests' own errors, which a traceback shows, repeat the address as it is."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    result = call("--debug", "promote", "block", "1", "--uri", "http://someone:hunter2@127.0.0.1:9")
+    assert result.exit_code == 7
+    assert "Traceback" in result.stderr
+    assert "hunter2" not in result.stderr

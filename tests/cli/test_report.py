@@ -1,0 +1,131 @@
+"""``optexport report``, and what ties a report to its bundle."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from optexport.bundle.digests import read_manifest
+from optexport.cli.main import cli
+from optexport.errors import BundleError
+from optexport.html_report import page
+from tests import exports
+
+
+def report(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["report", *map(str, arguments)])
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+
+
+def without_report(folder: Path) -> Path:
+    """A bundle as earlier versions wrote it."""
+    (folder / "report.html").unlink()
+    exports.edit_json(folder / "measurements.json", lambda measurements: measurements.pop("report_sha256"))
+    return folder
+
+
+def test_it_is_made_from_the_folder_alone_and_gives_the_same_again(copied: Path, tmp_path: Path) -> None:
+    first = (copied / "report.html").read_bytes(), (copied / "measurements.json").read_bytes()
+    assert report(copied, "-o", tmp_path / "again.html").exit_code == 0
+    assert (tmp_path / "again.html").read_bytes() == first[0]
+    assert report(copied).exit_code == 0
+    assert ((copied / "report.html").read_bytes(), (copied / "measurements.json").read_bytes()) == first
+
+
+def test_a_bundle_of_an_earlier_version_is_whole_and_can_get_one(copied: Path) -> None:
+    manifest = without_report(copied)
+    assert read_manifest(manifest)
+    assert report(copied).exit_code == 0
+    assert read_manifest(copied)
+    assert "Passed" in (copied / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_report_that_was_changed_removed_or_added_is_noticed_and_can_be_written_again(copied: Path) -> None:
+    (copied / "report.html").write_text("Passed", encoding="utf-8")
+    with pytest.raises(BundleError, match=r"report\.html: it is not the one that was written\n  Write it again"):
+        read_manifest(copied)
+    (copied / "report.html").unlink()
+    with pytest.raises(BundleError, match=r"report\.html: it is missing"):
+        read_manifest(copied)
+    assert report(copied).exit_code == 0
+    assert read_manifest(copied)
+    content = (copied / "report.html").read_bytes()
+    without_report(copied)
+    (copied / "report.html").write_bytes(content)
+    with pytest.raises(BundleError, match=r"report\.html: it is of no run"):
+        read_manifest(copied)
+
+
+def test_a_damaged_bundle_gets_none(copied: Path, tmp_path: Path) -> None:
+    (copied / "graph_after.txt").write_text("graph():", encoding="utf-8")
+    for arguments in ((copied,), (copied, "-o", tmp_path / "report.html")):
+        assert report(*arguments).exit_code == 4
+    assert not (tmp_path / "report.html").exists()
+    assert report(tmp_path / "absent").exit_code == 2
+
+
+def test_it_is_not_written_over_a_file_of_the_bundle_nor_where_nothing_can_be(copied: Path, tmp_path: Path) -> None:
+    assert report(copied, "-o", copied / "manifest.json").exit_code == 2
+    done = report(copied, "-o", tmp_path / "no folder" / "report.html")
+    assert done.exit_code == 2
+    assert "it cannot be written" in done.stderr
+
+
+def test_measurements_of_another_form_are_damage_and_no_traceback(copied: Path) -> None:
+    exports.edit_json(copied / "measurements.json", lambda measurements: measurements.update(seconds="many"))
+    done = report(copied)
+    assert done.exit_code == 4
+    assert "measurements.json: it does not hold what a report shows" in done.stderr
+
+
+def test_it_needs_neither_torch_nor_mlflow(copied: Path) -> None:
+    script = (
+        "import sys, json; from pathlib import Path; from optexport.html_report import page, difference; "
+        "page.write(Path(sys.argv[1])); print(json.dumps(sorted({'torch', 'mlflow', 'transformers', "
+        "'matplotlib.pyplot'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(copied)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+def test_a_report_that_cannot_be_written_to_its_end_leaves_the_bundle_as_it_was(copied: Path) -> None:
+    before = {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            page.write(copied)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()} == before
+    read_manifest(copied)
+
+
+# Root reads everything, unless it gives that up.
+_AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+
+
+@pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
+@pytest.mark.parametrize(("name", "command"), [("model.onnx", "report"), ("report.html", "diff")])
+def test_a_file_that_may_not_be_read_is_named_and_no_defect(copied: Path, name: str, command: str) -> None:
+    (copied / name).chmod(0)
+    arguments = [copied, copied] if command == "diff" else [copied]
+    done = subprocess.run(
+        [*_AS_ANYBODY, sys.executable, "-m", "optexport", command, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.startswith(f"Error: {name}: it cannot be read: ")

@@ -1,0 +1,260 @@
+"""What ``run`` promises: an exit code for each outcome, one message, and a bundle only of what is proven."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from onnx import load_model
+
+from optexport.cli.main import cli
+from optexport.registry import RULES
+from tests.calling import Caller, config, message
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+# Mistakes that only a run can find. Config, exit code, words of the message.
+BY_RUNNING: dict[str, tuple[str, int, str]] = {
+    "no such factory": (config("halves:laod"), 2, 'halves has no laod\n  Did you mean "load"?'),
+    "factory that is no function": (config("halves:nn"), 2, "halves"),
+    "factory that fails": (config("halves:fails"), 3, "the factory raised KeyError: 'no weights'"),
+    "factory that leaves": (config("halves:leaves"), 3, "SystemExit"),
+    "factory that lacks an argument": (config("halves:takes"), 3, "argument: 'size'"),
+    "factory of no model": (config("halves:number"), 3, "not a module"),
+    "model that cannot be traced": (config("halves:Forks"), 3, "Forks"),
+    "no folder of a model": (config().replace("python:halves:load", "."), 3, "it holds no config.json"),
+    "inputs unknown": (config(inputs='tensors.y.shape = ["batch", 4]'), 2, "Halves takes no such input"),
+    "inputs of wrong shape": (
+        config(inputs='tensors.x.shape = ["batch", 5]'),
+        3,
+        "the model itself fails",
+    ),
+    "inputs of wrong dtype": (
+        config(inputs='tensors.x = { shape = ["batch", 4], dtype = "int64" }'),
+        3,
+        "the model itself fails",
+    ),
+    "inputs of nothing": (config(inputs=""), 2, "nothing says what the model's inputs are"),
+    "dimension of no input": (
+        config(inputs='tensors.x.shape = ["batch", 4]\ndynamic.bach = [1, 8]'),
+        2,
+        'inputs.dynamic.bach: no input has such a dimension\n  Did you mean "batch"?',
+    ),
+    "dimension that the model fixes": (
+        config(inputs='data = "x.npz"\naxes.x = ["batch", "width"]\ndynamic.width = [4, 8]'),
+        3,
+        "width",
+    ),
+    "range wider than the model takes": (
+        config("halves:Places", inputs='tensors.x.shape = ["batch", "length"]\ndynamic.length = [2, 64]'),
+        3,
+        "length 64",
+    ),
+    "too many names of axes": (config(inputs='data = "x.npz"\naxes.x = ["a", "b", "c"]'), 2, "inputs.axes.x"),
+    "axes of no input": (config(inputs='data = "x.npz"\naxes.z = ["a", "b"]'), 2, "inputs.axes.z"),
+    "data of another precision": (config(inputs='data = "double.npz"'), 3, "dtype"),
+    "damaged data": (config(inputs='data = "halves.npz"'), 2, "inputs.data: halves.npz: it cannot be read"),
+    "data of unknown kind": (config(inputs='data = "halves.py"'), 2, "Give .safetensors, .npz, or .jsonl."),
+    "texts without a tokenizer": (config(inputs='texts = ["a"]'), 2, "inputs.texts: this model has no tokenizer"),
+    "images without a processor": (config(inputs='images = ["halves.py"]'), 2, "inputs.images"),
+    "lines with other keys": (config(inputs='data = "mixed.jsonl"'), 2, "its lines must be objects with the same keys"),
+    "plugin that is nowhere": (
+        config(more='transformations = [{ use = "python:nowhere:Mine" }]'),
+        2,
+        "there is no module nowhere",
+    ),
+    "plugin of another name": (
+        config(more='transformations = [{ use = "python:halves:Double" }]'),
+        2,
+        'Did you mean "Doubles"?',
+    ),
+    "plugin that is no rule": (
+        config(more='transformations = [{ use = "python:halves:Halves" }]'),
+        2,
+        "no Transformation",
+    ),
+    "plugin with an unknown option": (
+        config(more='transformations = [{ use = "python:halves:Doubles", times = 3 }]'),
+        2,
+        "transformations[0]",
+    ),
+    "plugin that breaks the model": (
+        config(more='transformations = [{ use = "python:halves:Doubles" }]'),
+        4,
+        "Doubles",
+    ),
+    "plugin that fails": (config(more='transformations = [{ use = "python:halves:Fails" }]'), 5, "no such thing"),
+    "plugin that never has enough": (
+        config(more='transformations = [{ use = "python:halves:Forever" }]'),
+        5,
+        "python:halves:Forever: match finds linear again after rewrite",
+    ),
+    "output that is a file": (
+        config().replace("formats", 'output = "halves.py"\nformats'),
+        2,
+        "it exists and is no bundle",
+    ),
+    "output that is a folder": (config().replace("formats", 'output = "."\nformats'), 2, "it exists and is no bundle"),
+    "output below a file": (
+        config().replace("formats", 'output = "halves.py/x"\nformats'),
+        2,
+        "nothing can be written",
+    ),
+    "output of too long a name": (config().replace("formats", f'output = "{"n" * 3000}"\nformats'), 2, "export.output"),
+}
+
+
+@pytest.mark.parametrize("name", BY_RUNNING)
+def test_a_mistake_that_a_run_finds_ends_it_with_its_code_and_one_message(
+    name: str, call: Caller, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "x.npz", x=np.ones((2, 4), "float32"))
+    np.savez(tmp_path / "double.npz", x=np.ones((2, 4)))
+    (tmp_path / "halves.npz").write_bytes(b"x")
+    (tmp_path / "mixed.jsonl").write_text('{"x": [1.0]}\n{"y": [1.0]}\n', encoding="utf-8")
+    text, code, words = BY_RUNNING[name]
+    before = sorted(path.name for path in tmp_path.iterdir())
+    told = message(call("run", text), code)
+    assert words in told
+    left = {path.name for path in tmp_path.rglob("*") if path.is_dir()} - {"__pycache__", "build", "model-failure"}
+    assert left <= set(before), "nothing is left of a run that failed"
+
+
+# What goes well
+
+
+def test_a_run_that_proves_its_bundle_ends_with_0_and_so_does_verify(call: Caller, tmp_path: Path) -> None:
+    result = call("run", config(inputs='tensors.x.shape = ["batch", 4]\ndynamic.batch = [1, 8]'))
+    assert result.exit_code == 0, result.output
+    assert "Parity passed" in result.stdout
+    bundle = tmp_path / "build" / "model"
+    assert f"{bundle}" in result.stdout
+    verified = CliRunner().invoke(cli, ["verify", str(bundle)])
+    assert (verified.exit_code, verified.stderr) == (0, "")
+    program = bundle / "model.pt2"
+    content = bytearray(program.read_bytes())
+    content[len(content) // 2] ^= 1
+    program.write_bytes(content)
+    assert "model.pt2: it was changed" in message(CliRunner().invoke(cli, ["verify", str(bundle)]), 4)
+
+
+def test_a_second_run_replaces_the_bundle_and_a_failed_one_leaves_it(call: Caller, tmp_path: Path) -> None:
+    manifest = tmp_path / "build" / "model" / "manifest.json"
+    assert call("run", config()).exit_code == 0
+    first = manifest.read_bytes()
+    assert call("run", config(more='transformations = [{ use = "python:halves:Doubles" }]')).exit_code == 4
+    assert manifest.read_bytes() == first
+    assert call("run", config()).exit_code == 0
+    assert manifest.read_bytes() == first
+    assert [path.name for path in (tmp_path / "build").iterdir()] == ["model"]
+
+
+def test_machines_read_one_document_and_nothing_else(call: Caller) -> None:
+    result = call("run", config(), "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    read = json.loads(result.stdout)
+    assert read["passed"] is True
+    assert set(read["files"]) == {"pt2"}
+    assert set(read["transformed_nodes"]) == {name for name, info in RULES.items() if info.in_preset}
+
+
+FAILURES = {
+    "refused": (config(inputs=""), 2),
+    "not loaded": (config("halves:fails"), 3),
+    "left": (config("halves:leaves"), 3),
+    "not proven": (config(more='transformations = [{ use = "python:halves:Doubles" }]'), 4),
+    "not transformed": (config(more='transformations = [{ use = "python:halves:Fails" }]'), 5),
+    "without work": (config(more='transformations = [{ use = "merge-linears", expect = { min = 1 } }]'), 6),
+    "interrupted": (config("halves:interrupted"), 130),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_machines_read_one_document_of_a_failure_too(name: str, call: Caller) -> None:
+    text, code = FAILURES[name]
+    result = call("run", text, "--json")
+    read = json.loads(result.stdout)
+    assert (read["passed"], read["exit_code"], result.exit_code) == (False, code, code)
+    assert result.stderr.endswith(f"Error: {read['error']}\n")
+    if code == 4:
+        assert {place["place"] for place in read["parity"]["places"]} == {"original", "transformed graph"}
+    else:
+        assert read["parity"] is None
+
+
+def test_machines_read_one_document_where_only_tracking_failed(call: Caller) -> None:
+    result = call("run", config().replace("enabled = false", 'uri = "nonsense://nowhere"'), "--json")
+    read = json.loads(result.stdout)
+    assert (read["passed"], read["exit_code"], result.exit_code) == (True, 7, 7)
+    assert "nonsense" in read["tracking_failure"]
+
+
+def test_a_rule_can_be_left_out_and_an_unknown_one_is_told(call: Caller) -> None:
+    result = call("run", config(), "--json", "--without", "MergeLinears")
+    assert "merge-linears" not in json.loads(result.stdout)["transformed_nodes"]
+    assert 'Did you mean "merge-linears"?' in message(call("run", config(), "--without", "merge-linear"), 2)
+
+
+def test_a_rule_that_is_left_out_needs_no_tolerance(call: Caller) -> None:
+    text = config(more='transformations = [{ use = "cast-precision" }]')
+    assert "Set parity.atol or parity.rtol" in message(call("run", text), 2)
+    assert call("run", text, "--without", "CastPrecision").exit_code == 0
+
+
+def test_a_baseline_lies_beside_the_bundle(call: Caller, tmp_path: Path) -> None:
+    result = call("run", config(), "--baseline")
+    assert result.exit_code == 0
+    stages = [line.rpartition(": ")[0] for line in result.stderr.splitlines()]
+    assert {"baseline: trace", "baseline: check pt2", "trace", "check pt2", "load"} <= set(stages)
+    assert stages.count("trace") == 1
+    plain = json.loads((tmp_path / "build" / "model-baseline" / "manifest.json").read_text())
+    assert plain["transformations"] == []
+
+
+def test_graphs_are_dumped_where_asked_or_the_folder_is_refused(call: Caller, tmp_path: Path) -> None:
+    assert call("run", config(), "--dump", str(tmp_path / "graphs")).exit_code == 0
+    assert any((tmp_path / "graphs").iterdir())
+    assert "dump" in message(call("run", config(), "--dump", str(tmp_path / "halves.py" / "graphs")), 2)
+
+
+def test_paths_may_start_at_home_and_are_relative_to_the_config(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir("/")
+    (tmp_path / "home").mkdir()
+    np.savez(tmp_path / "home" / "x.npz", x=np.ones((2, 4), "float32"))
+    text = config(inputs='data = "~/x.npz"').replace("formats", 'output = "~/bundle"\nformats')
+    result = call("run", text)
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "home" / "bundle" / "manifest.json").is_file()
+    assert call("run", config(inputs='data = "home/x.npz"')).exit_code == 0
+    assert (tmp_path / "build" / "model" / "manifest.json").is_file()
+
+
+def test_an_opset_is_the_one_asked_for_or_refused(call: Caller, tmp_path: Path) -> None:
+    onnx = config().replace('formats = ["pt2"]', 'formats = ["onnx"]\nopset = OPSET')
+    assert call("run", onnx.replace("OPSET", "19")).exit_code == 0
+    written = load_model(tmp_path / "build" / "model" / "model.onnx", load_external_data=False)
+    assert [found.version for found in written.opset_import if not found.domain] == [19]
+    result = call("run", onnx.replace("OPSET", "99"))
+    assert "opset" in message(result, 5 if result.exit_code == 5 else 2)
+
+
+def test_an_interrupted_run_says_so_and_ends_with_130(call: Caller) -> None:
+    assert message(call("run", config("halves:interrupted")), 130) == "interrupted\n"
+
+
+def test_a_run_that_cannot_be_tracked_ends_with_7_and_leaves_its_bundle_whole(call: Caller, tmp_path: Path) -> None:
+    result = call("run", config().replace("enabled = false", 'uri = "nonsense://nowhere"'))
+    assert result.exit_code == 7, result.stderr
+    assert "Error: tracking.uri: nonsense://nowhere" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert CliRunner().invoke(cli, ["verify", str(tmp_path / "build" / "model")]).exit_code == 0

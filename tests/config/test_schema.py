@@ -1,0 +1,96 @@
+"""The JSON schema of a config agrees with what `check` says."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from optexport import registry
+from optexport.config.file import checked_settings
+from optexport.config.schema import config_schema
+from optexport.errors import ConfigError
+from optexport.registry import RULES
+from tests.calling import CliRunner, cli
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = config_schema()
+MODEL: dict[str, Any] = {"model": {"source": "org/name"}}
+
+
+def is_valid(config: dict[str, Any]) -> bool:
+    return jsonschema.Draft202012Validator(SCHEMA).is_valid(config)
+
+
+def test_the_command_prints_a_schema() -> None:
+    done = CliRunner().invoke(cli, ["schema"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == SCHEMA
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("examples/**/*.toml"), *ROOT.glob("pipelines/*.toml")]), ids=lambda path: path.name
+)
+def test_configs_of_the_repository_follow_it(path: Path) -> None:
+    assert is_valid(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"inputs": {"tensors": {"x": {"shape": ["batch", 3], "low": 0.0}}, "dynamic": {"batch": [1, 8]}}},
+    {"inputs": {"constants": {"a": True, "b": 1, "c": 0.5, "d": "x"}}},
+    {"parity": {"decisions": {"cosine": 0.99, "top_k_agreement": {"min": 1, "k": 3}}}},
+    {"gate": {"max_size_mb": 20, "min_speedup": {"onnx": 1.1}}},
+    {"processing": {"normalize": True, "outputs": "top_k", "k": 3}},
+    {"transformations": [{"use": "merge-linears", "expect": {"min": 1}, "formats": ["onnx"]}]},
+    {"transformations": [{"use": "MergeLinears"}, {"use": "keep-outputs", "outputs": ["a"]}]},
+    {"transformations": [{"use": "python:mine:Rule", "anything": 1}]},
+    {"export": {"lowerings": {"onnx": ["gemm"]}, "opset": 20}, "tune": {}, "bench": {"shapes": [{"batch": 1}]}},
+]
+BAD: list[dict[str, Any]] = [
+    {"model": {"source": ""}},
+    {"model": {}},
+    {"modle": {}},
+    {"inputs": {"texts": []}},
+    {"processing": {"outputs": "max"}},
+    {"inputs": {"tensors": {"x": {"shape": [1.5]}}}},
+    {"inputs": {"dynamic": {"batch": [1]}}},
+    {"parity": {"multiple": 0.5}},
+    {"parity": {"effort": "lots"}},
+    {"parity": {"decisions": {"cosine": "high"}}},
+    {"gate": {"max_size_mb": 0}},
+    {"export": {"formats": ["onxx"]}},
+    {"export": {"formats": []}},
+    {"transformations": [{"use": "merge-linears", "outputs": ["a"]}]},
+    {"transformations": [{"use": "replace-activation", "new": "tanh"}]},
+    {"transformations": [{"options": 1}]},
+]
+
+
+@pytest.mark.parametrize("tables", GOOD, ids=str)
+def test_what_check_takes_it_takes(tables: dict[str, Any]) -> None:
+    checked_settings(MODEL | tables, "config.toml")
+    assert is_valid(MODEL | tables)
+
+
+@pytest.mark.parametrize("tables", BAD, ids=str)
+def test_what_it_refuses_check_refuses(tables: dict[str, Any], tmp_path: Path) -> None:
+    assert not is_valid(MODEL | tables)
+    with pytest.raises(ConfigError):
+        config = checked_settings(MODEL | tables, "config.toml")
+        for rule in config.rules():
+            registry.check(rule.use, rule.options, "config.toml")
+
+
+def test_it_names_every_rule_and_option() -> None:
+    named = {
+        rule["properties"]["use"]["const"]: set(rule["properties"]) - {"use", "expect", "formats"}
+        for rule in SCHEMA["$defs"]["TransformationConfig"]["anyOf"]
+        if "const" in rule["properties"]["use"]
+    }
+    assert named == {name: set(info.options) for name, info in RULES.items()}

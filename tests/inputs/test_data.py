@@ -1,0 +1,254 @@
+"""Data files and images are read as they are, or refused by their name."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+from transformers import BertConfig, BertModel
+
+from optexport.config.file import InputsConfig
+from optexport.inputs.preparing import prepare
+from optexport.sources.loading import Pretrained
+from tests.preparing import TINY, Maker, Rows, bert, shapes
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Maker:
+    return Maker(tmp_path)
+
+
+# JSON lines
+
+
+def test_lines_of_text_are_texts(made: Maker) -> None:
+    from_lines = made(data=made.lines({"text": "the cat"}, {"text": "a dog ran"}))
+    assert torch.equal(from_lines.example["input_ids"], made(texts=["the cat", "a dog ran"]).example["input_ids"])
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"], ids=ascii)
+def test_a_line_ends_where_json_lets_it_end(separator: str, made: Maker) -> None:
+    assert made(data=made.lines({"text": f"the{separator}cat"}, {"text": "a dog"})).real
+
+
+def test_a_byte_order_mark_and_the_line_ends_of_windows_do_no_harm(made: Maker) -> None:
+    (made.folder / "lines.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "the cat"}\r\n\r\n{"text": "a dog"}\r\n')
+    assert made(data="lines.jsonl").real[0]["input_ids"].shape[0] == 2
+
+
+def test_lines_of_text_are_refused_under_the_key_that_was_given(made: Maker) -> None:
+    assert made.refusal(data=made.lines({"text": "zebra"})).startswith("inputs.data: lines.jsonl")
+    message = made.refusal_without_processors(data=made.lines({"text": "the cat"}))
+    assert message.startswith("inputs.data: lines.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (['{"x": [1.0]}', "", '{"x": "one"}'], 'line 3, "x": it is neither a number'),
+        (['{"x": [1.0], "y": [[1], [2, 3]]}'], 'line 1, "y": it is neither a number'),
+        (['{"x": [1.0]}', '{"x": null}'], 'line 2, "x": it is neither a number'),
+        (['{"x": [1.0]}', '{"x": []}'], 'line 2, "x": it is empty'),
+        (['{"x": [[1.0]]}', '{"x": [[1.0, 2.0]]}'], 'line 2, "x": its shape is [1, 2], and that of line 1 [1, 1]'),
+        (['{"x": [1.0]}', '{"x": [1.0]}', '{"y": [1.0]}'], "line 3: its lines must be objects with the same keys"),
+        (["3"], "its lines must be objects with the same keys"),
+        (['{"x": [1.0]}', '{"x": [1.0'], "it cannot be read: line 2 is no JSON: Expecting ',' delimiter at column 11"),
+        (['{"text": "the cat"}', '{"text": 3}'], 'line 2: "text" must be a text'),
+        (['{"x": ' + "[" * 100_000], "it cannot be read: line 1: "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_in_a_line_is_told_with_its_line_and_its_key(lines: list[str], told: str, made: Maker) -> None:
+    (made.folder / "lines.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    message = made.refusal(Rows(), data="lines.jsonl")
+    assert message.startswith("inputs.data: lines.jsonl")
+    assert told in message
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.integers(1, 13), min_size=1, max_size=9), min_size=1, max_size=5))
+def test_lines_of_ids_are_padded_and_the_mask_says_where(ids: list[list[int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ids.jsonl"
+        path.write_text("\n".join(json.dumps({"input_ids": row}) for row in ids), encoding="utf-8")
+        (batch,) = prepare(InputsConfig(data="ids.jsonl"), path.parent, bert(), None, 0).real
+    longest = max(map(len, ids))
+    assert batch["input_ids"].tolist() == [row + [0] * (longest - len(row)) for row in ids]
+    assert batch["attention_mask"].tolist() == [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
+    assert batch["input_ids"].dtype is torch.int64
+
+
+def test_ids_are_padded_with_the_models_own_token_and_the_rest_with_zeros(made: Maker) -> None:
+    model = BertModel(BertConfig(**TINY, pad_token_id=4)).eval()
+    data = made.lines({"input_ids": [5, 6], "token_type_ids": [1, 1]}, {"input_ids": [7], "token_type_ids": [1]})
+    (batch,) = made(model, data=data).real
+    assert batch["input_ids"].tolist() == [[5, 6], [7, 4]]
+    assert batch["token_type_ids"].tolist() == [[1, 1], [1, 0]]
+
+
+def test_a_mask_that_is_given_is_kept(made: Maker) -> None:
+    (batch,) = made(data=made.lines({"input_ids": [5, 6], "attention_mask": [0, 1]})).real
+    assert batch["attention_mask"].tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [{}],
+        [[5, 6]],
+        [3],
+        [{"text": "the cat"}, {"input_ids": [5]}],
+        [{"text": "the cat", "input_ids": [5]}, {"text": "the cat"}],
+        [{"input_ids": "the cat"}],
+        [{"input_ids": None}],
+        [{"input_ids": 5}],
+        [{"input_ids": []}],
+        [{"input_ids": []}, {"input_ids": [5, 6]}],
+        [{"input_ids": [[5, 6], [5]]}],
+        [{"input_ids": [5, 6]}, {"input_ids": [[5, 6]]}],
+        [{"text": 5}],
+        [{"text": ["the", "cat"]}],
+        [{"text": None}],
+        [{"inputs_ids": [5]}],
+    ],
+    ids=json.dumps,
+)
+def test_lines_that_hold_no_inputs_are_refused(records: list[Any], made: Maker) -> None:
+    made.refusal(data=made.lines(*records))
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "attention_mask"])
+def test_lines_whose_inputs_differ_in_length_are_refused_where_the_length_is_declared(name: str, made: Maker) -> None:
+    data = made.lines({"input_ids": [5, 6], name: [1]})
+    message = made.refusal(data=data, dynamic={"batch": [1, 8], "sequence": [1, 16]})
+    assert "sequence" in message
+    assert name in message
+
+
+# Files of every kind
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b'{"text": "a"}{"text": "b"}', b"text"], ids=ascii)
+@pytest.mark.parametrize("suffix", [".jsonl", ".npz", ".safetensors"])
+def test_a_damaged_file_is_refused_by_its_name(suffix: str, content: bytes, made: Maker) -> None:
+    (made.folder / f"data{suffix}").write_bytes(content)
+    message = made.refusal(data=f"data{suffix}")
+    assert message.startswith(f"inputs.data: data{suffix}: it cannot be read")
+    assert "unsafe" not in message  # no library's advice to load what may run code
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@settings(max_examples=40)
+@given(fraction=st.floats(0, 0.99), flipped=st.integers(0, 255))
+def test_a_file_cut_short_or_changed_is_read_or_refused(suffix: str, fraction: float, flipped: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"data{suffix}"
+        store(path, {"x": torch.ones(2, 3)})
+        whole = path.read_bytes()
+        place = int(fraction * len(whole))
+        made = Maker(Path(folder))
+        path.write_bytes(whole[:place])
+        made.refusal(Rows(), data=path.name)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ flipped]) + whole[place + 1 :])
+        try:
+            assert made(Rows(), data=path.name).real
+        except Exception as error:
+            assert type(error).__name__ == "ConfigError"  # noqa: PT017
+
+
+@pytest.mark.parametrize("name", ["data.txt", "data.npy", "data.pt", "data", ".npz"])
+def test_a_file_of_another_kind_is_refused(name: str, made: Maker) -> None:
+    (made.folder / name).write_bytes(b"x")
+    assert "Give .safetensors, .npz, or .jsonl." in made.refusal(data=name)
+
+
+def store(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    if path.suffix == ".npz":
+        np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    else:
+        save_file(tensors, path)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_arrays_come_back_as_they_were_stored(suffix: str, made: Maker) -> None:
+    stored = {"x": torch.randn(3, 4), "y": torch.arange(6).reshape(3, 2)}
+    store(made.folder / f"data{suffix}", stored)
+    inputs = made(Rows(), data=f"data{suffix}")
+    assert all(torch.equal(inputs.real[0][name], tensor) for name, tensor in stored.items())
+    assert all(inputs.real[0][name].dtype is tensor.dtype for name, tensor in stored.items())
+    assert shapes(inputs) == {"x": [3, 4], "y": [3, 2]}
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {},
+        {"x": np.zeros((0, 4), "float32")},
+        {"x": np.array(["a", "b"])},
+        {"x": np.array([{}], dtype=object)},
+        {"x": np.zeros((2, 4)), "z": np.zeros((2, 4))},
+        {"x": np.zeros((2, 4)), "y": np.zeros((3, 4))},
+    ],
+    ids=["none", "empty", "text", "objects", "unknown name", "batches that differ"],
+)
+def test_arrays_that_are_no_inputs_are_refused(arrays: dict[str, Any], made: Maker) -> None:
+    np.savez(made.folder / "data.npz", **arrays)
+    made.refusal(Rows(), data="data.npz", dynamic={"batch": [1, 8]})
+
+
+def test_a_first_axis_that_is_no_batch_is_left_alone_where_none_is_declared(made: Maker) -> None:
+    np.savez(made.folder / "data.npz", x=np.zeros((2, 4), "float32"), y=np.arange(5))
+    assert shapes(made(Rows(), data="data.npz")) == {"x": [2, 4], "y": [5]}
+
+
+# Images
+
+
+class Pixels(nn.Module):
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return pixel_values
+
+
+def picture(path: Path) -> str:
+    image = pytest.importorskip("PIL.Image")
+    image.fromarray((np.arange(20 * 24 * 3) % 251).astype(np.uint8).reshape(20, 24, 3)).save(path)
+    return path.name
+
+
+def test_images_become_what_the_processor_makes_of_them(made: Maker) -> None:
+    name = picture(made.folder / "a.png")
+    assert shapes(made(Pixels(), images=[name, name])) == {"pixel_values": [2, 3, 16, 16]}
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5])
+def test_an_image_that_is_broken_is_refused_by_its_name(kept: float, made: Maker) -> None:
+    good = picture(made.folder / "good.png")
+    content = (made.folder / good).read_bytes()
+    (made.folder / "bad.png").write_bytes(content[: int(kept * len(content))])
+    message = made.refusal(Pixels(), images=[good, "bad.png"])
+    assert message.startswith("inputs.images")
+    assert "bad.png" in message
+
+
+def test_images_need_a_processor(made: Maker) -> None:
+    name = picture(made.folder / "a.png")
+    assert made.refusal_without_processors(images=[name]).startswith("inputs.images: this model has no")
+    empty = Pretrained(str(made.folder), {"local_files_only": True})
+    assert made.refusal(Pixels(), empty, images=[name]).startswith("inputs.images: ")
+
+
+def test_images_without_pillow_say_what_to_install(made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = picture(made.folder / "a.png")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert "pip install pillow" in made.refusal(Pixels(), images=[name])

@@ -1,0 +1,189 @@
+"""Inputs made from a config alone are ones that the model takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    CLIPModel,
+    LayoutLMConfig,
+    LayoutLMModel,
+    UnivNetConfig,
+    UnivNetModel,
+    ViTConfig,
+    ViTModel,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
+    WhisperConfig,
+    WhisperModel,
+)
+
+from optexport.errors import TraceError
+from optexport.inputs.dummy import dummy_inputs
+from optexport.signature import conventional_axes
+from tests import models
+from tests.preparing import TINY
+from tests.zoo import shrinking
+
+SIDE: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+def clip() -> nn.Module:
+    text = {**SIDE, "vocab_size": 30, "max_position_embeddings": 12, "eos_token_id": 29}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config={**SIDE, "image_size": 16, "patch_size": 8}))
+
+
+def whisper() -> nn.Module:
+    sizes = {
+        f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")
+    }
+    return WhisperModel(
+        WhisperConfig(vocab_size=30, d_model=8, max_source_positions=20, num_mel_bins=4, pad_token_id=0, **sizes)
+    )
+
+
+FURTHER = {
+    "clip": (clip, {"input_ids", "attention_mask", "pixel_values"}),
+    "whisper": (whisper, {"input_features", "decoder_input_ids"}),
+    "wav2vec2": (
+        lambda: Wav2Vec2Model(Wav2Vec2Config(**SIDE, conv_dim=(4,) * 7, vocab_size=9, num_conv_pos_embedding_groups=2)),
+        {"input_values"},
+    ),
+    "layoutlm": (lambda: LayoutLMModel(LayoutLMConfig(**TINY)), {"input_ids", "attention_mask"}),
+    "oblong vit": (
+        lambda: ViTModel(ViTConfig(**SIDE, image_size=[16, 24], patch_size=8, num_channels=1)),
+        {"pixel_values"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_a_model_takes_what_is_made_for_it(name: str) -> None:
+    model = models.model(name)
+    with torch.no_grad():
+        assert model(**dummy_inputs(model))
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_model_of_sounds_or_images_takes_what_is_made_for_it(name: str) -> None:
+    make, names = FURTHER[name]
+    model = make().eval()
+    made = dummy_inputs(model)
+    assert set(made) == names
+    with torch.no_grad():
+        assert model(**made)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_every_dynamic_axis_is_at_least_two_long_and_shared_ones_agree(name: str) -> None:
+    sizes: dict[str, set[int]] = {}
+    for key, tensor in dummy_inputs(models.model(name)).items():
+        for axis, size in zip(conventional_axes(key, tensor.dim()), tensor.shape, strict=True):
+            sizes.setdefault(axis, set()).add(size)
+    assert all(len(found) == 1 and min(found) >= 2 for found in sizes.values())
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 300))
+def test_token_ids_are_inside_any_vocabulary(size: int) -> None:
+    model = nn.Linear(1, 1)
+    model.config = BertConfig(vocab_size=size)  # type: ignore[assignment]
+    model.forward = lambda input_ids: input_ids  # type: ignore[method-assign]
+    ids = dummy_inputs(model)["input_ids"]
+    assert 0 <= int(ids.min()) <= int(ids.max()) < size
+    assert size < 200 or len(ids.unique()) == ids.numel()
+
+
+def test_the_same_is_made_every_time() -> None:
+    first, second = (dummy_inputs(models.model("groupvit")) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_real_numbers_are_of_the_models_own_dtype_and_ids_are_not(dtype: torch.dtype) -> None:
+    made = dummy_inputs(clip().to(dtype))
+    assert made["pixel_values"].dtype is dtype
+    assert made["input_ids"].dtype is torch.int64
+
+
+def test_inputs_are_made_by_name_in_the_order_given() -> None:
+    names = ["attention_mask", "token_type_ids", "position_ids", "input_ids"]
+    model = BertModel(BertConfig(**TINY)).eval()
+    made = dummy_inputs(model, names)
+    assert list(made) == names
+    with torch.no_grad():
+        assert model(**made)
+
+
+def test_boxes_have_corners_in_their_order() -> None:
+    box = dummy_inputs(LayoutLMModel(LayoutLMConfig(**TINY)), ["input_ids", "bbox"])["bbox"]
+    assert bool((box[..., 0] <= box[..., 2]).all())
+    assert bool((box[..., 1] <= box[..., 3]).all())
+
+
+def test_an_input_that_the_model_does_not_take_or_that_cannot_be_made_is_refused() -> None:
+    model = models.model("bert")
+    with pytest.raises(TraceError, match="input pixel_values: BertModel takes no such input"):
+        dummy_inputs(model, ["pixel_values"])
+    with pytest.raises(TraceError, match="input inputs_embeds: it cannot be made from the config alone"):
+        dummy_inputs(model, ["inputs_embeds"])
+
+
+def test_no_sequence_is_longer_than_the_model_takes() -> None:
+    """A model of five positions must not be given nine tokens."""
+    model = BertModel(BertConfig(**{**TINY, "max_position_embeddings": 5})).eval()
+    with torch.no_grad():
+        assert model(**dummy_inputs(model))
+
+
+KINDS = {
+    "llava": {"input_ids", "attention_mask", "pixel_values"},
+    "qwen2_vl": {"input_ids", "attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids", "position_ids"},
+    "wav2vec2-bert": {"input_features"},
+    "patchtst": {"past_values"},
+    "timesformer": {"pixel_values"},
+    "encodec": {"input_values"},
+    "vilt": {"input_ids", "attention_mask", "pixel_values"},
+}
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_model_takes_what_is_made_of_images_in_texts_sounds_videos_and_series(model_type: str) -> None:
+    model = next(shrinking.candidates(model_type))[1]()
+    made = dummy_inputs(model)
+    assert set(made) == KINDS[model_type]
+    with torch.no_grad():
+        assert model(**made)
+
+
+def test_a_text_about_an_image_holds_as_many_tokens_for_it_as_the_model_makes_features() -> None:
+    model: Any = next(shrinking.candidates("llava"))[1]()
+    made = dummy_inputs(model)
+    with torch.no_grad():
+        features = model.get_image_features(made["pixel_values"]).pooler_output
+    tokens = (made["input_ids"] == model.config.image_token_id).sum(1)
+    assert tokens.tolist() == [len(each) for each in features]
+
+
+def test_noise_that_a_model_would_draw_is_given_where_it_may_be() -> None:
+    sizes = {"model_in_channels": 4, "model_hidden_channels": 4, "kernel_predictor_hidden_channels": 4}
+    model = UnivNetModel(UnivNetConfig(num_mel_bins=6, **sizes)).eval()
+    inputs = dummy_inputs(model)
+    assert inputs["noise_sequence"].shape == (*inputs["input_features"].shape[:2], 4)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).waveforms, model(**inputs).waveforms)
+
+
+def test_a_model_that_takes_none_of_what_is_made_is_an_error_with_a_mend() -> None:
+    model = next(shrinking.candidates("udop"))[1]()
+    with pytest.raises(TraceError, match="the model fails on all .* kinds of inputs") as raised:
+        dummy_inputs(model)
+    assert raised.value.mend

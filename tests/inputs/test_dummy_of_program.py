@@ -1,0 +1,91 @@
+"""A ``.pt2`` file needs no inputs but what it says itself: names, dtypes, sizes, and what its embeddings hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from optexport.cli.main import cli
+from optexport.inputs.dummy_of_program import program_inputs
+from optexport.sources.archives import load_pt2
+from tests.models import randomise
+
+
+class Looks(nn.Module):
+    """Looks ids up, adds a second kind of them, and hides what a mask hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kinds, self.linear = nn.Embedding(30, 4), nn.Embedding(1, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor, kinds: torch.Tensor, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        found = (self.words(ids) + self.kinds(kinds)) * mask[..., None]
+        return self.linear(found.sum(1) / mask.sum(1, keepdim=True)) + x
+
+
+def batch(size: int, sequence: int = 7) -> dict[str, torch.Tensor]:
+    whole = torch.ones(size, sequence, dtype=torch.int64)
+    return {"ids": 3 * whole, "kinds": 0 * whole, "mask": whole, "x": torch.full((size, 4), 0.5)}
+
+
+def saved(
+    path: Path, size: int = 3, *, dynamic: bool = True, by_name: bool = True, examples: bool = False
+) -> nn.Module:
+    """Saves a program, with the inputs that it was traced with if asked to."""
+    model, given = randomise(Looks()), batch(size)
+    axes: Any = {"x": {0: torch.export.Dim("rows", max=9)}} if dynamic else {"x": None}
+    first = axes["x"] and {**axes["x"], 1: torch.export.Dim("words", min=2, max=40)}
+    shapes = {**dict.fromkeys(("ids", "kinds", "mask"), first), **axes}
+    way = {"args": (), "kwargs": given} if by_name else {"args": tuple(given.values())}
+    program = torch.export.export(model, dynamic_shapes=shapes, **way)
+    if not examples:
+        program._example_inputs = None
+    torch.export.save(program, path)
+    return model
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("examples", [False, True])
+def test_inputs_have_the_names_dtypes_and_sizes_of_the_program_and_fit_its_embeddings(
+    by_name: bool, examples: bool, tmp_path: Path
+) -> None:
+    model = saved(tmp_path / "model.pt2", by_name=by_name, examples=examples)
+    made = program_inputs(load_pt2(tmp_path / "model.pt2"), 0)
+    want = batch(3)
+    assert {k: (v.dtype, v.shape) for k, v in made.items()} == {k: (v.dtype, v.shape) for k, v in want.items()}
+    assert all(torch.equal(made[name], want[name]) for name in want) is examples
+    assert model(**made).isfinite().all()
+    if not examples:
+        assert 1 < made["ids"].max() < 30
+        assert not made["kinds"].any()
+        assert set(made["mask"].unique().tolist()) == {0, 1}
+        assert made["mask"].any(1).all()
+
+
+def test_the_seed_makes_the_inputs(tmp_path: Path) -> None:
+    saved(tmp_path / "model.pt2")
+    program = load_pt2(tmp_path / "model.pt2")
+    one, same, other = (program_inputs(program, seed) for seed in (0, 0, 1))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["ids"], other["ids"])
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_run_on_a_pt2_file_needs_nothing_but_its_name(dynamic: bool, tmp_path: Path) -> None:
+    """Also where it takes a batch of one, and no other."""
+    saved(tmp_path / "model.pt2", 3 if dynamic else 1, dynamic=dynamic)
+    config = tmp_path / "mine.toml"
+    config.write_text('[model]\nsource = "model.pt2"\n[export]\nformats = ["pt2"]\n[tracking]\nenabled = false\n')
+    result = CliRunner().invoke(cli, ["run", str(config)])
+    assert result.exit_code == 0, result.output
+    manifest = json.loads((tmp_path / "build" / "model" / "manifest.json").read_bytes())
+    shapes = {spec["name"]: spec["shape"] for spec in manifest["inputs"]}
+    assert shapes["x"] == (["batch", 4] if dynamic else [1, 4])
+    assert isinstance(shapes["ids"][1], str) is dynamic
+    assert [dim["max"] for dim in manifest["dims"].values()] == ([9, 40] if dynamic else [])

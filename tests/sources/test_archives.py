@@ -1,0 +1,481 @@
+"""Opening ``.pt2`` files: those that torch writes open; those that carry code do not, and the code is never run."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._export.serde.schema import SCHEMA_VERSION
+
+from optexport.errors import SourceError
+from optexport.sources import archives
+from tests.exports import rezip
+from tests.models import randomise
+from tests.transformations.programs import Program
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+BATCH = {"x": {0: torch.export.Dim("batch", max=64)}}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    """torch logs a traceback for each archive that it cannot read."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Plain(nn.Module):
+    """Parameters, buffers of both kinds, and constants of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("kept", torch.full((3,), 0.5))
+        self.register_buffer("forgotten", torch.arange(3.0), persistent=False)
+        self.attribute = torch.tensor([1.0, 2.0, 3.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.kept + self.forgotten + self.attribute + torch.tensor([0.25, 0.5, 0.75])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+class Strided(nn.Module):
+    """Weights that are views of a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.arange(24.0).reshape(6, 4)
+        self.weight = nn.Parameter(whole[1::2].T, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Branching(nn.Module):
+    """A graph inside a graph, and sizes in the arithmetic."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+        return y.repeat(2, 1)[: x.shape[0] + 1] * (x.shape[0] // 2)
+
+
+def saved(model: nn.Module, path: Path, dynamic: Any = BATCH, x: torch.Tensor = X) -> Path:
+    torch.export.save(torch.export.export(model, (), {"x": x}, dynamic_shapes=dynamic), path)
+    return path
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    return saved(randomise(Plain()), tmp_path / "model.pt2")
+
+
+@pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")
+@pytest.mark.parametrize("make", [Plain, Tied, Strided, Branching], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("dynamic", [BATCH, None], ids=["dynamic", "static"])
+def test_what_torch_saved_opens_and_computes_the_same(
+    tmp_path: Path, make: Callable[[], nn.Module], dynamic: Any
+) -> None:
+    model = make().eval() if make is Strided else randomise(make())
+    program = archives.load_pt2(saved(model, tmp_path / "model.pt2", dynamic))
+    for size in (2, 3, 9) if dynamic else (3,):
+        x = torch.randn(size, 4)
+        assert torch.equal(program.module()(x=x), model(x=x))
+
+
+def test_a_file_by_any_name_opens_without_a_warning(archive: Path, tmp_path: Path) -> None:
+    other = archive.rename(tmp_path / "model.bin")
+    logging.disable(logging.NOTSET)
+    assert torch.equal(archives.load_pt2(other).module()(x=X), archives.load_pt2(other).module()(x=X))
+
+
+class Malice:
+    """What unpickles by making a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.marker,)
+
+
+def malice(marker: Path) -> bytes:
+    written = io.BytesIO()
+    torch.save(Malice(marker), written)
+    return written.getvalue()
+
+
+def refused(path: Path, marker: Path, match: str | None = None) -> None:
+    """Asserts that a file is refused as a whole, and that the code that it carries does not run."""
+    with pytest.raises(SourceError, match=match) as caught:
+        module = archives.load_pt2(path).module()
+        module(x=X)
+    assert not marker.exists()
+    assert caught.value.exit_code == 3
+    assert path.name in str(caught.value)
+
+
+def replace(path: Path, ending: str, content: bytes) -> None:
+    rezip(path, lambda name, old: content if name.endswith(ending) else old)
+
+
+def edit(path: Path, ending: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a JSON document in an archive."""
+
+    def edited(name: str, content: bytes) -> bytes:
+        if not name.endswith(ending):
+            return content
+        document = json.loads(content)
+        change(document)
+        return json.dumps(document).encode()
+
+    rezip(path, edited)
+
+
+def add(path: Path, *parts: tuple[str, bytes], first: bool = False) -> None:
+    """Adds parts to an archive as they are, names that are there already included."""
+    with zipfile.ZipFile(path) as old:
+        members = [(info.filename, old.read(info)) for info in old.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *_, **__: None)  # zipfile warns of names that are there twice
+        for name, content in [*parts, *members] if first else [*members, *parts]:
+            new.writestr(zipfile.ZipInfo(name), content)
+
+
+def test_a_pickle_that_runs_code_is_refused_in_the_sample_inputs(archive: Path, tmp_path: Path) -> None:
+    replace(archive, "sample_inputs/model.pt", malice(tmp_path / "ran"))
+    refused(archive, tmp_path / "ran", "it holds a pickle that could run code")
+
+
+@pytest.mark.parametrize(("kind", "part"), [("weights", "weight_0"), ("constants", "tensor_0")])
+def test_a_pickle_that_runs_code_is_refused_among_weights_and_constants(
+    archive: Path, tmp_path: Path, kind: str, part: str
+) -> None:
+    replace(archive, f"data/{kind}/{part}", malice(tmp_path / "ran"))
+
+    def change(config: dict[str, Any]) -> None:
+        for payload in config["config"].values():
+            if payload["path_name"] == part:
+                payload["use_pickle"] = True
+
+    edit(archive, f"model_{kind}_config.json", change)
+    refused(archive, tmp_path / "ran", "pickle that could run code")
+
+
+@pytest.mark.parametrize("kind", ["weights", "constants"])
+def test_a_pickle_that_runs_code_is_refused_in_the_older_layout_of_weights(
+    archive: Path, tmp_path: Path, kind: str
+) -> None:
+    add(archive, (f"model/data/{kind}/model.pt", malice(tmp_path / "ran")))
+    refused(archive, tmp_path / "ran")
+
+
+@pytest.mark.parametrize("prefix", ["opaque_obj_", "custom_obj_"])
+def test_an_object_that_only_code_can_load_is_refused(archive: Path, tmp_path: Path, prefix: str) -> None:
+    replace(archive, "data/constants/tensor_0", malice(tmp_path / "ran"))
+    rezip(
+        archive,
+        lambda name, content: (
+            content.replace(b'"tensor_0"', f'"{prefix}0"'.encode())
+            if name.endswith("constants_config.json")
+            else content
+        ),
+    )
+    refused(archive, tmp_path / "ran", f"{prefix}0")
+
+
+def test_compiled_code_is_refused(archive: Path, tmp_path: Path) -> None:
+    add(archive, ("model/data/aotinductor/model/code.so", b"\x7fELF"))
+    refused(archive, tmp_path / "ran", r"code\.so")
+
+
+def test_a_name_in_other_letters_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
+    """torch finds the parts of an archive whatever the case of their names."""
+    with zipfile.ZipFile(archive) as old:
+        members = [(info.filename, old.read(info)) for info in old.infolist()]
+    with zipfile.ZipFile(archive, "w") as new:
+        for name, content in members:
+            sample = name.endswith("sample_inputs/model.pt")
+            new.writestr(
+                name.replace("inputs/model.pt", "inputs/model.PT"), malice(tmp_path / "ran") if sample else content
+            )
+    refused(archive, tmp_path / "ran")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_part_that_is_there_twice_does_not_get_past_the_check(archive: Path, tmp_path: Path, first: bool) -> None:
+    """Readers of zip files differ in which of the two they give."""
+    add(archive, ("model/data/sample_inputs/model.pt", malice(tmp_path / "ran")), first=first)
+    refused(archive, tmp_path / "ran")
+
+
+def test_a_second_folder_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(archive) as old:
+        good = [(f"z/{info.filename.partition('/')[2]}", old.read(info)) for info in old.infolist()]
+    replace(archive, "sample_inputs/model.pt", malice(tmp_path / "ran"))
+    add(archive, *good)
+    refused(archive, tmp_path / "ran")
+
+
+def test_the_layout_of_older_releases_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
+    """torch falls back to it where the archive cannot be read as a new one."""
+    with zipfile.ZipFile(archive) as old:
+        graph = old.read("model/models/model.json")
+    evil = malice(tmp_path / "ran")
+    with zipfile.ZipFile(archive, "w") as new:
+        new.writestr("model/archive_format", b"pt2")
+        new.writestr("version", ".".join(map(str, SCHEMA_VERSION)))
+        new.writestr("serialized_exported_program.json", graph)
+        for name in ("state_dict", "constants", "example_inputs"):
+            new.writestr(f"serialized_{name}.pt", evil)
+    refused(archive, tmp_path / "ran")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.hub.load",
+        "torch.load",
+        "torch.ops.load_library",
+        "torch.ops.import_module",
+        "torch.ops.aten.linear.default.__class__",
+        "torch.ops.load_library.__globals__.__getitem__",
+        "torch.utils.cpp_extension.load_inline",
+        "_operator.attrgetter",
+        "_operator.methodcaller",
+        "_operator.call",
+        "math.__loader__.load_module",
+        "os.system",
+        "#name:op",
+    ],
+)
+def test_a_graph_that_calls_anything_but_operators_is_refused(archive: Path, tmp_path: Path, target: str) -> None:
+    def change(document: dict[str, Any]) -> None:
+        node = document["graph_module"]["graph"]["nodes"][0]
+        node["target"] = target
+        node["inputs"] = [{"name": "", "arg": {"as_string": "antigravity"}, "kind": 1}]
+
+    edit(archive, "models/model.json", change)
+    refused(archive, tmp_path / "ran")
+
+
+def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
+    """torch hands sizes to sympy, which evaluates them."""
+    code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
+    give_sizes(archive, code)
+    refused(archive, tmp_path / "ran")
+
+
+def _everywhere(value: Any, key: str, replacement: str) -> Any:
+    if isinstance(value, dict):
+        return {k: replacement if k == key else _everywhere(v, key, replacement) for k, v in value.items()}
+    return [_everywhere(item, key, replacement) for item in value] if isinstance(value, list) else value
+
+
+def give_sizes(archive: Path, text: str) -> None:
+    """Gives every size in an archive's graph another text."""
+
+    def change(name: str, content: bytes) -> bytes:
+        if not name.endswith("models/model.json"):
+            return content
+        return json.dumps(_everywhere(json.loads(content), "expr_str", text)).encode()
+
+    rezip(archive, change)
+
+
+def _spelled(code: str) -> str:
+    """Python without quotes or dots that executes Python."""
+    return f"exec({'+'.join(f'chr({ord(letter)})' for letter in code)})"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "S('eval')(S('chr')(95))",
+        "Symbol('x').__class__",
+        "Max('__import__')('os')",
+        "Lambda(x, x)",
+        "Function('f')",
+        "[exit() for x in (1,)]",
+        "(lambda: 1)()",
+        "Symbol(f'{exit()}')",
+        "Integer(1) if exit() else Integer(2)",
+        "L['x'].size().__class__",
+        "L['x'].storage()",
+        "eval('1')",
+        "Symbol('a b')",
+        "Symbol",
+        "Integer(*exit())",
+        "Integer(**exit())",
+        "9 ** 9 ** 9 ** 9",
+        "Pow(Integer(9), Pow(Integer(9), Integer(9)))",
+        "PowByNatural(Integer(9), Integer(999999999999))",
+        "Pow(Integer(2), Symbol('s0', integer=True))",
+        "LShift(Integer(1), Integer(999999999999))",
+        "1 << 999999999999",
+        "L['x'].pow(999999999)",
+    ],
+)
+def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, code: str) -> None:
+    give_sizes(archive, code)
+    with pytest.raises(SourceError, match="neither a name nor a size|Python|damaged"):
+        archives.load_pt2(archive)
+
+
+def test_brackets_in_brackets_are_refused(archive: Path) -> None:
+    text = "(" * 100_000 + "1" + ")" * 100_000
+    give_sizes(archive, text)
+    with pytest.raises(SourceError, match="neither a name nor a size") as raised:
+        archives.load_pt2(archive)
+    assert len(str(raised.value)) < 500
+
+
+def test_an_archive_that_unpacks_to_more_than_memory_is_refused_before_it_is_unpacked(
+    archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "_MOST_UNPACKED", 1 << 20)
+    with zipfile.ZipFile(archive) as whole:
+        members = {info.filename: whole.read(info) for info in whole.infolist()}
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name, content in members.items():
+            bomb.writestr(name, content + b" " * (2 << 20) if name.endswith("models/model.json") else content)
+    with pytest.raises(SourceError, match="unpacks to"):
+        archives.load_pt2(archive)
+
+
+def test_powers_with_small_exponents_are_arithmetic() -> None:
+    for text in ("Pow(Symbol('s0', integer=True), Integer(2))", "Pow(Symbol('s0'), Rational(1, 2))", "s0 ** -1"):
+        assert archives._is_expression(text.replace("s0 **", "L['x'].size()[0] **"))
+
+
+def test_sizes_that_are_fractions_are_arithmetic(tmp_path: Path) -> None:
+    model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=1.5))
+    dynamic = {"x": {2: torch.export.Dim("height", max=64), 3: torch.export.Dim("width", max=64)}}
+    path = saved(model, tmp_path / "model.pt2", dynamic, torch.rand(2, 3, 8, 8))
+    assert archives.load_pt2(path).module()(x=torch.rand(2, 3, 6, 6)).shape == (2, 3, 9, 9)
+
+
+def test_an_operator_that_opens_files_is_refused(archive: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        node = document["graph_module"]["graph"]["nodes"][0]
+        node["target"] = "torch.ops.aten.from_file.default"
+
+    edit(archive, "models/model.json", change)
+    with pytest.raises(SourceError, match="from_file.default, which does more than compute"):
+        archives.load_pt2(archive)
+
+
+def test_a_name_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
+    """torch writes the names of buffers and parameters into the code of the module that it makes."""
+    code = _spelled(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
+    name = json.dumps(f'kept",None) or {code} or getattr(self,"kept')
+    rezip(
+        archive,
+        lambda part, content: content.replace(b'"kept"', name.encode()) if part.endswith(".json") else content,
+    )
+    with pytest.raises(SourceError):
+        archives.load_pt2(archive).module()(x=X)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_guard_that_is_python_is_not_run(archive: Path, tmp_path: Path) -> None:
+    """torch compiles the guards that a file names, and runs them with the module."""
+    code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch() or True"
+    edit(archive, "models/model.json", lambda document: document.update(guards_code=[code]))
+    try:
+        archives.load_pt2(archive).module()(x=X)
+    except SourceError:
+        pass
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("ending", "content"),
+    [
+        ("models/model.json", b"[]"),
+        ("models/model.json", b"null"),
+        ("models/model.json", b"[" * 100_000),
+        ("models/model.json", b'{"graph_module": 3}'),
+        ("weights_config.json", b"[]"),
+        ("weights_config.json", b'{"config": []}'),
+        ("weights_config.json", b'{"config": {"a": 1}}'),
+        ("weights_config.json", b'{"config": {"a": {"path_name": 3}}}'),
+        ("weights_config.json", b"\xff"),
+        ("data/weights/weight_0", b""),
+        ("data/weights/weight_0", b"short"),
+        ("archive_version", b"99"),
+        ("archive_format", b"zip"),
+        ("sample_inputs/model.pt", b"no pickle"),
+        ("sample_inputs/model.pt", b"\x80\x02."),
+    ],
+)
+def test_a_part_that_makes_no_sense_is_one_kind_of_error(archive: Path, ending: str, content: bytes) -> None:
+    replace(archive, ending, content)
+    with pytest.raises(SourceError):
+        archives.load_pt2(archive)
+
+
+@pytest.mark.parametrize("ending", ["models/model.json", "weights_config.json", "archive_format", "weight_0"])
+def test_a_missing_part_is_one_kind_of_error(archive: Path, ending: str) -> None:
+    rezip(archive, lambda name, content: None if name.endswith(ending) else content)
+    with pytest.raises(SourceError):
+        archives.load_pt2(archive)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"hello", bytes(1000)])
+def test_what_is_no_archive_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.pt2").write_bytes(content)
+    with pytest.raises(SourceError, match=r"model\.pt2"):
+        archives.load_pt2(tmp_path / "model.pt2")
+
+
+def test_a_missing_file_or_a_folder_is_one_kind_of_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing.pt2"):
+        with pytest.raises(SourceError):
+            archives.load_pt2(path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_damage_is_one_kind_of_error_or_none(archive: Path) -> None:
+    """Some bytes do not matter; every other gives the one error that a caller expects."""
+    content = archive.read_bytes()
+    with zipfile.ZipFile(archive) as whole:  # the directory at the end, where a byte matters most
+        directory = range(whole.start_dir, len(content))
+    chance = random.Random(0)
+    failed = 0
+    for attempt in range(250):
+        damaged = bytearray(content)
+        where = directory if attempt % 2 else range(len(content))
+        for _ in range(chance.choice([1, 1, 1, 8])):
+            damaged[chance.choice(where)] = chance.randrange(256)
+        archive.write_bytes(damaged if attempt % 10 else damaged[: chance.randrange(len(damaged))])
+        try:
+            archives.load_pt2(archive)
+        except SourceError:
+            failed += 1
+    assert failed > 100
+
+
+def test_a_size_that_is_piecewise_is_arithmetic_and_a_call_within_it_is_not() -> None:
+    first = "ExprCondPair(Integer(1), Equality(Symbol('u0', integer=True), Integer(1)))"
+    size = f"Piecewise({first}, ExprCondPair({{}}, true))"
+    assert archives._is_expression(size.format("Integer(0)"))
+    assert not archives._is_expression(size.format("exec('0')"))

@@ -1,0 +1,412 @@
+"""Any module goes through, whatever it takes and returns: each kind in all formats, at sizes that were not traced."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import fx, nn
+
+from optexport import export, runtimes
+from optexport.arguments import arguments_of, flat_inputs, taking_tensors
+from optexport.bundle import digests
+from optexport.cli.main import cli
+from optexport.errors import ConfigError
+from optexport.signature import as_arguments, flatten_outputs
+from tests.models import randomise
+
+
+def floats(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Positional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(y)
+
+
+class PositionalOnly(Positional):
+    def forward(self, x: torch.Tensor, y: torch.Tensor, /) -> torch.Tensor:
+        return super().forward(x, y)
+
+
+class KeywordOnly(Positional):
+    def forward(self, x: torch.Tensor, *, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, y)
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, *xs: torch.Tensor) -> torch.Tensor:
+        return self.linear(sum(xs))
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: self.linear(x) * other for name, other in others.items()}
+
+
+class States(nn.Module):
+    """A recurrent cell: a tuple of states in, and out again beside the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 3)
+
+    def forward(self, x: torch.Tensor, states: Any) -> Any:
+        h, c = self.cell(x, states)
+        return h * 2, (h, c)
+
+
+class Features(nn.Module):
+    """A dict in a dict, and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, features: Any, weights: Any) -> dict[str, Any]:
+        x = self.linear(features["image"]["x"]) * weights[0] + weights[1]
+        return {"logits": x + features["bias"], "pooled": {"mean": x.mean(0), "max": x.amax(0)}}
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
+        x = self.linear(x)
+        if mask is not None:
+            x = x * mask
+        return x if scale is None else x * scale
+
+
+class Switched(nn.Module):
+    """Constants that choose the way and the number of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, times: int = 1, both: bool = False, mode: str = "sum") -> Any:
+        for _ in range(times):
+            x = self.linear(x).relu()
+        reduced = x.sum(-1) if mode == "sum" else x.mean(-1)
+        return (x, reduced) if both else reduced
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+    loss: torch.Tensor | None = None
+
+
+class Named(NamedTuple):
+    mean: torch.Tensor
+    spread: torch.Tensor
+
+
+class Returning(nn.Module):
+    """Returns what it is told to."""
+
+    def __init__(self, form: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(4, 3), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(self.linear(x), x)
+
+
+class Buffers(nn.Module):
+    """Buffers that are saved and some that are not, a tensor that is no buffer, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", floats(4, seed=1))
+        self.register_buffer("table", floats(10, 4, seed=2), persistent=False)
+        self.plain = floats(4, seed=3)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return (self.table[ids] + self.offset) * self.gain + self.plain + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+class ReluFirst(nn.Module):
+    """A batch norm after a ReLU, which cannot be folded into the convolution before it, as in CREPE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 3, 3, padding=1), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x).relu()).amax(-1)
+
+
+def traced_by_fx() -> nn.Module:
+    return fx.symbolic_trace(randomise(Positional()))
+
+
+def pair(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return floats(n, 4), floats(n, 5, seed=1)
+
+
+def states(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return floats(n, 3, seed=1), floats(n, 3, seed=2)
+
+
+def features(n: int) -> dict[str, Any]:
+    return {
+        "features": {"image": {"x": floats(n, 4)}, "bias": floats(3, seed=1)},
+        "weights": [floats(n, 1, seed=2), floats(3, seed=3)],
+    }
+
+
+Make = Callable[[int], Any]
+X: Make = lambda n: {"x": floats(n, 4)}  # noqa: E731
+# What goes in, at a number of rows; the names of the inputs and outputs, and what is fixed.
+TABLE: dict[str, tuple[Callable[[], nn.Module], Make, list[str], list[str], dict[str, Any]]] = {
+    "a tuple of tensors": (Positional, pair, ["x", "y"], ["output"], {}),
+    "tensors by name, in another order": (
+        Positional, lambda n: dict(zip("yx", reversed(pair(n)), strict=True)), ["x", "y"], ["output"], {},
+    ),
+    "positional only": (PositionalOnly, pair, ["x", "y"], ["output"], {}),
+    "keyword only": (KeywordOnly, lambda n: dict(zip("xy", pair(n), strict=True)), ["x", "y"], ["output"], {}),
+    "a single tensor": (lambda: nn.Linear(4, 3), lambda n: floats(n, 4), ["input"], ["output"], {}),
+    "any number of tensors": (
+        Several, lambda n: tuple(floats(n, 4, seed=i) for i in range(3)), ["xs.0", "xs.1", "xs.2"], ["output"], {},
+    ),
+    "any tensors by keyword": (
+        ByKeyword,
+        lambda n: {"x": floats(n, 4), "one": floats(n, 1), "two": floats(3)},
+        ["x", "one", "two"], ["one_out", "two_out"], {},
+    ),
+    "a tuple of states": (
+        States,
+        lambda n: (floats(n, 4), states(n)),
+        ["x", "states.0", "states.1"], ["output_0", "output_1.0", "output_1.1"], {},
+    ),
+    "states by name": (
+        States,
+        lambda n: {"x": floats(n, 4), "states": states(n)},
+        ["x", "states.0", "states.1"], ["output_0", "output_1.0", "output_1.1"], {},
+    ),
+    "dicts in dicts, and a list": (
+        Features, features,
+        ["features.image.x", "features.bias", "weights.0", "weights.1"],
+        ["logits", "pooled.mean", "pooled.max"], {},
+    ),
+    "an optional input left out": (Optional, X, ["x"], ["output"], {}),
+    "an optional input given": (
+        Optional, lambda n: {"x": floats(n, 4), "mask": floats(n, 1)}, ["x", "mask"], ["output"], {},
+    ),
+    "an optional input that is None": (
+        Optional, lambda n: {"x": floats(n, 4), "mask": None, "scale": 0.5}, ["x"], ["output"], {"scale": 0.5},
+    ),
+    "constants": (
+        Switched,
+        lambda n: {"x": floats(n, 4), "times": 2, "both": True, "mode": "mean"},
+        ["x"], ["output_0", "output_1"], {"times": 2, "both": True, "mode": "mean"},
+    ),
+    "constants by position": (Switched, lambda n: (floats(n, 4), 3), ["x"], ["output"], {"times": 3}),
+    "a dict out": (
+        lambda: Returning(lambda y, x: {"y": y, "same": y, "given": x, "none": None, "number": 3}), X,
+        ["x"], ["y", "same", "given"], {},
+    ),
+    "a dataclass out": (lambda: Returning(lambda y, x: Result(y, (x + 1, y * 2))), X, ["x"],
+                        ["logits", "hidden.0", "hidden.1"], {}),
+    "a named tuple out": (lambda: Returning(lambda y, x: Named(y.mean(-1), y.std(-1))), X, ["x"],
+                          ["mean", "spread"], {}),
+    "a list of lists out": (lambda: Returning(lambda y, x: [y, [x + 1, y.argmax(-1)]]), X, ["x"],
+                            ["output_0", "output_1.0", "output_1.1"], {}),
+    "buffers and tensors of its own": (
+        Buffers, lambda n: torch.arange(n * 3).reshape(n, 3) % 10, ["ids"], ["output"], {},
+    ),
+    "a batch norm after a relu": (ReluFirst, lambda n: floats(n, 2, 8), ["x"], ["output"], {}),
+    "a graph of torch.fx": (traced_by_fx, pair, ["x", "y"], ["output"], {}),
+    "a graph of torch.fx with a constant": (
+        lambda: fx.symbolic_trace(randomise(Switched()), concrete_args={"times": 2, "both": False, "mode": "sum"}),
+        lambda n: {"x": floats(n, 4), "times_1": 2, "both_1": False, "mode_1": "sum"},
+        ["x"], ["output"], {"times_1": 2, "both_1": False, "mode_1": "sum"},
+    ),
+    "a graph of torch.fx with states": (
+        lambda: fx.symbolic_trace(Returning(lambda y, x: y) and Sums()),
+        lambda n: {"x": floats(n, 4), "states": states(n)}, ["x", "states.0", "states.1"], ["output"], {},
+    ),
+}  # fmt: skip
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = randomise(nn.Linear(4, 3))
+
+    def forward(self, x: torch.Tensor, states: Any) -> torch.Tensor:
+        return self.linear(x) + states[0] * states[1]
+
+
+def called(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        if isinstance(inputs, dict):
+            return flatten_outputs(model(**inputs))
+        return flatten_outputs(model(*inputs) if isinstance(inputs, tuple) else model(inputs))
+
+
+def leaves(inputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+
+
+# Which all tests run; the others need minutes.
+ALWAYS = (
+    *("any tensors by keyword", "a tuple of states", "dicts in dicts, and a list", "constants", "a dataclass out"),
+    "a graph of torch.fx with states",
+)
+KINDS = [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.nightly) for kind in TABLE]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_module_goes_through_and_is_right_at_sizes_that_were_not_traced(
+    kind: str, tmp_path: Path
+) -> None:
+    make, given, inputs, outputs, constants = TABLE[kind]
+    model = make().eval() if kind.startswith("a graph") else randomise(make())
+    before = vars(model).copy()
+    result = export(model, given(3), tmp_path / "bundle", effort="quick")
+    assert vars(model).keys() == before.keys()
+    assert sorted(spec.name for spec in result.manifest.inputs) == sorted(inputs)
+    assert [spec.name for spec in result.manifest.outputs] == outputs
+    assert result.manifest.constants == constants
+    assert list(result.files) == ["torchscript", "onnx", "pt2"]
+    for rows in (1, 7):
+        want = called(model, given(rows))
+        batch = dict(zip(inputs, leaves(sorted_like(inputs, given(rows))), strict=True))
+        for name, path in result.files.items():
+            for place, run in runtimes.open_file(path, name, outputs):
+                got = run(batch)
+                for output, expected in zip(outputs, want.values(), strict=True):
+                    torch.testing.assert_close(got[output], expected, msg=f"{place}, {output} at {rows}")
+
+
+def sorted_like(names: list[str], inputs: Any) -> Any:
+    """Arguments by name in the order of the names; others as they are."""
+    if not isinstance(inputs, dict):
+        return inputs
+    order = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    return {name: inputs[name] for name in order}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TABLE if kind != "a dataclass out"])
+def test_arguments_get_flat_names_and_the_model_computes_the_same_with_them(kind: str) -> None:
+    make, given, inputs, _, constants = TABLE[kind]
+    model = make().eval() if kind.startswith("a graph") else randomise(make())
+    tensors, arguments = flat_inputs(model, given(3))
+    assert sorted(tensors) == sorted(inputs)
+    assert dict(arguments.constants if arguments else {}) == constants
+    taking = taking_tensors(model, arguments) if arguments else model
+    assert [name for name, _ in taking.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert list(inspect.signature(taking.forward).parameters) == [
+        name.replace(".", "_")
+        for name in (arguments.names if arguments else inspect.signature(model.forward).parameters)
+    ]
+    got, want = called(taking, as_arguments(tensors)), called(model, given(3))
+    assert list(got) == list(want)
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+    double = copy.deepcopy(taking).double()
+    exact = called(double, {n: t.double() if t.is_floating_point() else t for n, t in as_arguments(tensors).items()})
+    assert any(tensor.dtype == torch.float64 for tensor in exact.values())
+
+
+def test_names_that_python_would_take_for_one_are_told_apart() -> None:
+    model = ByKeyword()
+    tensors, _ = flat_inputs(model, {"x": floats(2, 4), "a": {"b": floats(2, 1)}, "a_b": floats(3)})
+    assert list(tensors) == ["x", "a.b", "a_b_2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"x": floats(2, 4), "mask": {"a": object()}}, "inputs: mask.a: it is a object"),
+        ({"x": 3}, "they hold no tensor"),
+        ((floats(2, 4), None, None, 4), "too many positional arguments"),
+        ({"y": floats(2, 4)}, "cannot be called so: missing a required argument: 'x'"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_one_clear_error(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        flat_inputs(Optional(), given)
+
+
+def test_flat_names_in_a_config_are_put_where_they_belong() -> None:
+    model = randomise(Features())
+    arguments = arguments_of(model, ["features.image.x", "features.bias", "weights.0", "weights.1"], {})
+    assert arguments is not None
+    tensors, _ = flat_inputs(Features(), features(2))
+    args, kwargs = arguments.filled(as_arguments(tensors))
+    want, got = (
+        called(model, features(2)),
+        called(model, {**dict(zip(("features", "weights"), args, strict=False)), **kwargs}),
+    )
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+    for names, told in [
+        (["weights.0", "weights.2"], r"weights\.1 is missing"),
+        (["weights", "weights.0"], "another input has this place"),
+        (["weights"], "inputs: features: it is missing"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            arguments_of(Features(), ["x.0", *names] if names == ["weights"] else ["features.bias", *names], {})
+
+
+FACTORY = """
+from torch import nn
+
+class States(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 3)
+
+    def forward(self, x, states, features=None, double=False):
+        h, c = self.cell(x, states)
+        return {"h": h * 2 if double else h, "c": c + features["bias"]}
+"""
+
+
+def test_a_config_gives_nested_inputs_and_constants_by_flat_names(tmp_path: Path) -> None:
+    (tmp_path / "nested_factory.py").write_text(FACTORY)
+    config = tmp_path / "mine.toml"
+    config.write_text(
+        '[model]\nsource = "python:nested_factory:States"\n[export]\nformats = ["onnx", "pt2"]\noutput = "out"\n'
+        '[inputs.tensors.x]\nshape = ["batch", 4]\n[inputs.tensors."features.bias"]\nshape = [3]\n'
+        '[inputs.tensors."states.0"]\nshape = ["batch", 3]\n[inputs.tensors."states.1"]\nshape = ["batch", 3]\n'
+        "[inputs.constants]\ndouble = true\n[inputs.dynamic]\nbatch = [1, 9]\n[tracking]\nenabled = false\n"
+    )
+    try:
+        result = CliRunner().invoke(cli, ["run", str(config)])
+    finally:
+        sys.modules.pop("nested_factory", None)
+    assert result.exit_code == 0, result.output
+    manifest = digests.read_manifest(tmp_path / "out")
+    assert {spec.name: spec.shape for spec in manifest.inputs} == {
+        "x": ["batch", 4], "features.bias": [3], "states.0": ["batch", 3], "states.1": ["batch", 3],
+    }  # fmt: skip
+    assert manifest.constants == {"double": True}
+    assert manifest.dims["batch"].max == 9

@@ -1,0 +1,62 @@
+"""Loops over the experts that some token chose: one graph for all choices, the same at every size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from optexport.errors import TraceError
+from optexport.tracing.trace import trace
+
+EXPERTS, WIDTH = 4, 3
+
+
+class LoopExperts(nn.ModuleDict):
+    """As those of transformers without another implementation; three ways to ask for the number of an expert."""
+
+    def __init__(self) -> None:
+        super().__init__({f"expert_{index}": nn.Linear(WIDTH, WIDTH) for index in range(EXPERTS)})
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(x)
+        mask = nn.functional.one_hot(chosen, EXPERTS).T
+        for expert in (mask.sum(-1) > 0).nonzero():
+            (tokens,) = torch.where(mask[expert[0]])
+            if tokens.numel() == 0 or expert[0] == EXPERTS:
+                continue
+            given = self[f"expert_{expert[0]}"](x[tokens]) * (int(expert.item()) + 1)
+            result.index_add_(0, tokens, given)
+        return result
+
+
+class Mixture(PreTrainedModel):
+    config_class = PreTrainedConfig
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__(PreTrainedConfig())
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, chosen)
+
+
+def test_a_loop_over_the_experts_that_were_chosen_is_traced_and_holds_for_every_choice() -> None:
+    torch.manual_seed(0)
+    model = Mixture(LoopExperts()).eval()
+    traced = trace(model, {"x": torch.randn(5, WIDTH), "chosen": torch.tensor([0, 1, 1, 3, 0])})
+    for chosen in ([2, 2], [3, 1, 2, 0, 1, 2, 3], [0]):
+        given = {"x": torch.randn(len(chosen), WIDTH), "chosen": torch.tensor(chosen)}
+        with torch.no_grad():
+            torch.testing.assert_close(traced.graph_module(**given), model(**given))
+
+
+def test_a_loop_over_what_was_found_anywhere_else_is_refused() -> None:
+    """It may do something where there are no tokens."""
+
+    class Loop(LoopExperts):
+        pass
+
+    with pytest.raises(TraceError, match=r"test_expert_loops\.py:\d+: for expert in"):
+        trace(Mixture(Loop()).eval(), {"x": torch.randn(5, WIDTH), "chosen": torch.tensor([0, 1, 1, 3, 0])})

@@ -1,0 +1,127 @@
+"""Sizes that a model computes in tensors: traced as the expressions of sizes and constants that they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import TraceError
+from optexport.tracing.trace import trace
+
+
+class Chunks(nn.Module):
+    """As Longformer's: the number of chunks is a tensor, though it is computed of sizes alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = torch.div(x.shape[1], 4, rounding_mode="trunc")
+        return x[:, : count * 4].view(x.shape[0], count, 4).sum(-1)
+
+
+class Padded(nn.Module):
+    """As EnCodec's convolutions: the padding is computed of a stride that is kept as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stride = nn.Buffer(torch.tensor(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frames = torch.ceil((x.shape[-1] - self.stride) / self.stride + 1).to(torch.int64)
+        extra = frames * self.stride - x.shape[-1]
+        if x.shape[-1] <= max(extra, self.stride):
+            raise ValueError
+        return nn.functional.pad(x, (self.stride - 1, extra)).unfold(-1, 3, 3).amax(-1)
+
+
+@pytest.mark.parametrize("module", [Chunks, Padded])
+def test_a_size_that_is_computed_in_tensors_stays_dynamic(module: type[nn.Module]) -> None:
+    model = module().eval()
+    traced = trace(model, {"x": torch.randn(3, 14)})
+    assert traced.signature.inputs[0].shape[0] == "batch"
+    assert isinstance(traced.signature.inputs[0].shape[1], str)
+    assert not [
+        n for n in traced.graph_module.graph.nodes if "_local_scalar_dense" in str(n.target) or "item" in n.name
+    ]
+    for length in (8, 13, 15, 16, 17, 40):
+        given = torch.randn(2, length)
+        assert torch.equal(traced.graph_module(given), model(given)), length
+
+
+def test_a_buffer_that_the_model_itself_changes_is_not_known() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = nn.Buffer(torch.tensor(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return x[:, : int(self.count)] if self.count > 1 else x
+
+    with pytest.raises(TraceError, match=r"test_number_tensors\.py:\d+: return x\[:, : int\(self\.count\)\]"):
+        trace(Counting(), {"x": torch.randn(3, 14)})
+
+
+def test_a_number_of_the_inputs_values_is_not_known() -> None:
+    class Cut(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if x.sum().long() > 3 else x
+
+    with pytest.raises(TraceError, match=r"test_number_tensors\.py:\d+: return x \+ 1"):
+        trace(Cut(), {"x": torch.randn(3, 14)})
+
+
+class Rounded(nn.Module):
+    """Multiplies a fraction that float32 does not hold: 31 / 7 * 7 is less than 31."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: (torch.tensor(x.shape[0]) / 7 * 7).floor().long().item()]
+
+
+class Overflowing(nn.Module):
+    """Computes a size in a type that is too small for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: torch.tensor(x.shape[0]).to(torch.uint8).item()]
+
+
+@pytest.mark.parametrize(("model", "size"), [(Rounded(), 31), (Overflowing(), 300)])
+def test_a_size_that_a_tensor_does_not_hold_is_what_the_tensor_holds(model: nn.Module, size: int) -> None:
+    traced = trace(model, {"x": torch.randn(20, 3)})
+    x = torch.randn(size, 3)
+    assert torch.equal(traced.graph_module(x), model(x))
+
+
+class Replaced(nn.Module):
+    """Puts another number where it kept one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Buffer(torch.tensor(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.factor = (x > 1e5).any().long() + 2
+        return x * self.factor.item()
+
+
+def test_what_a_model_puts_in_the_place_of_a_number_is_not_that_number() -> None:
+    traced = trace(Replaced(), {"x": torch.randn(3, 4)})
+    x = torch.full((2, 4), 1e6)
+    assert torch.equal(traced.graph_module(x), x * 3)
+
+
+class Later(nn.Module):
+    """Asks for a number, and changes it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Buffer(torch.tensor(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2 if self.count > 10 else x
+        self.count.add_(1)
+        return x
+
+
+def test_a_number_that_the_model_changes_after_it_asked_is_not_known() -> None:
+    with pytest.raises(TraceError, match=r"test_number_tensors\.py:\d+: x = x \* 2 if self\.count"):
+        trace(Later(), {"x": torch.randn(3, 4)})

@@ -1,0 +1,51 @@
+"""What the second export of a graph asserts: it goes where the program computes the same without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.formats import exported_program
+from optexport.sources.loading import Loaded
+from optexport.tracing.trace import trace
+from optexport.writer import Writer
+from tests.transformations.programs import Program
+
+
+def writer(model: nn.Module, x: torch.Tensor, dynamic: Any = None) -> Writer:
+    traced = trace(model, {"x": x}, dynamic)
+    return Writer(traced.graph_module, traced.signature, {"x": x}, Loaded(model), ())
+
+
+def whole_parts(m: nn.Module, x: torch.Tensor) -> Any:
+    """As many as there are in whole groups of four, which is fewer than there were, or as many."""
+    return m.up(m.down(x))[..., : x.shape[-1]]
+
+
+def test_an_export_holds_at_sizes_that_only_it_excludes() -> None:
+    model = Program(whole_parts, down=nn.Conv1d(1, 1, 4, 4), up=nn.ConvTranspose1d(1, 1, 4, 4))
+    made = writer(model, torch.randn(2, 1, 10))
+    program = exported_program.to_program(made.flat, made.signature, made.example)
+    whole = torch.randn(2, 1, 16)
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        program.module()(x=whole)
+    for x in (whole, torch.randn(3, 1, 19)):
+        torch.testing.assert_close(made.program.module()(x=x)[0], model(x))
+
+
+def test_what_the_graph_asserts_itself_stays() -> None:
+    model = Program(lambda m, x: (torch._check(x.shape[1] % 4 != 0), x * 2)[1])
+    module = writer(model, torch.randn(2, 10)).program.module()
+    module(x=torch.randn(2, 13))
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        module(x=torch.randn(2, 12))
+
+
+def test_what_is_padded_to_a_multiple_is_exported_again() -> None:
+    model = Program(lambda m, x: nn.functional.pad(x, (0, -x.shape[1] % 4)).reshape(x.shape[0], -1, 4).sum(1))
+    made = writer(model, torch.randn(2, 10))
+    for x in (torch.randn(3, 11), torch.randn(1, 8)):
+        torch.testing.assert_close(made.program.module()(x=x)[0], model(x))

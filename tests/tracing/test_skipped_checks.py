@@ -1,0 +1,173 @@
+"""Checks of values, which raise or do nothing: a trace goes on behind them."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import TraceError
+from optexport.tracing import trace
+
+
+class Checks(nn.Module):
+    """Raises where its inputs do not fit together, in several ways of saying so."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if x is not None and x[mask].numel() != 2 * mask.sum():
+            raise ValueError("the mask does not fit")
+        if not (x.sum() > -1e9):
+            raise ValueError("too small")
+        assert x.max() < 1e9, "too large"
+        assert not torch.isnan(x).any()
+        return x * mask[:, None]
+
+
+class Branches(nn.Module):
+    """Raises beside a condition on which something else hangs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            raise ValueError("negative numbers alone")
+        else:  # noqa: RET506
+            x = x * 2
+        return x
+
+
+class Mixed(nn.Module):
+    """A condition of which nobody can say what makes it pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0 and not x.max() > 1e9:
+            raise ValueError("odd numbers")
+        return x * 2
+
+
+def test_a_trace_goes_on_behind_checks_of_values():
+    model = Checks()
+    example = {"x": torch.randn(5, 2), "mask": torch.tensor([True, False, True, True, False])}
+    traced = trace.trace(model, example)
+    x, mask = torch.randn(7, 2), torch.rand(7) > 0.5
+    assert torch.equal(traced.graph_module(x, mask), model(x, mask))
+
+
+class Kept(nn.Module):
+    """Keeps what it asked, and raises for another reason."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (is_large := bool(x.max() > 1e5)) and self.training:
+            raise ValueError("large")
+        return x * 2 if is_large else x
+
+
+class Chosen(nn.Module):
+    """Chooses within the condition itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (y := x * 2 if x.max() > 1e5 else x).isnan().any():
+            raise ValueError("no number")
+        return y
+
+
+class OneLine(nn.Module):
+    """Branches on the line of a check."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2 if x.max() < 1e5 else x; assert x.max() < 1e9  # fmt: skip  # noqa: E702
+        return y
+
+
+class Caught(nn.Module):
+    """Goes on another way where a check raises."""
+
+    def check(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 1e5:
+            raise ValueError("large")
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.check(x)
+        except ValueError:
+            return x * 2
+
+
+class Suppressed(nn.Module):
+    """Suppresses what a check raises."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(AssertionError):
+            assert x.max() < 1e5
+            x = x * 2
+        return x
+
+
+class Ends(nn.Module):
+    """Ends a loop by raising."""
+
+    class Steps:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x, self.step = x, 0
+
+        def __iter__(self) -> "Ends.Steps":
+            return self
+
+        def __next__(self) -> int:
+            self.step += 1
+            if self.step > 3:
+                raise StopIteration
+            if self.x.max() > 1e5:
+                raise StopIteration
+            return self.step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(Ends.Steps(x))
+
+
+_NAMES: dict[str, Any] = {}
+exec("def note(x, found):\n    if x.max() > 1e5:\n        found.append(x)\n    return True", _NAMES)
+
+
+class Generated(nn.Module):
+    """Branches in code that is in no file."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        assert _NAMES["note"](x, found)
+        return x * 2 if found else x
+
+
+class RaisedAgain(nn.Module):
+    """Catches what a check raises to raise something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            assert x.max() < 1e5
+        except AssertionError as error:
+            raise ValueError("large") from error
+        if any(value > 1e5 for value in x.flatten()[:2]):
+            raise ValueError("large")
+        if not 0 <= (x > 1e5).sum() <= 4:
+            raise ValueError("large")
+        if x.max() > 1e7 or \
+                x.min() < -1e7:  # fmt: skip
+            raise ValueError("large")
+        return x * 2
+
+
+def test_a_check_whose_error_becomes_another_is_passed_over():
+    model = RaisedAgain().eval()
+    traced = trace.trace(model, {"x": torch.rand(5, 2)})
+    x = torch.rand(7, 2)
+    assert torch.equal(traced.graph_module(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Branches(), Mixed(), Kept(), Chosen(), OneLine(), Caught(), Suppressed(), Ends(), Generated()],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_condition_that_decides_something_else_is_no_check(model):
+    with pytest.raises(TraceError, match="could not trace it, and stopped at test_skipped_checks.py"):
+        trace.trace(model.eval(), {"x": -torch.rand(5, 2)})

@@ -1,0 +1,410 @@
+"""Tracing: signatures, dynamic axes that hold at sizes never traced, and a model that stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from transformers import ResNetConfig, ResNetModel
+
+from optexport.errors import OptexportError, TraceError
+from optexport.signature import Dim
+from optexport.testing import outputs, owned, written
+from optexport.tracing.trace import symbolic_trace, trace
+from optexport.transformations import MergeLinears
+from tests import models
+from tests.models import randomise
+from tests.transformations.programs import Program, calls
+
+X = torch.linspace(-2, 2, 20).reshape(5, 4)
+
+
+class Two(nn.Module):
+    """Two inputs of which the second may be left out, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        y = self.layer(first)
+        return {"sum": y if second is None else y + second, "mean": y.mean(-1)}
+
+
+def _bert_inputs(batch: int = 2, sequence: int = 5) -> dict[str, torch.Tensor]:
+    inputs = models.inputs("bert", batch, sequence)
+    return {**inputs, "token_type_ids": torch.ones_like(inputs["input_ids"])}
+
+
+def test_input_names_choose_the_inputs_and_their_order() -> None:
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    model = models.model("bert")
+    graph_module = symbolic_trace(model, input_names=names)
+    assert [node.target for node in graph_module.graph.find_nodes(op="placeholder")] == names
+    inputs = _bert_inputs()
+    with torch.no_grad():
+        want = model(**inputs).last_hidden_state
+        assert torch.equal(graph_module(**inputs).last_hidden_state, want)
+        assert torch.equal(graph_module(**dict(reversed(inputs.items()))).last_hidden_state, want)
+        assert torch.equal(graph_module(*(inputs[name] for name in names)).last_hidden_state, want)
+        assert torch.equal(graph_module(**inputs)[0], want)
+
+
+def test_a_single_input_is_enough_where_the_model_needs_no_more() -> None:
+    model = models.model("bert")
+    graph_module = symbolic_trace(model, input_names=["input_ids"], disable_check=True)
+    ids = _bert_inputs(3, 7)["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(graph_module(input_ids=ids).last_hidden_state, model(input_ids=ids).last_hidden_state)
+
+
+def test_names_of_parameters_and_modules_are_the_models_own() -> None:
+    model, graph_module = models.model("bert"), models.traced("bert")
+    assert {n for n, _ in graph_module.named_parameters()} == {n for n, _ in model.named_parameters()}
+    own = dict(model.named_modules())
+    for node in graph_module.graph.find_nodes(op="call_module"):
+        assert type(own[node.target]) is type(graph_module.get_submodule(node.target))
+
+
+@pytest.mark.parametrize("name", [name for name in models.NAMES if name not in ("resnet", "vit", "groupvit")])
+def test_every_batch_and_sequence_works_whatever_was_traced(name: str) -> None:
+    model, graph_module = models.model(name), models.traced(name)
+    options = {"use_cache": False} if name in ("bart", "llama", "t5") else {}
+    for batch, sequence in itertools.product((1, 2, 5), (2, 3, 33)):
+        inputs = models.inputs(name, batch, sequence)
+        with torch.no_grad():
+            want, got = model(**inputs, **options), graph_module(**inputs)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+
+
+def test_images_of_another_size_work_where_the_model_takes_them() -> None:
+    model, graph_module = models.model("resnet"), models.traced("resnet")
+    for batch, height, width in ((1, 32, 32), (3, 48, 64), (2, 96, 33)):
+        pixels = torch.randn(batch, 3, height, width)
+        with torch.no_grad():
+            torch.testing.assert_close(graph_module(pixel_values=pixels)[0], model(pixel_values=pixels)[0])
+
+
+def test_a_plain_module_without_inputs_goes_through_torch_fx() -> None:
+    graph_module = symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+    assert [node.op for node in graph_module.graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
+    assert "val" not in next(iter(graph_module.graph.nodes)).meta
+
+
+def test_a_plain_module_with_inputs_is_exported() -> None:
+    model = randomise(Two())
+    both = {"first": X, "second": torch.randn(5, 3)}
+    graph_module = symbolic_trace(model, example_inputs=both)
+    assert all("val" in call.meta for call in calls(graph_module, nn.Linear))
+    for batch in (2, 3, 11):
+        inputs = {"first": torch.randn(batch, 4), "second": torch.randn(batch, 3)}
+        want, got = model(**inputs), graph_module(**inputs)
+        assert list(got) == ["sum", "mean"]
+        assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_input_names_choose_among_the_example_inputs() -> None:
+    both = {"first": X, "second": torch.randn(5, 3)}
+    graph_module = symbolic_trace(randomise(Two()), input_names=["first"], example_inputs=both)
+    assert [node.target for node in graph_module.graph.find_nodes(op="placeholder")] == ["first"]
+
+
+def test_a_name_without_a_tensor_is_an_error_that_names_it() -> None:
+    with pytest.raises(TraceError, match="example_inputs: no tensor is given for third"):
+        symbolic_trace(Two(), input_names=["first", "third"], example_inputs={"first": X})
+
+
+def test_an_input_that_a_transformers_model_does_not_take_is_an_error_that_names_it() -> None:
+    with pytest.raises(TraceError, match="input pixel_values: BertModel takes no such input"):
+        symbolic_trace(models.model("bert"), input_names=["pixel_values"])
+
+
+def test_an_input_that_is_no_tensor_is_an_error_that_names_it() -> None:
+    with pytest.raises(TraceError, match="input second: it is a int, not a tensor"):
+        trace(Two(), {"first": X, "second": 3})  # type: ignore[dict-item]
+    with pytest.raises(OptexportError, match=r"tensors by input name.*\n.*Two takes first, second"):
+        symbolic_trace(Two(), example_inputs={"first": X, "second": 3})  # type: ignore[dict-item]
+
+
+def test_example_inputs_may_be_given_in_order() -> None:
+    model, second = randomise(Two()), torch.randn(5, 3)
+    graph_module = symbolic_trace(model, example_inputs=(X, second))
+    assert [node.target for node in graph_module.graph.find_nodes(op="placeholder")] == ["first", "second"]
+    assert torch.equal(graph_module(X, second)["sum"], model(X, second)["sum"])
+
+
+def test_what_torch_fx_cannot_trace_asks_for_inputs() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(TraceError, match=r"Branches: torch\.fx could not trace it.*\n.*Give example_inputs"):
+        symbolic_trace(Branches())
+    with pytest.raises(TraceError, match=r"Branches: torch\.export could not trace it"):
+        symbolic_trace(Branches(), example_inputs={"x": X})
+
+
+def test_inputs_that_the_model_itself_refuses_are_said_to_be_the_cause() -> None:
+    with pytest.raises(TraceError, match=r"the model itself fails on the inputs first \[5, 7\]"):
+        symbolic_trace(Two(), example_inputs={"first": torch.randn(5, 7)})
+
+
+def test_a_graph_module_is_copied_as_it_is() -> None:
+    given = fx.symbolic_trace(randomise(Program(lambda m, x: m.q(x) * m.k(x), q=nn.Linear(4, 3), k=nn.Linear(4, 3))))
+    before, own = written(given), owned(given)
+    copied = symbolic_trace(given)
+    assert copied is not given
+    assert written(copied) == before
+    MergeLinears()(copied)
+    assert written(given) == before
+    assert owned(given) == own
+    assert copied.graph is not given.graph
+
+
+def test_a_copied_graph_module_can_be_undone() -> None:
+    layers = {name: nn.Linear(4, 3) for name in "qkv"}
+    given = fx.symbolic_trace(randomise(Program(lambda m, x: m.k(x) * m.q(x) * m.v(x), **layers)))
+    before = written(given)
+    copied = symbolic_trace(MergeLinears()(given))
+    assert written(MergeLinears()(copied, reverse=True)) == before
+
+
+def test_a_graph_module_with_inputs_is_kept_and_learns_its_shapes() -> None:
+    layers = {name: nn.Linear(4, 3) for name in "qk"}
+    given = fx.symbolic_trace(randomise(Program(lambda m, x: m.q(x) * m.k(x) / 3, **layers)))
+    text = str(given.graph)
+    copied = symbolic_trace(given, example_inputs={"x": X})
+    assert str(copied.graph) == text
+    assert all(call.meta["val"].dim() == 2 for call in calls(copied, nn.Linear))
+    assert torch.equal(outputs(copied, X)[0], outputs(given, X)[0])
+
+
+def test_an_exported_program_is_raised() -> None:
+    model = randomise(Program(lambda m, x: m.layer(x), layer=nn.Linear(4, 3)))
+    program = torch.export.export(model, (), {"x": X}, dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
+    traced = trace(program, {"x": X})
+    assert len(calls(traced.graph_module, nn.Linear)) == 1
+    assert [spec.name for spec in traced.signature.inputs] == ["x"]
+    assert torch.equal(outputs(traced.graph_module, X[:3])[0], model(X[:3]))
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_the_callers_transformers_model_is_not_changed(name: str) -> None:
+    model = models.model(name)
+    before, config = owned(model), copy.deepcopy(model.config.to_dict())
+    random_state, grad = torch.get_rng_state(), torch.is_grad_enabled()
+    symbolic_trace(model)
+    after = owned(model)
+    assert [key for key in before if after.get(key) != before[key]] == []
+    assert after.keys() == before.keys()
+    assert model.config.to_dict() == config
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.is_grad_enabled() == grad
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_callers_plain_module_is_not_changed(training: bool) -> None:
+    model = randomise(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))).train(training)
+    before, x = owned(model), X.clone()
+    symbolic_trace(model)
+    symbolic_trace(model, example_inputs={"input": x})
+    assert owned(model) == before
+    assert torch.equal(x, X)
+
+
+def test_a_failed_trace_of_a_transformers_model_changes_nothing_either() -> None:
+    model = models.model("llama")
+    before, config = owned(model), copy.deepcopy(model.config.to_dict())
+    with pytest.raises(TraceError, match=r"the model itself fails on the inputs input_ids \[2, 3, 4\]"):
+        symbolic_trace(model, example_inputs={"input_ids": torch.ones(2, 3, 4, dtype=torch.int64)})
+    assert owned(model) == before
+    assert model.config.to_dict() == config
+
+
+def test_a_failed_trace_of_a_module_in_train_mode_changes_nothing_either() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = m.dropout(m.norm(x))
+        return x if x.sum() > 0 else -x
+
+    model = Program(body, norm=nn.BatchNorm1d(4), dropout=nn.Dropout(0.5)).train()
+    before, random_state = owned(model), torch.get_rng_state()
+    with pytest.raises(TraceError, match=r"torch\.export could not trace it"):
+        symbolic_trace(model, example_inputs={"x": X})
+    assert owned(model) == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_an_input_that_the_model_changes_in_place_is_not_changed_by_tracing() -> None:
+    x = X.clone()
+    symbolic_trace(Program(lambda _, x: x.add_(1) * 2), example_inputs={"x": x})
+    assert torch.equal(x, X)
+
+
+class Fixed(nn.Module):
+    """A table of seven positions, added as it stands: the second axis can have no other size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.table).reshape(-1, 28)
+
+
+def test_a_declared_dimension_that_the_model_fixes_is_an_error_that_names_it() -> None:
+    x = torch.randn(2, 7, 4)
+    with pytest.raises(TraceError, match=r"input x, axis 1: the model fixes sequence to 7") as raised:
+        symbolic_trace(Fixed(), example_inputs={"x": x}, dynamic={"x": {0: "batch", 1: "sequence"}})
+    assert raised.value.exit_code == 3
+    assert raised.value.mend
+    with pytest.raises(TraceError, match=r"sequence"):
+        symbolic_trace(Fixed(), example_inputs={"x": x}, dynamic={"x": {0: "batch", 1: Dim("sequence", 2, 16)}})
+
+
+def test_a_dimension_that_the_model_fixes_and_nobody_declared_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="optexport"):
+        graph_module = symbolic_trace(Fixed(), example_inputs={"x": torch.randn(2, 7, 4)})
+    assert "x[1] = 7" in caplog.text
+    assert "x[0]" not in caplog.text
+    assert outputs(graph_module, torch.randn(5, 7, 4))[0].shape == (5, 28)
+
+
+def test_a_range_that_the_model_does_not_take_is_an_error_that_names_the_dimension() -> None:
+    model = Program(lambda m, x: x + m.table[: x.shape[1]], table=nn.Parameter(torch.randn(7, 4)))
+    x = torch.randn(2, 5, 4)
+    batch = Dim("batch", 1, 8)
+    fits = {"x": {0: batch, 1: Dim("sequence", 2, 7)}}
+    graph_module = symbolic_trace(model, example_inputs={"x": x}, dynamic=fits)
+    assert outputs(graph_module, torch.randn(3, 7, 4))[0].shape == (3, 7, 4)
+    with pytest.raises(TraceError, match="sequence"):
+        symbolic_trace(model, example_inputs={"x": x}, dynamic={"x": {0: batch, 1: Dim("sequence", 2, 512)}})
+
+
+def test_declared_dimensions_are_named_tied_and_bounded() -> None:
+    x = {"first": torch.randn(3, 4), "second": torch.randn(3, 3)}
+    rows = Dim("rows", 2, 64)
+    traced = trace(randomise(Two()), x, {"first": {0: rows}, "second": {0: rows}})
+    first, second = traced.signature.inputs
+    assert first.shape == ("rows", 4)
+    assert second.shape == ("rows", 3)
+    assert traced.signature.dims["rows"] == rows
+    assert [spec.shape for spec in traced.signature.outputs] == [("rows", 3), ("rows",)]
+    assert not traced.fixed
+
+
+def test_axes_that_are_not_declared_stay_as_they_are() -> None:
+    traced = trace(randomise(Two()), {"first": X}, {"first": {0: "rows"}})
+    assert traced.signature.inputs[0].shape == ("rows", 4)
+    traced = trace(randomise(Two()), {"first": X}, {})
+    assert traced.signature.inputs[0].shape == (5, 4)
+
+
+def test_the_dimensions_of_a_transformers_model_have_their_usual_names() -> None:
+    traced = trace(models.model("bart"), models.inputs("bart", 2, 6))
+    shapes = {spec.name: spec.shape for spec in traced.signature.inputs}
+    assert shapes == {
+        "input_ids": ("batch", "sequence"),
+        "attention_mask": ("batch", "sequence"),
+        "decoder_input_ids": ("batch", "decoder_sequence"),
+    }
+    named = {spec.name: spec.shape for spec in traced.signature.outputs}
+    assert named["last_hidden_state"] == ("batch", "decoder_sequence", 16)
+    assert named["encoder_last_hidden_state"] == ("batch", "sequence", 16)
+
+
+def test_two_axes_that_must_be_equal_have_one_name() -> None:
+    x = {"first": X, "second": torch.randn(5, 3)}
+    traced = trace(randomise(Two()), x)
+    assert traced.signature.inputs[0].shape[0] == traced.signature.inputs[1].shape[0]
+
+
+def test_tracing_the_same_model_twice_gives_the_same_graph() -> None:
+    first = symbolic_trace(models.model("albert"))
+    assert str(first.graph) == str(models.traced("albert").graph)
+    assert list(first.state_dict()) == list(models.traced("albert").state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_of_another_dtype_gets_inputs_of_it(dtype: torch.dtype) -> None:
+    model = copy.deepcopy(models.model("vit")).to(dtype)
+    graph_module: Any = symbolic_trace(model)
+    pixels = models.inputs("vit")["pixel_values"].to(dtype)
+    with torch.no_grad():
+        assert torch.equal(graph_module(pixel_values=pixels).logits, model(pixel_values=pixels).logits)
+
+
+def test_a_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.layer(x).transpose(0, 1).contiguous().view(-1, 6).view(2, -1, 3, 6)
+
+    x = torch.randn(4, 2, 3, 6)
+    traced = trace(randomise(Program(body, layer=nn.Linear(6, 6))), {"x": x})
+    assert traced.doubtful
+    assert outputs(traced.graph_module, x)[0].shape == (2, 4, 3, 6)
+
+
+def test_a_range_that_nobody_declared_begins_above_the_sizes_that_break_what_the_trace_asserts() -> None:
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+    model = randomise(ResNetModel(config))
+    traced = trace(model, {"pixel_values": torch.randn(2, 3, 32, 32)})
+    least = traced.signature.dims["width"].min
+    assert 2 < least < 32
+    assert traced.doubtful == ()
+    pixels = torch.randn(1, 3, 37, least)
+    with torch.no_grad():
+        assert torch.equal(traced.graph_module(pixel_values=pixels)[0], model(pixel_values=pixels)[0])
+        with pytest.raises(RuntimeError):
+            traced.graph_module(pixel_values=pixels[..., : least - 1])
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 3 else x + 1
+
+
+def test_a_way_that_depends_on_values_is_an_error_that_names_its_line() -> None:
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+: return x if x\.sum\(\) > 3") as raised:
+        trace(Branching(), {"x": X})
+    assert raised.value.exit_code == 3
+    assert raised.value.mend
+
+
+class Shuffled(nn.Module):
+    """Asks whether half of a size is whole in floats, of which torch.export knows no answer for a dynamic one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] % 0.5 != 0:
+            raise ValueError
+        return x.reshape(x.shape[0], int(x.shape[1] * 0.5), 2).sum(1)
+
+
+def test_a_size_that_torch_export_cannot_have_dynamic_is_fixed_with_the_reason_unless_it_is_declared() -> None:
+    traced = trace(Shuffled(), {"x": torch.randn(3, 8)})
+    assert traced.signature.inputs[0].shape == ("batch", 8)
+    (fixed,) = traced.fixed
+    assert fixed.startswith(
+        "x[1] = 8; if that were dynamic, torch.export could not trace it, and stopped at test_trace.py"
+    )
+    with pytest.raises(TraceError, match=r"could not trace it, and stopped at test_trace\.py"):
+        trace(Shuffled(), {"x": torch.randn(3, 8)}, {"x": {0: "batch", 1: "width"}})
+
+
+def test_a_module_that_is_moved_to_where_it_is_is_traced() -> None:
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert, self.head = models.model("bert"), nn.Linear(16, 2)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            self.head = self.head.to(torch.float32)
+            return self.head(self.bert(input_ids).pooler_output)
+
+    model = Moved()
+    inputs = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}
+    with torch.no_grad():
+        torch.testing.assert_close(trace(model, inputs).graph_module(**inputs), model(**inputs))
