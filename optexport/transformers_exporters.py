@@ -57,7 +57,6 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.chunk.default: lambda *a: torch.chunk(*a),
     aten.roll.default: lambda *a: torch.roll(*a),
     aten.exp.default: lambda *a: torch.exp(*a),
-    aten.fft_irfft.default: lambda *a: torch.fft.irfft(*a),
     aten.masked_scatter.default: onnx_functions.masked_scatter,
     aten.squeeze.default: onnx_functions.squeeze,
     aten.squeeze.dim: onnx_functions.squeeze,

@@ -18,7 +18,7 @@ from torch import fx
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
-from optexport.formats import onnx_lowerings
+from optexport.formats import onnx_fourier, onnx_lowerings
 from optexport.formats.exported_program import to_program
 from optexport.formats.lowerings import ATTENTION_OPSET
 from optexport.formats.onnx_probe import check_opens
@@ -102,7 +102,7 @@ def _convert(
     patched.graph = copy.deepcopy(graph_module.graph)
     transformers_exporters.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
     patched.recompile()
-    program = to_program(patched, signature, example)
+    program = onnx_fourier.as_products(to_program(patched, signature, example))
     transformers_exporters.fix_for_onnx(program)
     converted = torch.onnx.export(
         program,

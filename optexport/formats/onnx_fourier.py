@@ -1,7 +1,7 @@
 """Fourier transforms as matrix products, for ONNX files.
 
-ONNX Runtime 1.31 computes its DFT of lengths that are no powers of two some ten times less exactly than torch, and has
-no inverse of half a spectrum.
+ONNX Runtime 1.31 has no inverse of half a spectrum, and its DFT of a length that is no power of two is inexact: of
+1,000 random numbers it is off by 9e-4 of the result's size, where torch is by 4e-7, and a product by 1.3e-6.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def as_products(program: ExportedProgram) -> ExportedProgram:
     if not any("fft" in str(node.target) or "stft" in str(node.target) for node in program.graph.nodes):
         return program
     parted = {op: parts for op, parts in default_decompositions().items() if "fft" in str(op) or "stft" in str(op)}
-    return program.run_decompositions({**parted, **_PRODUCTS})
+    without: ExportedProgram = program.run_decompositions({**parted, **_PRODUCTS})
+    return without
 
 
 def _of_complex(x: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> torch.Tensor:
@@ -54,7 +55,7 @@ def _to_real(x: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_s
     half = last_dim_size // 2 + 1
     cos, sin = _waves(half, last_dim_size, last_dim_size, parts[0].dtype)
     places = torch.arange(half)
-    alone = (places == 0).long() + (2 * places == last_dim_size).long()
+    alone = (places == 0).long() + (2 * places == torch.full((), last_dim_size, dtype=torch.int64)).long()
     times = (2 - alone).to(cos.dtype)[:, None]
     real = _product(parts[0], times * cos, dim[-1]) - _product(parts[1], times * sin, dim[-1])
     sizes = [*(x.shape[axis] for axis in dim[:-1]), last_dim_size]
@@ -75,8 +76,9 @@ def _turned(real: torch.Tensor, imaginary: torch.Tensor, axis: int, forward: boo
 
 def _waves(rows: Any, columns: Any, n: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of 2π jk/n, each of shape [rows, columns], of whole turns that are taken away while exact."""
-    steps = torch.arange(rows)[:, None] * torch.arange(columns) % n
-    angles = steps.double() / torch.full((), n, dtype=torch.float64) * (2 * math.pi)
+    period = torch.full((), n, dtype=torch.int64)
+    steps = torch.remainder(torch.arange(rows)[:, None] * torch.arange(columns), period)
+    angles = steps.double() / period.double() * (2 * math.pi)
     return torch.sin(angles + math.pi / 2).to(dtype), torch.sin(angles).to(dtype)
 
 
