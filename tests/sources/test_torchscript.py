@@ -114,7 +114,7 @@ def test_a_run_on_a_torchscript_file_proves_it(suffix: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        (Loops, r"prim::Loop \(test_torchscript_source.py, line \d+\)"),
+        (Loops, r"prim::Loop \(test_torchscript.py, line \d+\)"),
         (Remembers, r"changes its attribute last .*prim::SetAttr"),
     ],
 )
