@@ -18,7 +18,9 @@ COPY constraints.txt ./
 RUN /opt/optexport/bin/pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
 COPY optexport optexport
-RUN /opt/optexport/bin/pip install --constraint constraints.txt '.[images]'
+# With "images,ray" the image is also one for a Ray cluster.
+ARG EXTRAS=images
+RUN /opt/optexport/bin/pip install --constraint constraints.txt ".[${EXTRAS}]"
 
 FROM ${PYTHON_IMAGE}
 # MLflow's runs bear the commit that they were made from.

@@ -2,4 +2,5 @@
 
 from optexport.cli.main import main
 
-main()
+if __name__ == "__main__":  # and not where multiprocessing imports it to start a process
+    main()

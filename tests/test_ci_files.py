@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 GITHUB = yaml.safe_load((ROOT / "pipelines" / "github-actions.yml").read_text(encoding="utf-8"))
 GITLAB = yaml.safe_load((ROOT / "pipelines" / "gitlab-ci.yml").read_text(encoding="utf-8"))
 KUBERNETES = list(yaml.safe_load_all((ROOT / "pipelines" / "kubernetes-job.yml").read_text(encoding="utf-8")))
+NIGHTLY = list(yaml.safe_load_all((ROOT / "pipelines" / "kubernetes-nightly.yml").read_text(encoding="utf-8")))
+ARGO = yaml.safe_load((ROOT / "pipelines" / "argo-workflow.yml").read_text(encoding="utf-8"))
+RAY = yaml.safe_load((ROOT / "pipelines" / "ray-job.yml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,7 @@ def test_it_follows_the_schema_of_its_host(name: str, schema: list[str]) -> None
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("document", KUBERNETES, ids=lambda document: document["kind"])
+@pytest.mark.parametrize("document", [*KUBERNETES, *NIGHTLY], ids=lambda document: document["kind"])
 def test_kubernetes_would_take_it(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
@@ -56,6 +60,46 @@ def test_the_job_of_kubernetes_runs_a_config_that_check_takes(tmp_path: Path) ->
     help_text = CliRunner().invoke(cli, ["--help"]).stdout.partition("Exit codes:")[2]
     codes = {int(line.split()[0]) for line in help_text.splitlines() if line.strip()}
     assert set(policy["onExitCodes"]["values"]) == codes - {0, 1, 130}, "1 may be a full disk"
+
+
+def _pods() -> dict[str, dict[str, Any]]:
+    """The pods that others than Kubernetes' own kinds make."""
+    argo = next(template for template in ARGO["spec"]["templates"] if "container" in template)
+    cluster = RAY["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    return {
+        "argo": {"containers": [{"name": "main", **argo["container"]}], "volumes": ARGO["spec"]["volumes"]},
+        "ray head": cluster["headGroupSpec"]["template"]["spec"],
+        "ray worker": workers["template"]["spec"],
+    }
+
+
+@pytest.mark.parametrize("name", ["argo", "ray head", "ray worker"])
+def test_kubernetes_would_take_the_pods_of_argo_and_of_ray(name: str) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": _pods()[name]}
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    mounted = {mount["name"] for container in pod["spec"]["containers"] for mount in container.get("volumeMounts", [])}
+    assert mounted <= {volume["name"] for volume in pod["spec"].get("volumes", [])}
+
+
+def test_every_batch_of_the_pipelines_is_a_call_that_optexport_takes() -> None:
+    nightly = NIGHTLY[-1]["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    ray = shlex.split(RAY["spec"]["entrypoint"])[-1]
+    argo = next(template for template in ARGO["spec"]["templates"] if "container" in template)["container"]
+    calls = [shlex.split(nightly.splitlines()[-1])[1:], shlex.split(ray), [*argo["command"], *argo["args"]]]
+    for program, command, *arguments in calls:
+        assert program == "optexport"
+        cli.commands[command].make_context(command, arguments)  # which reads every option
+
+
+def test_the_nightly_config_is_the_one_that_lies_beside_it() -> None:
+    text = (ROOT / "pipelines" / "nightly.toml").read_text(encoding="utf-8")
+    assert tomllib.loads(NIGHTLY[0]["data"]["nightly.toml"]) == tomllib.loads(text)
+
+
+def test_the_cluster_runs_the_version_of_ray_that_is_pinned() -> None:
+    version = RAY["spec"]["rayClusterSpec"]["rayVersion"]
+    assert f"ray=={version}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
 def test_the_hook_of_pre_commit_is_a_command_that_takes_many_files() -> None:

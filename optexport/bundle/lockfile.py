@@ -20,7 +20,6 @@ from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, first_line
 from optexport.sources.loading import Loaded
 
-# Of transformers' folders: the digest of the weights stands for them.
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
 _MEND = "Go back to what was locked; or see that the change is meant, and lock again: optexport lock {}"
 
@@ -143,10 +142,12 @@ def _differences(was: Mapping[str, str], now: Mapping[str, str], shown: int | No
 
 
 def _digests(config: Config, folder: Path) -> dict[str, str]:
-    return {name: sha256(path) for name, path in sorted(_files(config, folder))}
+    """Of all files but weights: of a folder of transformers the digest of its model stands for them."""
+    files = named_files(config, folder)
+    return {name: sha256(path) for name, path in sorted(files) if path.suffix not in _WEIGHTS}
 
 
-def _files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
+def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
     """Every file beside the config, or elsewhere on this machine, that it names; of folders all that is in them."""
     source, inputs = config.model.source, config.inputs
     named = [*([inputs.data] if inputs.data is not None else []), *(inputs.images or [])]
@@ -162,5 +163,5 @@ def _files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
     for name in dict.fromkeys(named):
         path = folder / Path(name).expanduser()
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file() and "__pycache__" not in file.parts and file.suffix not in _WEIGHTS:
+            if file.is_file() and "__pycache__" not in file.parts:
                 yield str(Path(name) / file.relative_to(path)), file

@@ -16,6 +16,7 @@ import click
 
 from optexport import __version__
 from optexport.applications.command import predict
+from optexport.cli.batch import batch
 from optexport.cli.bench import bench
 from optexport.cli.console import console, echo, progress
 from optexport.cli.group import Group, debug_option, json_option, outcome, print_json
@@ -46,6 +47,7 @@ def cli() -> None:
     """Turns a PyTorch or transformers model into an optimised, portable one, with proof that it is the same."""
 
 
+cli.add_command(batch)
 cli.add_command(bench)
 for command in (log, promote, rollback):
     cli.add_command(command)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from optexport.config.durations import in_seconds
 from optexport.errors import ConfigError, did_you_mean
 
 # Fewer rounds give no interval that could be believed, see optexport.bench.comparison.
@@ -37,12 +37,8 @@ class BenchConfig(_Table):
     rounds: int = Field(default=20, ge=1, le=10_000)
 
 
-_UNITS = {"s": 1, "m": 60, "h": 3600}
-
-
 def _duration(text: str) -> str:
-    if not re.fullmatch(r"[0-9]{1,6}[smh]", text) or int(text[:-1]) == 0:
-        raise ValueError(f'"{text}" is no time: write "90s", "5m" or "1h"')
+    in_seconds(text)
     return text
 
 
@@ -53,7 +49,7 @@ class TuneConfig(_Table):
 
     @property
     def seconds(self) -> int:
-        return int(self.budget[:-1]) * _UNITS[self.budget[-1]]
+        return in_seconds(self.budget)
 
 
 _Bar = Annotated[float | None, Field(gt=0)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from optexport.tracking.registry import Registered
 from optexport.tracking.sending import send, send_params
 
 REASON_TAG = "optexport.blame.failure"
+# The environment variable with the id of a run that others are nested under, as those of a batch are.
+PARENT_VARIABLE = "OPTEXPORT_PARENT_RUN"
+# Where it is set nothing is tracked: someone else sends the bundle.
+LATER_VARIABLE = "OPTEXPORT_LOG_LATER"
 
 
 class Tracker:
@@ -76,7 +81,7 @@ class Tracker:
             give_up(self._client, self.run_id, failed)
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        if not self._config.enabled or self.failure is not None:
+        if not self._config.enabled or self.failure is not None or os.environ.get(LATER_VARIABLE):
             return
         try:
             action()
@@ -91,7 +96,9 @@ def new_run(client: Any, experiment: str, tags: Mapping[str, str]) -> str:
     user = {}
     with contextlib.suppress(OSError, KeyError):  # a user id that the system does not know, as containers give
         user["mlflow.user"] = getpass.getuser()
-    return str(client.create_run(experiment, tags={**user, **tags}).info.run_id)
+    parent = os.environ.get(PARENT_VARIABLE)
+    nested = {"mlflow.parentRunId": parent} if parent else {}
+    return str(client.create_run(experiment, tags={**user, **nested, **tags}).info.run_id)
 
 
 def give_up(client: Any, run_id: str, reason: str) -> None:

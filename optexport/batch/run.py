@@ -1,0 +1,62 @@
+"""Runs the configs of a batch, wherever: what ended before, what ends now, and the journal of both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from optexport.batch.ended import Ended, done_before, remember
+from optexport.batch.tasks import Task
+from optexport.bundle.drafts import locked
+from optexport.errors import ConfigError
+
+# Runs tasks, and gives each with how it ended, as it ends; takes the folder of the logs.
+Engine = Callable[[Sequence[Task], Path], Iterator[tuple[Task, Ended]]]
+
+
+def run(
+    tasks: Sequence[Task],
+    engine: Engine,
+    folder: Path,
+    *,
+    resume: bool = False,
+    announce: Callable[[Ended], None] = lambda ended: None,
+) -> list[Ended]:
+    """Runs each config in a process of its own; what happens to one happens to no other.
+
+    Args:
+        folder: Takes logs, and the journal.
+        resume: Whether what the journal holds as done stays so.
+        announce: Called as each ends.
+
+    Returns:
+        How each ended, in the order of the tasks.
+
+    Raises:
+        ConfigError: Another batch is at work in the folder, or nothing can be written there.
+    """
+    with _folder(folder):
+        ended = done_before(folder, tasks) if resume else {}
+        for each in ended.values():
+            announce(each)
+        left = [task for task in tasks if task.path not in ended]
+        for task, found in engine(left, folder) if left else ():
+            ended[task.path] = found
+            remember(folder, found)
+            announce(found)
+    return [ended[task.path] for task in tasks]
+
+
+@contextlib.contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"nothing can be written there: {error}", place=f"--folder {folder}") from error
+    with locked(folder, wait=False) as was_free:
+        if not was_free:
+            raise ConfigError(
+                "another batch is at work in it", place=f"--folder {folder}", mend="Wait, or name another folder."
+            )
+        yield

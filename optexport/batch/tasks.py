@@ -1,0 +1,72 @@
+"""The configs of a batch: files and globs, each once, and no two that write to the same place."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from optexport.bundle import places
+from optexport.config.file import Config, load_config
+from optexport.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Task:
+    """One config of a batch.
+
+    Attributes:
+        name: The path as it was given.
+        path: The same, from the root.
+        digest: SHA-256 of its text; empty where it cannot be read.
+        config: What it says; None where that is wrong, which its own process tells.
+    """
+
+    name: str
+    path: Path
+    digest: str
+    config: Config | None
+
+    @property
+    def output(self) -> Path | None:
+        """The folder of its bundle."""
+        return None if self.config is None else places.output_of(self.config, self.path.parent)
+
+
+def tasks_of(given: Sequence[str]) -> list[Task]:
+    """The tasks of files and globs, in their order.
+
+    Raises:
+        ConfigError: A glob finds nothing, or two configs name one output.
+    """
+    names: list[str] = []
+    for each in given:
+        found = [each] if Path(each).exists() else sorted(glob.glob(each, recursive=True))
+        if not found and glob.has_magic(each):
+            raise ConfigError("no file is called so", place=each, mend='In a shell, "**" needs quotes.')
+        names += found or [each]
+    tasks = {task.path: task for task in map(_task, names)}
+    outputs: dict[Path, Task] = {}
+    for task in tasks.values():
+        if task.output is not None and (other := outputs.setdefault(task.output, task)) is not task:
+            raise ConfigError(
+                f"{other.name} writes to {task.output} too",
+                place=f"{task.name}: export.output",
+                mend="Give each config an output of its own.",
+            )
+    return list(tasks.values())
+
+
+def _task(name: str) -> Task:
+    path = Path(name).resolve()
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        digest = ""
+    try:
+        config = load_config(path)
+    except ConfigError:
+        config = None
+    return Task(name, path, digest, config)

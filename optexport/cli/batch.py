@@ -1,0 +1,172 @@
+"""``optexport batch``: many configs, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optexport.cli.console import console, echo
+from optexport.cli.group import Command, json_option, print_json
+from optexport.config.durations import in_seconds
+from optexport.errors import TrackingError
+
+if TYPE_CHECKING:
+    from optexport.batch.ended import Ended
+    from optexport.batch.run import Engine
+    from optexport.batch.tasks import Task
+
+
+def _seconds(context: click.Context, option: click.Parameter, given: str) -> int:  # noqa: ARG001 - click's
+    try:
+        return in_seconds(given)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from None
+
+
+@click.command(cls=Command)
+@click.argument("configs", nargs=-1, required=True, metavar="CONFIG...")
+@click.option("--jobs", type=click.IntRange(1, 1024), help="How many run at a time on this machine; by default 1.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="Where they run: on this machine, or on a Ray cluster.",
+)
+@click.option("--address", help="The Ray cluster; by default one of this machine's own.")
+@click.option(
+    "--memory",
+    type=click.FloatRange(0, min_open=True),
+    metavar="GIB",
+    help="What each may take; by default an equal share of what is free.",
+)
+@click.option(
+    "--timeout", default="1h", show_default=True, callback=_seconds, metavar="TIME", help='As "90s", "5m" or "1h".'
+)
+@click.option(
+    "--retries",
+    type=click.IntRange(0, 100),
+    default=1,
+    show_default=True,
+    help="How often one is tried again that crashed or took too long.",
+)
+@click.option("--resume", is_flag=True, help="Leave out what ended well in an earlier batch of this folder.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("optexport-batch"),
+    show_default=True,
+    help="Takes logs, and the journal of what ended.",
+)
+@click.option(
+    "--from-registry",
+    "query",
+    metavar="FILTER",
+    help="Run CONFIG for the newest version of each registered model that this filter of MLflow's finds.",
+)
+@json_option
+def batch(
+    configs: tuple[str, ...],
+    query: str | None,
+    jobs: int | None,
+    engine: str,
+    address: str | None,
+    memory: float | None,
+    timeout: int,
+    retries: int,
+    resume: bool,
+    folder: Path,
+    as_json: bool,
+) -> None:
+    """Run every CONFIG, in processes of their own.
+
+    A CONFIG is a file, or a glob. One that crashes, hangs, or takes too much memory takes no other with it. The exit
+    code is that of the worst. With --from-registry there is one CONFIG, in which {name} and {version} stand for those
+    of a model; versions that have a bundle are left out.
+    """
+    from optexport.batch import account, from_registry
+    from optexport.batch.run import run
+    from optexport.batch.tasks import tasks_of
+
+    if query is not None and len(configs) > 1:
+        raise click.UsageError("--from-registry takes one CONFIG.")
+    if engine == "ray" and jobs is not None:
+        raise click.UsageError("--jobs is of this machine; a cluster runs as many as it has room for.")
+    if engine != "ray" and address is not None:
+        raise click.UsageError("--address is that of a cluster: give --engine ray too.")
+    asked = {} if query is None else from_registry.configs(Path(configs[0]), query)
+    tasks = tasks_of(configs if query is None else [str(path) for path in asked])
+    failures: list[TrackingError] = []
+
+    def tell(ended: Ended) -> None:
+        echo(account.line(ended), err=True)
+        version = asked.get(Path(ended.config))
+        if version is None or ended.exit_code or ended.output is None:
+            return
+        try:
+            from_registry.mark(Path(configs[0]), version, Path(ended.output))
+        except TrackingError as error:  # the others are run all the same
+            failures.append(error)
+
+    chosen = _engine(engine, address, jobs or 1, None if memory is None else int(memory * 2**30), timeout, retries)
+    # What libraries print is none of our result.
+    with _tracked(tasks) as parent, contextlib.redirect_stdout(sys.stderr):
+        ended = run(tasks, chosen, folder, resume=resume, announce=tell)
+        if parent is not None:
+            parent.table, parent.metrics = account.columns(ended), account.metrics(ended)
+            failed = sum(each.exit_code != 0 for each in ended)
+            parent.reason = f"{failed} of {len(ended)} configs failed" if failed else None
+    if parent is not None and parent.failure is not None:
+        failures.append(parent.failure)
+    document = account.as_json(ended, None if parent is None else parent.run_id, failures)
+    if as_json:
+        print_json(document)
+    else:
+        account.show(ended, console())
+        if parent is not None and parent.run_id is not None:
+            echo(f"MLflow run {parent.run_id} holds those of all.")
+    for failure in failures:
+        echo(f"Not tracked: {failure}", err=True)
+    click.get_current_context().exit(document["exit_code"])
+
+
+def _engine(engine: str, address: str | None, jobs: int, memory: int | None, seconds: int, retries: int) -> Engine:
+    from optexport.batch.attempt import Limits
+
+    if engine == "ray":
+        from optexport.batch.on_ray import on_ray
+
+        return on_ray(address, Limits(memory or sys.maxsize, seconds, retries), memory)
+    from optexport.batch.here import here
+
+    return here(jobs, Limits(memory or _free_memory() // jobs, seconds, retries))
+
+
+def _tracked(tasks: list[Task]) -> contextlib.AbstractContextManager[Any]:
+    """The MLflow run of a batch, where all its configs track in one store."""
+    tracked = [task for task in tasks if task.config is not None and task.config.tracking.enabled]
+    if not tracked:
+        return contextlib.nullcontext()
+    from optexport.tracking.batch import batch_run
+    from optexport.tracking.store import resolved_uri
+
+    stores = {resolved_uri(task.config.tracking.uri, task.path.parent) for task in tracked if task.config is not None}
+    first = tracked[0]
+    assert first.config is not None
+    if len(stores) > 1:
+        echo(f"The configs track in {len(stores)} stores, so no MLflow run holds them all.", err=True)
+        return contextlib.nullcontext()
+    return batch_run(first.config.tracking, first.path, len(tasks))
+
+
+def _free_memory() -> int:
+    """Bytes that programs can have, as the system estimates it."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,18 @@
+"""Times in words, as configs and options write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def in_seconds(text: str) -> int:
+    """Seconds of a time like ``5m``.
+
+    Raises:
+        ValueError: It is none; the message says how one is written.
+    """
+    if not re.fullmatch(r"[0-9]{1,6}[smh]", text) or int(text[:-1]) == 0:
+        raise ValueError(f'"{text}" is no time: write "90s", "5m" or "1h"')
+    return int(text[:-1]) * _UNITS[text[-1]]

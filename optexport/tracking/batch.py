@@ -1,0 +1,72 @@
+"""The MLflow run that holds those of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from optexport.config.file import TrackingConfig
+from optexport.errors import TrackingError
+from optexport.tracking import store
+from optexport.tracking.run import PARENT_VARIABLE, give_up, new_run
+
+
+class BatchRun:
+    """A run that others are nested under.
+
+    Attributes:
+        run_id: None where it could not be started.
+        failure: Why not, or what of it could not be sent.
+    """
+
+    def __init__(self) -> None:
+        self.run_id: str | None = None
+        self.failure: TrackingError | None = None
+        self.table: Mapping[str, Sequence[Any]] = {}
+        self.metrics: Mapping[str, float] = {}
+        self.reason: str | None = None
+
+
+@contextlib.contextmanager
+def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRun]:
+    """Starts a run, under which runs of processes that are started within it are nested; then sends what is set of it.
+
+    Args:
+        config: Says which store and experiment.
+        path: The config's, which a relative path in the URI is taken from.
+        size: How many configs the batch has.
+    """
+    run = BatchRun()
+    client: Any = None
+    try:
+        client = store.open_store(config.uri, path.parent)
+        experiment = store.experiment_id(client, config.experiment, path.parent)
+        run.run_id = new_run(client, experiment, {"mlflow.runName": "batch"})
+        client.log_param(run.run_id, "configs", size)
+    except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
+        run.failure = store.failure(error, config.uri, "The bundles' own runs are tried all the same.")
+    if run.run_id is not None:
+        os.environ[PARENT_VARIABLE] = run.run_id
+    try:
+        yield run
+    except BaseException:
+        if run.run_id is not None:
+            give_up(client, run.run_id, "interrupted")
+        raise
+    finally:
+        os.environ.pop(PARENT_VARIABLE, None)
+    if run.run_id is None:
+        return
+    try:
+        for name, value in run.metrics.items():
+            client.log_metric(run.run_id, name, value)
+        client.log_table(run.run_id, {name: list(column) for name, column in run.table.items()}, "batch.json")
+        if run.reason is None:
+            client.set_terminated(run.run_id)
+        else:
+            give_up(client, run.run_id, run.reason)
+    except Exception as error:
+        run.failure = run.failure or store.failure(error, config.uri, "The bundles' own runs are there.")

@@ -1,0 +1,74 @@
+"""Folders of configs, some of whose models do what none should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MODELS = """
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def good():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+
+
+def crashes():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def crashes_once():
+    marker = Path(__file__).with_name("crashed")
+    if not marker.exists():
+        marker.touch()
+        os.abort()
+    return good()
+
+
+def hangs():
+    time.sleep(600)
+
+
+def ignores():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def eats():
+    eaten = []
+    while True:
+        eaten.append(bytearray(os.urandom(1)) * (64 << 20))
+        time.sleep(0.02)
+"""
+
+_CONFIG = """
+[model]
+source = "python:{module}:{factory}"
+[inputs]
+tensors.input.shape = ["batch", 4]
+dynamic.batch = [1, 8]
+[parity]
+effort = "quick"
+[export]
+formats = ["onnx"]
+output = "out/{name}"
+[tracking]
+{tracking}
+"""
+
+UNTRACKED = "enabled = false"
+
+
+def config(folder: Path, name: str, factory: str = "good", tracking: str = UNTRACKED) -> Path:
+    """Writes a config, and the models beside it; returns its path."""
+    module = f"fleet_{abs(hash(str(folder)))}"
+    (folder / f"{module}.py").write_text(_MODELS, encoding="utf-8")
+    path = folder / f"{name}.toml"
+    path.write_text(_CONFIG.format(module=module, factory=factory, name=name, tracking=tracking), encoding="utf-8")
+    return path

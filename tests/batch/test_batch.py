@@ -1,0 +1,167 @@
+"""A batch: what happens to one config happens to no other, and all of it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner, Result
+
+from optexport import verify
+from optexport.cli.main import cli
+from tests import stores
+from tests.batch import fleets
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["batch", *arguments], catch_exceptions=False)
+
+
+def document(*arguments: str) -> dict[str, Any]:
+    result = call(*arguments, "--json")
+    found = json.loads(result.stdout)
+    assert found["exit_code"] == result.exit_code
+    assert found["passed"] is (result.exit_code == 0)
+    return {"rows": {row["config"]: row for row in found["configs"]}, **found}
+
+
+def test_each_is_run_and_those_that_crash_hang_or_eat_memory_take_no_other_along(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        fleets.config(tmp_path, name)
+    for name in ("crashes", "hangs", "ignores", "eats"):
+        fleets.config(tmp_path, name, name)
+    (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
+    found = document("*.toml", "--jobs", "2", "--timeout", "20s", "--memory", "2", "--retries", "0")
+    codes = {name.removesuffix(".toml"): row["exit_code"] for name, row in found["rows"].items()}
+    assert codes == {"a": 0, "b": 0, "c": 0, "crashes": 1, "hangs": 1, "ignores": 1, "eats": 1, "wrong": 2}
+    told = {name.removesuffix(".toml"): row["error"] for name, row in found["rows"].items()}
+    assert told["a"] is None
+    assert "it crashed by SIGSEGV" in told["crashes"]
+    assert "it was still at work after 20 s" in told["hangs"]
+    assert "it was still at work after 20 s" in told["ignores"]
+    assert "it took more than 2.0 GiB of memory" in told["eats"]
+    assert 'modle: there is no such key. Did you mean "model"?' in told["wrong"]
+    for name in ("a", "b", "c"):
+        assert found["rows"][f"{name}.toml"]["output"] == str(tmp_path / "out" / name)
+        verify(tmp_path / "out" / name)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "b", "c"]
+    assert found["rows"]["eats.toml"]["peak_memory"] > 2 << 30
+    assert found["exit_code"] == 1
+
+
+def test_what_crashes_once_is_tried_again_and_what_is_told_is_not(tmp_path: Path) -> None:
+    fleets.config(tmp_path, "flaky", "crashes_once")
+    (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
+    found = document("flaky.toml", "wrong.toml", "--retries", "2")
+    assert [(row["exit_code"], row["attempts"]) for row in found["configs"]] == [(0, 2), (2, 1)]
+
+
+def test_a_batch_goes_on_where_it_was(tmp_path: Path) -> None:
+    a, b = fleets.config(tmp_path, "a"), fleets.config(tmp_path, "b")
+    c = fleets.config(tmp_path, "c", "crashes")
+    first = document("[abc].toml", "--retries", "0")
+    assert [row["attempts"] for row in first["configs"]] == [1, 1, 1]
+    b.write_text(f"{b.read_text(encoding='utf-8')}\n# changed", encoding="utf-8")
+    fleets.config(tmp_path, "c")
+    written = (tmp_path / "out" / "a" / "measurements.json").read_bytes()
+    with (tmp_path / "optexport-batch" / "journal.jsonl").open("a", encoding="utf-8") as journal:
+        journal.write('{"config": "a.toml", "exi')  # the machine went down
+    second = document(str(a), str(b), str(c), "--resume")
+    assert [row["attempts"] for row in second["configs"]] == [0, 1, 1]
+    assert second["exit_code"] == 0
+    assert (tmp_path / "out" / "a" / "measurements.json").read_bytes() == written
+    third = call("[abc].toml", "--resume")
+    assert third.exit_code == 0
+    assert third.stdout.count("done before") == 4  # a row each, and the count
+    assert "3 done before" in third.stdout
+
+
+def test_the_exit_code_is_that_of_the_worst(tmp_path: Path) -> None:
+    fleets.config(tmp_path, "a")
+    (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
+    tight = fleets.config(tmp_path, "gated")
+    tight.write_text(f"{tight.read_text(encoding='utf-8')}\n[gate]\nmax_size_mb = 0.000001\n", encoding="utf-8")
+    assert [call(*names).exit_code for names in (("a.toml", "gated.toml"), ("gated.toml", "wrong.toml"))] == [6, 2]
+
+
+def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> None:
+    fleets.config(tmp_path, "a")
+    (tmp_path / "b.toml").write_text((tmp_path / "a.toml").read_text(encoding="utf-8"), encoding="utf-8")
+    same = call("a.toml", "b.toml")
+    assert same.exit_code == 2
+    assert f"b.toml: export.output: a.toml writes to {tmp_path / 'out' / 'a'} too" in same.output
+    nothing = call("c*.toml")
+    assert nothing.exit_code == 2
+    assert "c*.toml: no file is called so" in nothing.output
+    assert call("a.toml", "--timeout", "soon").exit_code == 2
+    assert not (tmp_path / "optexport-batch").exists()
+    (tmp_path / "file").touch()
+    folder = call("a.toml", "--folder", "file/batch")
+    assert folder.exit_code == 2
+    assert "--folder file/batch: nothing can be written there" in folder.output
+
+
+def test_one_run_of_mlflow_holds_those_of_all(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    for name in ("a", "b"):
+        fleets.config(tmp_path, name, tracking=f'uri = "{uri}"\nexperiment = "fleet"')
+    fleets.config(tmp_path, "c", "crashes")
+    found = document("[abc].toml", "--retries", "0")
+    import mlflow
+
+    client = mlflow.MlflowClient(uri)
+    experiment = client.get_experiment_by_name("fleet").experiment_id
+    runs = {run.info.run_id: run for run in client.search_runs([experiment])}
+    parent = runs.pop(found["mlflow_run_id"])
+    assert (parent.info.status, parent.data.metrics["configs"], parent.data.metrics["failed"]) == ("FAILED", 3, 1)
+    assert parent.data.tags["optexport.blame.failure"] == "1 of 3 configs failed"
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
+    assert set(runs) == {row["run_id"] for row in found["configs"]} - {None}
+    table = mlflow.artifacts.load_dict(f"runs:/{parent.info.run_id}/batch.json")
+    assert [row[table["columns"].index("result")] for row in table["data"]] == ["proven", "proven", "ended badly"]
+
+
+def test_a_batch_that_is_interrupted_ends_what_it_started(tmp_path: Path) -> None:
+    fleets.config(tmp_path, "hangs", "hangs")
+    program = [sys.executable, "-m", "optexport", "batch", "hangs.toml"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 120
+        while not (started := _sessions(process.pid)):
+            assert time.monotonic() < until
+            assert process.poll() is None
+            time.sleep(0.2)
+        second = call("hangs.toml")
+        assert second.exit_code == 2
+        assert "another batch is at work in it" in second.output
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "interrupted" in told
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in started)
+    assert not (tmp_path / "out" / "hangs").exists()
+
+
+def _sessions(pid: int) -> list[int]:
+    """The processes below one that lead a session of their own."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if os.getsid(child.pid) == child.pid:
+                found.append(child.pid)
+        except ProcessLookupError:
+            continue
+    return found

@@ -1,0 +1,129 @@
+"""What a registry asks for: the newest version of each model that a filter finds, once."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from optexport import verify
+from optexport.cli.main import cli
+from tests import stores
+
+_TEMPLATE = """
+[model]
+source = "mlflow:models:/{{name}}/{{version}}"
+[inputs]
+tensors.x.shape = ["batch", 4]
+dynamic.batch = [2, 8]
+[parity]
+effort = "quick"
+[export]
+formats = ["onnx"]
+output = "bundles/{{name}}-{{version}}"
+[tracking]
+uri = "{uri}"
+experiment = "nightly"
+"""
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.linear(x)
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Three registered models, of which two ask for a bundle, and one of these has two versions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    uri = stores.store(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's and mlflow's, of how the one calls the other
+        import mlflow
+        import mlflow.pytorch
+
+        mlflow.set_tracking_uri(uri)
+        client = mlflow.MlflowClient(uri)
+        client.create_experiment("models", artifact_location=(tmp_path / "artifacts").as_uri())
+        mlflow.set_experiment("models")
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(Doubled().eval(), (), {"x": torch.randn(3, 4)}, dynamic_shapes={"x": {0: batch}})
+        folder = tmp_path / "logged"
+        folder.mkdir()
+        torch.export.save(program, folder / "model.pt2")
+    for name, versions in (("asks", 2), ("asks-too", 1), ("silent", 1)):
+        client.create_registered_model(name, tags={"export": "true"} if name.startswith("asks") else {})
+        for _ in range(versions):
+            client.create_model_version(name, source=_logged(mlflow, folder / "model.pt2"))
+    (tmp_path / "nightly.toml").write_text(_TEMPLATE.format(uri=uri), encoding="utf-8")
+    return client
+
+
+def _logged(mlflow: Any, path: Path) -> str:
+    with mlflow.start_run() as run:
+        model = mlflow.models.Model(artifact_path="model", run_id=run.info.run_id)
+        model.add_flavor("pytorch", model_data="data", pytorch_version="2", serialization_format="pt2")
+        place = path.with_name("model")
+        place.mkdir(exist_ok=True)
+        model.save(str(place / "MLmodel"))
+        (place / "data").mkdir(exist_ok=True)
+        (place / "data" / "model.pt2").write_bytes(path.read_bytes())
+        mlflow.log_artifacts(str(place), "model")
+        return f"{run.info.artifact_uri}/model"
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["batch", "nightly.toml", "--from-registry", *arguments], catch_exceptions=False)
+
+
+def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: Any, tmp_path: Path) -> None:
+    found = json.loads(call("tags.export = 'true'", "--json").stdout)
+    assert {row["config"]: row["exit_code"] for row in found["configs"]} == {
+        "nightly.asks-2.toml": 0,
+        "nightly.asks-too-1.toml": 0,
+    }, found
+    assert sorted(path.name for path in (tmp_path / "bundles").iterdir()) == ["asks-2", "asks-too-1"]
+    verify(tmp_path / "bundles" / "asks-2")
+    version = registry.get_model_version("asks", "2")
+    run = registry.get_run(next(row["run_id"] for row in found["configs"] if "asks-2" in row["config"]))
+    assert version.tags["optexport.exported"] == run.data.tags["optexport.bundle"]
+    again = json.loads(call("tags.export = 'true'", "--json").stdout)
+    assert again["configs"] == []
+    assert again["exit_code"] == 0
+    nothing = call("tags.export = 'maybe'")
+    assert nothing.exit_code == 0
+    assert "Nothing asks for a bundle." in nothing.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "query", "code", "told"),
+    [
+        (
+            'source = "mlflow:models:/{name}/{version}"',
+            'source = "x"',
+            "name = 'a'",
+            2,
+            "nightly.toml: source must hold",
+        ),
+        ("bundles/{name}-{version}", "bundles/{name}", "name = 'a'", 2, "nightly.toml: output must hold both"),
+        ("", "", "tags export", 7, "tracking.uri"),
+    ],
+)
+def test_what_cannot_be_is_told(
+    registry: Any, tmp_path: Path, old: str, new: str, query: str, code: int, told: str
+) -> None:
+    path = tmp_path / "nightly.toml"
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    result = call(query)
+    assert result.exit_code == code, result.output
+    assert told in result.output
