@@ -11,16 +11,19 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from optexport.batch.ended import Ended
 from optexport.batch.tasks import Task
-from optexport.errors import first_line
+from optexport.errors import OptexportError, first_line
 
 _EVERY_SECONDS = 0.1
 # What a process has to end by itself, once it was asked to.
 _GRACE_SECONDS = 10.0
+# To start a process is also to look after all others; of two threads that ask how one ended, one gets no answer.
+_LOCK = threading.Lock()
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["optexport.batch.child"])
 
@@ -41,10 +44,17 @@ class Limits:
 
 
 def make_ready() -> None:
-    """Has the process from which others are forked import what they need, so that no attempt is charged for it."""
+    """Has the process from which others are forked import what they need, so that no attempt is charged for it.
+
+    Raises:
+        OptexportError: No process can be started.
+    """
     process = _CONTEXT.Process(target=_import)
-    process.start()
-    process.join()
+    with _LOCK:
+        process.start()
+    _join(process)
+    if process.exitcode != 0:
+        raise OptexportError(f"a process that does nothing ended with {process.exitcode}", place="batch")
 
 
 def _import() -> None:
@@ -75,12 +85,12 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     process = _CONTEXT.Process(
         target=_run, args=(["run", str(task.path), "--json"], str(document), str(log), environment), daemon=False
     )
-    process.start()
+    with _LOCK:
+        process.start()
     assert process.pid is not None
     peak, why = 0, None
     try:
-        while process.is_alive():
-            process.join(_EVERY_SECONDS)
+        while not _has_ended(process, _EVERY_SECONDS):
             peak = max(peak, used := _resident(process.pid))
             if used > limits.memory:
                 why = f"it took more than {limits.memory / 2**30:.1f} GiB of memory"
@@ -141,18 +151,29 @@ def _read(document: Path) -> dict[str, Any]:
 
 def _end(process: Any, *, at_once: bool) -> None:
     """Ends a process and all that it started, politely where there is time."""
-    if not at_once and process.is_alive():
+    if not at_once and not _has_ended(process, 0):
         _signal(process, signal.SIGTERM)
-        process.join(_GRACE_SECONDS)
+        _has_ended(process, _GRACE_SECONDS)
     _signal(process, signal.SIGKILL)
-    process.join()
+    _join(process)
+
+
+def _has_ended(process: Any, seconds: float) -> bool:
+    """Waits so long for the end of a process, and reads nothing of it."""
+    return bool(connection.wait([process.sentinel], seconds))
+
+
+def _join(process: Any) -> None:
+    connection.wait([process.sentinel])
+    with _LOCK:
+        process.join()
 
 
 def _signal(process: Any, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
         return
-    if process.is_alive():  # it has not come as far as a group of its own
+    if not _has_ended(process, 0):  # it has not come as far as a group of its own
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 

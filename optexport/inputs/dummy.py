@@ -170,8 +170,11 @@ def _default_names(model: nn.Module, config: Any, accepted: Mapping[str, inspect
     names += required
     if "past_time_features" in names:
         names += ["future_time_features"]
-    if "noise_sequence" in accepted:  # drawn anew at each run where it is not given
+    # Drawn anew at each run where it is not given.
+    if "noise_sequence" in accepted:
         names += ["noise_sequence"]
+    if "noise" in accepted and hasattr(config, "mask_ratio") and isinstance(getattr(config, "patch_size", None), int):
+        names += ["noise"]
 
     def with_masks(names: Sequence[str]) -> list[str]:
         masked = list(names)

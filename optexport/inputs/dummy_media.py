@@ -160,6 +160,13 @@ def _noise(config: Any) -> torch.Tensor:
     return wave(BATCH, _frames_first(config).shape[1], int(config.model_in_channels))
 
 
+def _noise_of_patches(config: Any) -> torch.Tensor:
+    """What a model that hides patches would draw by itself otherwise, to choose them."""
+    image = _IMAGES[0](config)
+    side = int(vision(config).patch_size)
+    return wave(BATCH, (image.shape[-2] // side) * (image.shape[-1] // side))
+
+
 def _frames_of_patches(config: Any) -> torch.Tensor:
     return wave(BATCH, int(getattr(config, "max_length", None) or _FRAMES), _bands(config))
 
@@ -237,6 +244,7 @@ MEDIA: dict[str, tuple[Maker, ...]] = {
     "audio_mel_mask": (lambda config: torch.zeros(BATCH, _FRAMES, dtype=torch.bool),),
     "latents": (_latents,),
     "noise_sequence": (_noise,),
+    "noise": (_noise_of_patches,),
     "past_values": (_past_values, _past_channels),
     "past_observed_mask": (_past_like(torch.ones),),
     "past_values_padding": (_past_like(torch.zeros),),

@@ -19,6 +19,8 @@ from transformers import (
     UnivNetConfig,
     UnivNetModel,
     ViTConfig,
+    ViTMAEConfig,
+    ViTMAEModel,
     ViTModel,
     Wav2Vec2Config,
     Wav2Vec2Model,
@@ -180,6 +182,15 @@ def test_noise_that_a_model_would_draw_is_given_where_it_may_be() -> None:
     assert inputs["noise_sequence"].shape == (*inputs["input_features"].shape[:2], 4)
     with torch.no_grad():
         assert torch.equal(model(**inputs).waveforms, model(**inputs).waveforms)
+
+
+def test_noise_that_chooses_patches_is_given() -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    model = ViTMAEModel(ViTMAEConfig(image_size=8, patch_size=2, **sizes)).eval()
+    inputs = dummy_inputs(model)
+    assert inputs["noise"].shape == (2, 16)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
 
 def test_a_model_that_takes_none_of_what_is_made_is_an_error_with_a_mend() -> None:
