@@ -20,3 +20,37 @@ def processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def free_memory() -> int | None:
+    """Bytes that programs can still have, in a container what it may; None where nothing tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+    left = [room for files in _CONTAINERS if (room := _left(*files)) is not None]
+    return min([*left, *([] if free is None else [free])], default=None)
+
+
+# Of control groups, of version 2 and of version 1: what is allowed, what is used, and what of that can be given back.
+_CONTAINERS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+    ),
+)
+
+
+def _left(*files: str) -> int | None:
+    """Bytes that a container may still have; None where it has no limit."""
+    try:
+        allowed, used, details = (Path(file).read_text(encoding="ascii").strip() for file in files)
+    except OSError:
+        return None
+    if not allowed.isdecimal():  # "max"
+        return None
+    cached = next((int(line.split()[1]) for line in details.splitlines() if line.startswith("inactive_file ")), 0)
+    return max(0, int(allowed) - int(used) + cached)

@@ -84,7 +84,7 @@ def _run(
     address: str | None, limits: Limits, memory: int | None, tasks: Sequence[Task], folder: Path
 ) -> Iterator[tuple[Task, Ended]]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Of a cluster of this machine alone: the message that it would print of itself.
+    # Without it Ray warns of accelerators, which nobody here asked for.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
@@ -145,7 +145,7 @@ def _packed(task: Task) -> _Parcel:
 
 
 # What has a say in the bytes of a bundle, or in what may be run.
-_VARIABLES = ("OMP_NUM_THREADS", "OPTEXPORT_NO_CODE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
+_VARIABLES = ("OMP_NUM_THREADS", "OPTEXPORT_NO_CODE", "HF_HUB_OFFLINE", "HF_ENDPOINT")
 
 
 def _is_absolute(name: str) -> bool:

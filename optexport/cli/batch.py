@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,8 +142,9 @@ def _engine(engine: str, address: str | None, jobs: int, memory: int | None, sec
 
         return on_ray(address, Limits(memory or sys.maxsize, seconds, retries), memory)
     from optexport.batch.here import here
+    from optexport.machine import free_memory
 
-    return here(jobs, Limits(memory or _free_memory() // jobs, seconds, retries))
+    return here(jobs, Limits(memory or (free_memory() or sys.maxsize) // jobs, seconds, retries))
 
 
 def _tracked(tasks: list[Task]) -> contextlib.AbstractContextManager[Any]:
@@ -162,11 +162,3 @@ def _tracked(tasks: list[Task]) -> contextlib.AbstractContextManager[Any]:
         echo(f"The configs track in {len(stores)} stores, so no MLflow run holds them all.", err=True)
         return contextlib.nullcontext()
     return batch_run(first.config.tracking, first.path, len(tasks))
-
-
-def _free_memory() -> int:
-    """Bytes that programs can have, as the system estimates it."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from optexport import freeing
 from optexport.errors import TraceError, first_line
 from optexport.kept import content, results, store
+from optexport.machine import free_memory
 from optexport.proof import distances, upcasting
 from optexport.proof.cases import Case
 from optexport.proof.spilling import spilled
@@ -288,11 +288,7 @@ def _why_no_room(model: nn.Module, *, copied: bool = True) -> str | None:
     for tensor in (*model.parameters(), *model.buffers()):
         sizes[not copied and upcasting.is_shared(tensor)].append(8 * tensor.numel())
     needed = sum(sizes[False]) + max(sizes[True])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    available = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+    available = free_memory()
     if available is None or needed <= available:
         return None
     return f"its weights take {needed / 1e9:.1f} GB in float64, and {available / 1e9:.1f} GB of memory are free"
