@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from transformers import (
-    AlbertConfig,
-    AlbertModel,
-    BartConfig,
-    BartModel,
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
-import optexport
 from optexport import symbolic_trace
 from optexport.testing import check_applied, check_refused, outputs, sharing
 from optexport.transformations import FuseAttention
 from optexport.transformations.rule import run
-from tests.models import randomise
 from tests.transformations.programs import Program, by_export, by_fx
 
 aten = torch.ops.aten
@@ -385,139 +367,3 @@ def test_a_graph_whose_shapes_are_not_known_is_left_alone() -> None:
     for node in graph_module.graph.nodes:
         node.meta.pop("val", None)
     check_refused(FuseAttention(), graph_module, X, "its shapes are not known: trace with example inputs")
-
-
-_TEXT: dict[str, Any] = {"vocab_size": 60, "max_position_embeddings": 40}
-_LAYERS: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "attn_implementation": "eager",
-}
-_BART: dict[str, Any] = {
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24),
-    "attn_implementation": "eager",
-}
-_EAGER: dict[str, tuple[int, Callable[[], nn.Module]]] = {
-    "albert": (2, lambda: AlbertModel(AlbertConfig(**_TEXT, **_LAYERS, embedding_size=8))),
-    "bart": (3, lambda: BartModel(BartConfig(**_TEXT, **_BART, d_model=16, encoder_layers=1, decoder_layers=1))),
-    "bert": (2, lambda: BertModel(BertConfig(**_TEXT, **_LAYERS))),
-    "gpt2": (
-        2,
-        lambda: GPT2Model(
-            GPT2Config(vocab_size=60, n_positions=40, n_embd=16, n_layer=2, n_head=4, attn_implementation="eager")
-        ),
-    ),
-    "llama": (2, lambda: LlamaForCausalLM(LlamaConfig(**_TEXT, **_LAYERS, num_key_value_heads=2))),
-    "vit": (2, lambda: ViTForImageClassification(ViTConfig(**_LAYERS, image_size=16, patch_size=8))),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted(_EAGER))
-def test_the_eager_attention_of_transformers(name: str, dtype: torch.dtype) -> None:
-    count, factory = _EAGER[name]
-    names = None if name in ("bart", "vit") else ["input_ids", "attention_mask"]
-    graph_module = symbolic_trace(randomise(factory()).to(dtype), input_names=names)
-    mask = torch.ones(3, 7, dtype=torch.int64)
-    mask[0, 3:], mask[1], mask[2, :3] = 0, 0, 0
-    made = {
-        "input_ids": torch.randint(4, 60, (3, 7)),
-        "decoder_input_ids": torch.randint(4, 60, (3, 6)),
-        "attention_mask": mask,
-        "pixel_values": torch.randn(3, 3, 16, 16).to(dtype),
-    }
-    given = {node.target: made[node.target] for node in graph_module.graph.find_nodes(op="placeholder")}
-    check_applied(FuseAttention(), graph_module, given, count)
-
-
-def test_attention_weights_that_are_asked_for_stay() -> None:
-    model = randomise(BertModel(BertConfig(**_TEXT, **_LAYERS, output_attentions=True)))
-    graph_module = symbolic_trace(model, input_names=["input_ids", "attention_mask"])
-    _, report = run(FuseAttention(), sharing(graph_module))
-    assert not report.changes
-    assert len(report.near_misses) == 2
-    assert all("is used elsewhere too" in miss.reason for miss in report.near_misses)
-
-
-def _in_three_axes(m: Any, x: torch.Tensor) -> Any:
-    return (m.q(x) @ m.k(x).mT / 2).masked_fill(~_causal(x), -math.inf).softmax(-1) @ m.v(x)
-
-
-@pytest.mark.parametrize("name", ["bert", "three axes and a mask of booleans"])
-def test_the_call_is_exported(tmp_path: Path, name: str) -> None:
-    mask = torch.ones(2, 7, dtype=torch.int64)
-    mask[0, 3:] = 0
-    given: dict[str, torch.Tensor] = {"input_ids": torch.randint(4, 60, (2, 7)), "attention_mask": mask}
-    model = randomise(_EAGER["bert"][1]())
-    if name != "bert":
-        model, given = randomise(Program(_in_three_axes, **{n: nn.Linear(8, 8) for n in "qkv"})), {"x": X}
-    result = optexport.export(model, given, tmp_path / "out", transformations=FuseAttention())
-    assert {"transformed graph", "torchscript", "onnx"} <= {place.place for place in result.parity}
-
-
-def test_scores_in_a_wider_dtype_are_said_to_be_wider() -> None:
-    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.softmax(m.q(x) @ m.k(x).mT, -1, dtype=torch.float64).float() @ m.v(x)
-
-    check_refused(FuseAttention(), _graph(body), X, "its scores are cast to a wider dtype")
-
-
-def test_a_mask_that_only_rounding_makes_hide_a_row_is_left_alone() -> None:
-    def scores(x: torch.Tensor, q: Any, k: Any) -> Any:
-        return (q @ k.mT).masked_fill(torch.full((5, 5), 0.1) == 0.1, -math.inf)
-
-    graph_module = _graph(_attention(scores))
-    assert outputs(graph_module, X)[0].isnan().all()
-    check_refused(FuseAttention(), graph_module, X, "may hide a whole row by minus infinity")
-
-
-def test_a_fill_that_the_scores_cannot_hold_is_left_alone() -> None:
-    graph_module = _graph(_attention(lambda x, q, k: (q @ k.mT).masked_fill(~_causal(x), -1e300)))
-    check_refused(FuseAttention(), graph_module, None, "its scores are filled with -1e+300")
-
-
-def test_a_fill_by_a_tensor_that_is_written_in_the_model() -> None:
-    graph_module = _graph(_attention(lambda x, q, k: torch.where(_causal(x), q @ k.mT, torch.tensor(-1e38))))
-    check_applied(FuseAttention(), graph_module, X)
-
-
-def test_a_head_size_that_is_not_fixed_is_left_alone() -> None:
-    model = Program(lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x)
-    graph_module = symbolic_trace(model, example_inputs={"x": X}, dynamic={"x": {2: "width"}})
-    check_refused(FuseAttention(), graph_module, X, "its head size is not fixed")
-
-
-class Bmm(nn.Module):
-    """Attention of which torch.export asserts that sizes agree: by operator.and_, which is not in place."""
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
-
-
-def test_sizes_that_are_compared_are_no_queries_that_are_changed() -> None:
-    given = {name: torch.randn(3, 5 + (name != "q"), 8) for name in "qkv"}
-    axes = {"q": {0: "batch", 1: "length"}, "k": {0: "batch", 1: "keys"}, "v": {0: "batch", 1: "keys"}}
-    graph_module = symbolic_trace(Bmm(), example_inputs=given, dynamic=axes)
-    assert graph_module.graph.find_nodes(op="call_function", target=operator.and_)
-    check_applied(FuseAttention(), graph_module, given)
-
-
-def test_a_result_that_is_split_and_then_viewed_in_another_order_is_left_alone() -> None:
-    class Split(nn.Module):
-        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            weights = torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * 0.25, -1)
-            return torch.matmul(weights, v).reshape(2, 4, 7, 8, 2).view(2, 28, 16)
-
-    given = tuple(torch.randn(2, 7, 4, 16) for _ in range(3))
-    graph_module = FuseAttention()(symbolic_trace(Split(), example_inputs=given, dynamic={}))
-    torch.testing.assert_close(graph_module(*given), Split()(*given))
-
-
-def test_a_result_that_is_viewed_after_an_activation_stays_contiguous() -> None:
-    heads = torch.linspace(-1, 1, 256).reshape(1, 2, 8, 16)
-    body = lambda m, x: (torch.softmax(x @ (x * 2.0).mT * 0.5, -1) @ (x * 3.0)).relu().view(16, 16)  # noqa: E731
-    check_refused(FuseAttention(), by_export(heads, body), heads, "only contiguous memory can take")
