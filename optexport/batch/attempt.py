@@ -75,10 +75,14 @@ def attempts(task: Task, limits: Limits, folder: Path, stop: threading.Event) ->
     return ended
 
 
+def log_name(task: Task) -> str:
+    """What the log and the document of a config are called, without their suffixes."""
+    return f"{task.path.stem}-{hashlib.sha256(os.fsencode(task.path)).hexdigest()[:8]}"
+
+
 def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threading.Event) -> tuple[Ended, bool]:
     """How an attempt ended, and whether another might end otherwise."""
-    stem = f"{task.path.stem}-{hashlib.sha256(os.fsencode(task.path)).hexdigest()[:8]}"
-    document, log = folder / f"{stem}.json", folder / f"{stem}.log"
+    document, log = (folder / f"{log_name(task)}{suffix}" for suffix in (".json", ".log"))
     document.unlink(missing_ok=True)  # of an earlier one
     start = time.monotonic()
     environment = dict(os.environ)
