@@ -19,7 +19,7 @@ RUN /opt/optexport/bin/pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_
 COPY pyproject.toml README.md LICENSE ./
 COPY optexport optexport
 # With "images,ray" the image is also one for a Ray cluster.
-ARG EXTRAS=images
+ARG EXTRAS=images,trust
 RUN /opt/optexport/bin/pip install --constraint constraints.txt ".[${EXTRAS}]"
 
 FROM ${PYTHON_IMAGE}
