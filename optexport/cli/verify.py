@@ -45,19 +45,24 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
             bundles = signing.check(bundle, key)
         if junit is not None and len(bundles) > 1:
             raise ConfigError("it is of one bundle", place="--junit", mend="Verify each part, or leave it out.")
+        whole = bundle.resolve() in (place.resolve() for place in bundles)  # and not the parts of a model
         for place, manifest in bundles.items():
-            found.append(_check(place, manifest, bundle if len(bundles) == 1 else bundle / place.name))
+            found.append(_check(place, manifest, bundle if whole else bundle / place.name))
     except OptexportError as error:
         ci_reports.publish(bundle.name, None, error, junit)
         raise
     for each in found:
-        title = bundle.name if len(found) == 1 else f"{bundle.name}/{each.shown.name}"
-        ci_reports.publish(title, each.record, each.failed, junit)
+        ci_reports.publish(each.shown.name, each.record, each.failed, junit)
     failed = next((each.failed for each in found if each.failed is not None), None)
     if as_json:
-        told = [each.as_json() for each in found]
-        parts = told[0] if len(told) == 1 else {"parts": {e.shown.name: t for e, t in zip(found, told, strict=True)}}
-        print_json({**outcome(failed), "signature_checked": key is not None, **parts})
+        told = {each.shown.name: each.as_json() for each in found}
+        print_json(
+            {
+                **outcome(failed),
+                "signature_checked": key is not None,
+                **(told[bundle.name] if whole else {"parts": told}),
+            }
+        )
     if failed is not None:
         raise failed
     if not as_json:

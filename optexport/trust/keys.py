@@ -60,11 +60,13 @@ def fingerprint(path: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
+    if not path.exists():
+        raise _refused(path, "there is no such file")
+    if not path.is_file():  # a pipe gives its content once, and it is read twice
+        raise _refused(path, "it is no file")
     try:
         with path.open("rb") as file:
             content = file.read(_LONGEST)
-    except FileNotFoundError as error:
-        raise _refused(path, "there is no such file") from error
     except OSError as error:
         raise _refused(path, f"it cannot be read: {error.strerror}") from error
     if b"-----BEGIN " not in content:

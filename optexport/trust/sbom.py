@@ -53,10 +53,10 @@ def make(manifest: Manifest) -> str:
         bom_ref="python",
         purl=PackageURL("generic", name="python", version=platform.python_version()),
     )
-    # Of two that are installed under one name, Python imports the first.
     found: dict[str, importlib.metadata.Distribution] = {}
     for package in importlib.metadata.distributions():
-        found.setdefault(canonicalize_name(package.name), package)
+        if "Name" in package.metadata and "Version" in package.metadata:  # else a removal broke off, and left a folder
+            found.setdefault(canonicalize_name(package.name), package)  # of two Python imports the first
     known = {name: _component(name, package.version, _licence(package)) for name, package in sorted(found.items())}
     # It may run from a folder, of which nothing is installed.
     own = known["optexport"] = _component("optexport", optexport.__version__, "Apache-2.0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -37,11 +38,13 @@ def test_a_key_that_cannot_sign_ends_with_2_and_leaves_the_bundle_as_it_was(tmp_
     private, public = signed.pair(tmp_path)
     (tmp_path / "noise.pem").write_bytes(b"\x00\xff" * 40)
     (tmp_path / "torn.pem").write_bytes(private.read_bytes()[:60])
+    os.mkfifo(tmp_path / "pipe.pem")
     elliptic = ec.generate_private_key(ec.SECP256R1())
     refused = {
         public: "it holds a public key, and a private one signs",
         tmp_path / "absent.pem": "there is no such file",
-        tmp_path: "it cannot be read: Is a directory",
+        tmp_path: "it is no file",
+        tmp_path / "pipe.pem": "it is no file",
         tmp_path / "noise.pem": "it is no PEM file",
         tmp_path / "torn.pem": "it holds no private key in PEM",
         written(tmp_path / "locked.pem", elliptic, b"secret"): "it is protected by a password",

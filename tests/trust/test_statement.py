@@ -23,6 +23,7 @@ import optexport
 from optexport.bundle import lockfile, reproduction
 from optexport.errors import ConfigError
 from optexport.stages import Stages
+from optexport.trust import sbom
 from optexport.trust.signing import check, sign
 from tests import exports
 from tests.calling import CliRunner, cli
@@ -130,6 +131,19 @@ def test_the_sbom_follows_its_schema_and_names_what_is_installed(folder: Path) -
     needed = {each["ref"]: each.get("dependsOn", []) for each in document["dependencies"]}
     assert found["numpy"]["bom-ref"] in needed[found["onnx"]["bom-ref"]]
     assert str(folder) not in text
+
+
+def test_what_a_broken_removal_left_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "~orch-2.0.dist-info").mkdir()
+    (tmp_path / "odd-1.0.dist-info").mkdir()
+    (tmp_path / "odd-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: odd\nVersion: 1.0\nRequires-Dist: none at all\nRequires-Dist: numpy\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    document = json.loads(sbom.make(exports.exported().manifest))
+    assert {"odd", "torch"} <= {component["name"] for component in document["components"]}
+    (odd,) = (each for each in document["dependencies"] if each["ref"] == "odd@1.0")
+    assert odd["dependsOn"] == [f"numpy@{importlib.metadata.version('numpy')}"]
 
 
 def test_an_sbom_of_other_versions_than_made_the_bundle_is_not_written(folder: Path, tmp_path: Path) -> None:
