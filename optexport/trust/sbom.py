@@ -54,9 +54,8 @@ def make(manifest: Manifest) -> str:
         purl=PackageURL("generic", name="python", version=platform.python_version()),
     )
     found: dict[str, importlib.metadata.Distribution] = {}
-    for package in importlib.metadata.distributions():
-        if "Name" in package.metadata and "Version" in package.metadata:  # else a removal broke off, and left a folder
-            found.setdefault(canonicalize_name(package.name), package)  # of two Python imports the first
+    for package in filter(_whole, importlib.metadata.distributions()):
+        found.setdefault(canonicalize_name(package.name), package)  # of two by one name Python imports the first
     known = {name: _component(name, package.version, _licence(package)) for name, package in sorted(found.items())}
     # It may run from a folder, of which nothing is installed.
     own = known["optexport"] = _component("optexport", optexport.__version__, "Apache-2.0")
@@ -78,6 +77,14 @@ def _component(name: str, version: str, expression: str | None) -> Component:
         purl=PackageURL("pypi", name=name, version=version),
         licenses=[LicenseExpression(expression)] if expression else (),
     )
+
+
+def _whole(package: importlib.metadata.Distribution) -> bool:
+    """Whether it is more than the folder that a removal which broke off has left."""
+    try:
+        return "Name" in package.metadata and "Version" in package.metadata
+    except FileNotFoundError:  # so says importlib_metadata, which stands in for Python's own once it is imported
+        return False
 
 
 def _licence(package: importlib.metadata.Distribution) -> str | None:

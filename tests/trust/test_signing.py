@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -233,7 +234,7 @@ def test_a_forger_who_seals_manifest_and_statement_anew_is_found(copied: Path, k
     assert "model.onnx was changed" in told
 
 
-def envelope(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
+def envelope(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def apply(path: Path) -> None:
         document = json.loads(path.read_bytes())
         change(document["dsseEnvelope"])
@@ -251,8 +252,8 @@ OTHERWISE: dict[str, Callable[[Path], object]] = {
     "a blank more": lambda path: path.write_bytes(path.read_bytes() + b" "),
     "a key twice": lambda path: path.write_bytes(path.read_bytes().replace(b"{", b'{"mediaType":"x",', 1)),
     "no signatures": envelope(lambda inner: inner.update(signatures=[])),
-    "a second signature": envelope(lambda inner: inner.update(signatures=inner["signatures"] * 2)),  # type: ignore[operator]
-    "a name for the key": envelope(lambda inner: inner.update(signatures=[{**inner["signatures"][0], "keyid": "x"}])),  # type: ignore[index]
+    "a second signature": envelope(lambda inner: inner.update(signatures=inner["signatures"] * 2)),
+    "a name for the key": envelope(lambda inner: inner.update(signatures=[{**inner["signatures"][0], "keyid": "x"}])),
     "another kind of payload": envelope(lambda inner: inner.update(payloadType="text/plain")),
     "an empty payload": envelope(lambda inner: inner.update(payload=base64.b64encode(b"{}").decode())),
 }
@@ -280,20 +281,20 @@ def test_a_signature_that_leaves_files_out_is_refused_though_the_key_is_right(
     assert "bundle.sig: it is not of the whole folder" in refused(copied, keys[1])
 
 
-STATEMENTS: dict[str, tuple[Callable[[dict[str, object]], object], str]] = {
-    "of a file less": (lambda statement: statement["subject"].pop(), "of other files"),  # type: ignore[attr-defined]
+STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "of a file less": (lambda statement: statement["subject"].pop(), "of other files"),
     "of a file twice": (
-        lambda statement: statement["subject"].append(statement["subject"][0]),  # type: ignore[attr-defined,index]
+        lambda statement: statement["subject"].append(statement["subject"][0]),
         "of other files",
     ),
     "of other bytes": (
-        lambda statement: statement["subject"][0].update(digest={"sha256": "0" * 64}),  # type: ignore[index]
+        lambda statement: statement["subject"][0].update(digest={"sha256": "0" * 64}),
         "of other files",
     ),
     "of another kind": (lambda statement: statement.update(predicateType="https://else/v1"), "its predicate is not"),
-    "of another form": (lambda statement: statement["predicate"].update(more=1), "no statement"),  # type: ignore[attr-defined]
+    "of another form": (lambda statement: statement["predicate"].update(more=1), "no statement"),
     "of no model": (
-        lambda statement: statement["predicate"]["buildDefinition"].update(resolvedDependencies=[]),  # type: ignore[index]
+        lambda statement: statement["predicate"]["buildDefinition"].update(resolvedDependencies=[]),
         "of another model",
     ),
 }
