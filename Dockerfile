@@ -18,8 +18,8 @@ COPY constraints.txt ./
 RUN /opt/optexport/bin/pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
 COPY optexport optexport
-# With "images,ray" the image is also one for a Ray cluster.
-ARG EXTRAS=images
+# With "images,ray,trust" the image is also one for a Ray cluster.
+ARG EXTRAS=images,trust
 RUN /opt/optexport/bin/pip install --constraint constraints.txt ".[${EXTRAS}]"
 
 FROM ${PYTHON_IMAGE}

@@ -45,7 +45,7 @@ class Job:
         metrics: The user's own metrics that gates are on, by name.
         beside: What a failed proof leaves its folder beside, where that is not the output.
         declared: Whether the sizes in ``dynamic`` are what somebody asked for.
-        origin: The commit, the part and the MLflow run that the bundle is of, as far as there are any.
+        origin: The commit, the lock, the part and the MLflow run that the bundle is of, as far as there are any.
     """
 
     config: Config

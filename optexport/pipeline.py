@@ -171,7 +171,8 @@ def run(
                 replace(job, config=resolved(unmeasured(config), (), plain), rules=(), output=plain, dump=None),
                 Stages(lambda name, seconds: stages.announce(f"baseline: {name}", seconds)),
             )
-        result = produce(replace(job, origin={**origin, **tracker.origin}), stages)
+        held = {} if lock is None else {"lock_sha256": digests.sha256(lockfile.lock_path(path))}
+        result = produce(replace(job, origin={**origin, **held, **tracker.origin}), stages)
         with stages.stage("track"):
             tracker.send()
     return replace(

@@ -1,11 +1,16 @@
 """What the README shows is what happens: its Python runs, its files are quoted whole, its lists are complete."""
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import exports
+from tests.calling import CliRunner, cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,6 +40,22 @@ def test_the_list_of_rules_is_what_the_program_prints() -> None:
         [sys.executable, "-m", "optexport", "transformations"], capture_output=True, text=True, check=True
     )
     assert f"$ optexport transformations\n{done.stdout}```" in README
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="its keys are made by openssl")
+def test_its_way_to_sign_and_check_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = README.split("### Signing\n")[1].split("\n### ")[0]
+    commands = re.findall(r"^    (.+)$", section, re.MULTILINE)
+    assert len(commands) == 5
+    shutil.copytree(exports.exported().output, tmp_path / "build" / "minilm")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        if program == "optexport":
+            assert CliRunner().invoke(cli, arguments).exit_code == 0
+        else:
+            module = [sys.executable, "-m", program] if program == "model_signing" else [program]
+            subprocess.run([*module, *arguments], capture_output=True, check=True)
 
 
 def test_every_file_that_it_links_to_is_there() -> None:

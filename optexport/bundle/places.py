@@ -21,8 +21,16 @@ MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.json"
 REFERENCE = "reference.safetensors"
 REPORT = "report.html"
-# What a manifest does not vouch for: itself, what may differ between two equal runs, and what is made of both.
-UNLISTED = (MANIFEST, MEASUREMENTS, REPORT)
+# Says how the parts of a generative model, each a bundle of its own, belong together.
+GENERATION = "generation.json"
+SIGNATURE = "bundle.sig"
+STATEMENT = "provenance.json"
+SBOM = "sbom.cdx.json"
+# What signing adds to a folder.
+SIGNED = (SIGNATURE, STATEMENT, SBOM)
+# What a manifest does not vouch for: itself, what may differ between two equal runs, what is made of both, and what
+# signing adds.
+UNLISTED = (MANIFEST, MEASUREMENTS, REPORT, *SIGNED)
 
 
 def output_of(config: Config, folder: Path) -> Path:

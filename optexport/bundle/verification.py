@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 from optexport import runtimes
-from optexport.bundle import contents, digests, sealed_json
+from optexport.bundle import contents, digests
 from optexport.bundle.manifest import BoundRecord, GateRecord, Manifest
 from optexport.bundle.places import MANIFEST
 from optexport.config.decisions import MEASURES, METRIC
@@ -32,7 +32,15 @@ def verify(folder: Path) -> Proof:
         ConfigError: The folder is no bundle.
         BundleError: A file is missing, added, changed, or cannot be loaded.
     """
-    manifest = digests.read_manifest(folder)
+    return prove(folder, digests.read_manifest(folder))
+
+
+def prove(folder: Path, manifest: Manifest) -> Proof:
+    """The same of a bundle whose files are known to be those of its manifest.
+
+    Raises:
+        BundleError: A file cannot be loaded.
+    """
     _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
     reference = contents.read_reference(folder / contents.REFERENCE, manifest.reference_cases, outputs)
@@ -49,9 +57,8 @@ def verify(folder: Path) -> Proof:
     return proof
 
 
-def unchecked_gates(folder: Path) -> list[str]:
+def unchecked_gates(manifest: Manifest) -> list[str]:
     """The gates of a bundle that `verify` does not hold its files against, and which say nothing of them now."""
-    manifest = Manifest.model_validate(sealed_json.read(folder / MANIFEST))
     checked = [(gate.measure, gate.output) for gate in gates_of(manifest)]
     left = [record for record in manifest.parity.gates if (record.measure, record.output) not in checked]
     return [record.measure if record.output is None else f"{record.output}, {record.measure}" for record in left]

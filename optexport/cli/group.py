@@ -8,6 +8,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -32,6 +33,9 @@ def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], bool
 # Both are read before any other, so that what is wrong with others is told as they say.
 json_option = click.option(
     "--json", "as_json", is_flag=True, is_eager=True, callback=_remember(_AS_JSON), help="Print the result as JSON."
+)
+junit_option = click.option(
+    "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."
 )
 debug_option = click.option(
     "--debug",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import math
 import os
 import sys
 import tempfile
@@ -19,12 +18,14 @@ from optexport.applications.command import predict
 from optexport.cli.batch import batch
 from optexport.cli.bench import bench
 from optexport.cli.console import console, echo, progress
-from optexport.cli.group import Group, debug_option, json_option, outcome, print_json
+from optexport.cli.group import Group, debug_option, json_option, junit_option, print_json
 from optexport.cli.lock import lock
 from optexport.cli.registry import log, promote, rollback
 from optexport.cli.report import diff, report
 from optexport.cli.reproduce import reproduce
-from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
+from optexport.cli.sign import sign
+from optexport.cli.verify import verify
+from optexport.errors import ConfigError, OptexportError
 from optexport.sources import foreign_code
 
 _EPILOG = """\b
@@ -56,10 +57,9 @@ cli.add_command(lock)
 cli.add_command(reproduce)
 cli.add_command(report)
 cli.add_command(diff)
+cli.add_command(sign)
+cli.add_command(verify)
 _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
-_JUNIT = click.option(
-    "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."
-)
 
 
 def _forbid_code(context: click.Context, parameter: click.Parameter, given: bool) -> None:  # noqa: ARG001 - click's
@@ -85,7 +85,7 @@ _NO_CODE = click.option(
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
 @click.option("--locked", is_flag=True, help="Refuse what is not in CONFIG.lock (optexport lock).")
 @_NO_CODE
-@_JUNIT
+@junit_option
 @json_option
 def run(
     config: Path,
@@ -268,60 +268,6 @@ def new_rule(name: str, folder: Path) -> None:
     rule, test, config = write_rule(name, folder)
     echo(f"Wrote {rule}, {test} and {config}. Then:")
     echo(f"  pip install pytest; python -m pytest {test}; optexport run {config}")
-
-
-@cli.command()
-@click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
-@_JUNIT
-@json_option
-def verify(bundle: Path, junit: Path | None, as_json: bool) -> None:
-    """Check that BUNDLE is unchanged and gives its outputs.
-
-    Its files are run on the stored inputs, and compared with the stored outputs.
-    """
-    from optexport import ci_reports
-
-    ci_reports.start(junit, [bundle])
-    try:
-        from optexport.bundle.verification import unchecked_gates
-        from optexport.bundle.verification import verify as verify_bundle
-        from optexport.proof.record import parity_record
-
-        proof = verify_bundle(bundle)
-        unchecked = unchecked_gates(bundle)
-        record = parity_record(proof)
-    except OptexportError as error:
-        ci_reports.publish(bundle.name, None, error, junit)
-        raise
-    places = proof.places[1:]
-    failures = [
-        f"{p.place}: {on_one_line(o.output)}, {o.failure}" for p in places for o in p.outputs if o.failure is not None
-    ]
-    gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]
-    failed: OptexportError | None = None
-    told = "\n  ".join(failures + gates)
-    if failures:
-        failed = ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(bundle))
-    elif gates:
-        failed = GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(bundle))
-    ci_reports.publish(bundle.name, record, failed, junit)
-    if as_json:
-        rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs,
-                 "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}
-                for p in places for o in p.outputs]  # fmt: skip
-        held_to = {"gates": gates, "gates_not_checked": unchecked}
-        print_json({**outcome(failed), "places": rows, **held_to, "parity": record.model_dump(mode="json")})
-    if failed is not None:
-        raise failed
-    if not as_json:
-        near = [p.place for p in places if p.precision is None]
-        lowered = [p.title for p in places if p.precision is not None]
-        held = [f"{', '.join(near)} give the stored outputs"] if near else []
-        if lowered:
-            gated = "decide as the gates demand" if proof.gates else "give numbers, which no gate could be held against"
-            held.append(f"{', '.join(lowered)} {gated}")
-        held += [f"not checked again: {'; '.join(unchecked)}"] if unchecked else []
-        echo(f"{bundle}: unchanged, and {'; '.join(held)}.")
 
 
 @cli.command()

@@ -32,15 +32,17 @@ def report(bundle: Path, output: Path | None) -> None:
     A bundle of an earlier version gets one so.
     """
     from optexport.bundle.digests import read_manifest
-    from optexport.bundle.places import REPORT, check_outside
+    from optexport.bundle.places import MEASUREMENTS, REPORT, SIGNATURE, check_outside
     from optexport.html_report import page
 
     if output is not None:
         check_outside("--output", output, [bundle])
     manifest = read_manifest(bundle, report=False)
+    ended = False
     if output is not None:
         _write(output, page.render(bundle, manifest), "--output")
     else:
+        before = (bundle / MEASUREMENTS).read_bytes()  # which hold the report's digest
         try:
             page.write(bundle)
         except OSError as error:
@@ -49,7 +51,10 @@ def report(bundle: Path, output: Path | None) -> None:
             raise ConfigError(
                 f"it cannot be written: {error}", place=str(bundle / REPORT), mend="Name a file: --output FILE"
             ) from error
+        ended = (bundle / SIGNATURE).exists() and (bundle / MEASUREMENTS).read_bytes() != before
     echo(f"Wrote {output or bundle / REPORT}")
+    if ended:
+        echo(f"The signature is of the earlier one. To sign it anew: optexport sign {bundle} --key PRIVATE.pem")
 
 
 @click.command(cls=Command)

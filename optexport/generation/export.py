@@ -12,12 +12,13 @@ from torch import nn
 
 from optexport import api, pipeline
 from optexport.bundle import drafts, sealed_json
-from optexport.bundle.places import MANIFEST, check_place, check_replaceable
+from optexport.bundle.parts import PARTS
+from optexport.bundle.places import GENERATION, MANIFEST, SIGNED, check_place, check_replaceable
 from optexport.config.file import FORMATS, Effort, checked_settings
 from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
 from optexport.generation.components import STEPS, Component, Prompt, components, turn
-from optexport.generation.runtime import DOCUMENT, Parts
+from optexport.generation.runtime import Parts
 from optexport.generation.tokens import Compared
 from optexport.inputs.positions import most_tokens
 from optexport.job import Job
@@ -27,7 +28,6 @@ from optexport.sources.loading import Loaded
 from optexport.stages import Stages
 from optexport.transformations import Transformation
 
-_PARTS = ("encoder", "decoder")
 _UNLIMITED = 1 << 30
 
 
@@ -133,7 +133,7 @@ def produce(
         with stages.stage("tokens"):
             start = getattr(found[0].module, "start", None)
             compared = _compare(model, found, results, prompts, new_tokens, start, draft)
-        sealed_json.write(draft / DOCUMENT, _document(model, results, compared, start))
+        sealed_json.write(draft / GENERATION, _document(model, results, compared, start))
     moved = {name: replace(result, output=output / name) for name, result in results.items()}
     return GenerationResult(output, moved, tuple(compared))
 
@@ -242,8 +242,8 @@ def check_output(output: Path) -> None:
         ConfigError: Something else is there.
     """
     names = {path.name for path in output.iterdir()} if output.is_dir() and not output.is_symlink() else set()
-    if DOCUMENT in names and names <= {DOCUMENT, *_PARTS}:
-        for part in names - {DOCUMENT}:
+    if GENERATION in names and names <= {GENERATION, *PARTS, *SIGNED}:
+        for part in names - {GENERATION, *SIGNED}:
             check_replaceable(output / part)
     else:
         check_place(output)

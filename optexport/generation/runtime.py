@@ -16,13 +16,12 @@ import torch
 
 from optexport import runtimes
 from optexport.applications.bundle import as_input
-from optexport.bundle import digests, sealed_json
 from optexport.bundle.manifest import Manifest, TensorRecord
-from optexport.errors import BundleError, ConfigError, first_line
+from optexport.bundle.parts import read_generation
+from optexport.bundle.places import GENERATION
+from optexport.errors import ConfigError, first_line
 from optexport.generation.names import next_past
 from optexport.runtimes import Run
-
-DOCUMENT = "generation.json"
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, torch.Tensor]
@@ -111,15 +110,9 @@ class Generator:
             BundleError: A file is missing, added or changed.
         """
         folder = Path(folder)
-        if not (folder / DOCUMENT).is_file():
-            raise ConfigError(f"it holds no {DOCUMENT}", place=str(folder), mend="Give what export_generation wrote.")
-        document = sealed_json.read(folder / DOCUMENT)
-        for name in sorted({path.name for path in folder.iterdir()} - {DOCUMENT, *document["parts"]}):
-            raise BundleError("the export does not know it", place=name, mend="Remove it.")
-        manifests = {name: digests.read_manifest(folder / name) for name in document["parts"]}
-        for name, digest in document["parts"].items():
-            if manifests[name].digest != digest:
-                raise BundleError("it belongs to another export", place=name)
+        if not (folder / GENERATION).is_file():
+            raise ConfigError(f"it holds no {GENERATION}", place=str(folder), mend="Give what export_generation wrote.")
+        document, manifests = read_generation(folder)
         parts = open_parts(folder, manifests, file_format, document["start"], document.get("turn"))
         first = manifests.get("encoder", manifests["decoder"])
         return cls(parts, [spec for spec in first.inputs if spec not in parts.caches], document["eos"], document["pad"])

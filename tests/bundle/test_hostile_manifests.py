@@ -62,7 +62,7 @@ def test_a_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObj
     try:
         exports.edit_json(small / MANIFEST, lambda manifest: put(manifest, place, value))
         verify(small)
-        unchecked_gates(small)
+        unchecked_gates(digests.read_manifest(small))
     except OptexportError:
         pass
     finally:

@@ -11,13 +11,16 @@ from mlflow import MlflowClient
 
 from optexport.config.file import parse_config
 from optexport.errors import ConfigError
+from optexport.generation.export import check_output
 from optexport.generation.run import _prompt
 from optexport.generation.runtime import Generator
 from optexport.pipeline import run
 from optexport.sources.loading import Loaded
+from optexport.trust.signing import check, sign
 from tests.calling import CliRunner, cli
 from tests.generation import models
 from tests.stores import store
+from tests.trust import signed
 
 _CONFIG = """
 [model]
@@ -56,6 +59,11 @@ def test_a_run_writes_parts_that_generate_and_tells_of_the_tokens(tmp_path: Path
     found = Generator.load(tmp_path / "out").generate(ids.numpy(), max_new_tokens=8)
     own = models.make("gpt2").generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
     assert found.tolist() == own.tolist()
+    private, public = signed.pair(tmp_path)
+    sign(tmp_path / "out", private)
+    assert list(check(tmp_path / "out", public)) == [tmp_path / "out" / "decoder"]
+    Generator.load(tmp_path / "out")
+    check_output(tmp_path / "out")  # which a later run replaces
 
 
 def test_each_part_is_a_run_of_its_own_in_mlflow(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from optexport.bundle import digests as bundle_files
 from optexport.errors import BundleError, ConfigError, TrackingError
 from optexport.html_report import page
 from optexport.tracking.later import log_bundle
+from optexport.trust.signing import check, sign
 from tests import exports, stores
 from tests.tracking.bundles import QUIET, bundle, registering, runs, timed
+from tests.trust import signed
 
 pytestmark = QUIET
 
@@ -45,6 +47,16 @@ def test_a_bundle_is_sent_whole_and_stays_as_it_is(tmp_path: Path) -> None:
     (output,) = run.outputs.model_outputs
     batch = {name: tensor.numpy() for name, tensor in exports.batch(3, 7).items()}
     assert mlflow.pyfunc.load_model(f"models:/{output.model_id}").predict(batch)["hidden"].shape == (3, 7, 8)
+
+
+def test_a_signed_bundle_is_sent_with_its_signature(tmp_path: Path) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    page.write(place)
+    private, public = signed.pair(tmp_path)
+    sign(place, private)
+    logged = log_bundle(place, uri)
+    downloaded = Path(mlflow.MlflowClient(uri).download_artifacts(logged.run_id, "bundle", str(tmp_path)))
+    check(downloaded, public)
 
 
 def test_what_is_there_is_not_sent_again(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""What a folder holds: one bundle, or the parts of a generative model, each a bundle of its own. Needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from optexport.bundle import digests, sealed_json
+from optexport.bundle.manifest import Manifest
+from optexport.bundle.places import GENERATION, MANIFEST, SIGNED
+from optexport.errors import BundleError, ConfigError
+
+PARTS = ("encoder", "decoder")
+
+
+def read_bundles(folder: Path) -> dict[Path, Manifest]:
+    """The manifest of a bundle, or of each part of a generative model, by its folder; all files are checked.
+
+    Raises:
+        ConfigError: The folder is neither.
+        BundleError: A file is missing, added or changed.
+    """
+    if (folder / MANIFEST).exists() or not (folder / GENERATION).is_file():
+        return {folder: digests.read_manifest(folder)}
+    return {folder / name: manifest for name, manifest in read_generation(folder)[1].items()}
+
+
+def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
+    """Reads what says how parts belong together, and the manifest of each; all files are checked.
+
+    Raises:
+        BundleError: A file is missing, added or changed.
+    """
+    document = sealed_json.read(folder / GENERATION)
+    parts = document.get("parts")
+    if not isinstance(parts, dict) or "decoder" not in parts or not parts.keys() <= set(PARTS):
+        raise BundleError("it does not name the parts of a model", place=GENERATION)
+    for path in sorted(folder.iterdir()):
+        if path.name not in {GENERATION, *parts, *SIGNED}:
+            raise BundleError("the export does not know it", place=path.name, mend="Remove it.")
+        if path.is_symlink() or path.is_dir() != (path.name in parts):
+            raise BundleError("it is a link, or no file of an export", place=path.name, mend="Remove it.")
+    manifests = {name: _read_part(folder / name) for name in parts}
+    for name, digest in parts.items():
+        if manifests[name].digest != digest:
+            raise BundleError("it belongs to another export", place=name)
+    return document, manifests
+
+
+def _read_part(folder: Path) -> Manifest:
+    try:
+        return digests.read_manifest(folder)
+    except BundleError as error:
+        raise BundleError(error.cause, place=f"{folder.name}/{error.place}", mend=error.mend) from error
+    except ConfigError as error:
+        raise BundleError(error.cause, place=folder.name) from error

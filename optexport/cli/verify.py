@@ -1,0 +1,134 @@
+"""``optexport verify``: whether a bundle is what it was, and still computes what it did."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optexport.cli.console import echo
+from optexport.cli.group import Command, json_option, junit_option, outcome, print_json
+from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
+
+if TYPE_CHECKING:
+    from optexport.bundle.manifest import Manifest, ParityRecord
+    from optexport.proof.parity import Proof
+
+
+@click.command(cls=Command)
+@click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--key", type=click.Path(path_type=Path), help="Check its signature too, with this public key (PEM).")
+@junit_option
+@json_option
+def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) -> None:
+    """Check that BUNDLE is unchanged and gives its outputs.
+
+    Its files are run on the stored inputs, and compared with the stored outputs. With --key it has to be signed: no
+    file may be another than when it was, and the statement has to be of these files. Of a generative model the folder
+    of all parts may be given.
+    """
+    from optexport import ci_reports
+    from optexport.bundle.parts import read_bundles
+    from optexport.bundle.places import SIGNATURE
+
+    ci_reports.start(junit, [bundle])
+    found: list[_Checked] = []
+    try:
+        if key is None:
+            bundles = read_bundles(bundle)
+        else:
+            from optexport.trust import signing
+
+            bundles = signing.check(bundle, key)
+        if junit is not None and len(bundles) > 1:
+            raise ConfigError("it is of one bundle", place="--junit", mend="Verify each part, or leave it out.")
+        whole = bundle.resolve() in (place.resolve() for place in bundles)  # and not the parts of a model
+        for place, manifest in bundles.items():
+            found.append(_check(place, manifest, bundle if whole else bundle / place.name))
+    except OptexportError as error:
+        ci_reports.publish(bundle.name, None, error, junit)
+        raise
+    for each in found:
+        ci_reports.publish(each.shown.name, each.record, each.failed, junit)
+    failed = next((each.failed for each in found if each.failed is not None), None)
+    if as_json:
+        told = {each.shown.name: each.as_json() for each in found}
+        print_json(
+            {
+                **outcome(failed),
+                "signature_checked": key is not None,
+                **(told[bundle.name] if whole else {"parts": told}),
+            }
+        )
+    if failed is not None:
+        raise failed
+    if not as_json:
+        signed = "" if key is None else f"signed by the key of {key}, "
+        for each in found:
+            echo(f"{each.shown}: {signed}unchanged, and {each.held()}.")
+        if key is None and (bundle / SIGNATURE).exists():
+            echo("It is signed, and by whom was not checked: --key PUBLIC.pem does.")
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What came of one bundle.
+
+    Attributes:
+        shown: Its folder, as it was named.
+        unchecked: Gates that its files are not held against.
+        failures: Outputs that are not those that were stored.
+        gates: Decisions that are not as the gates demand.
+    """
+
+    shown: Path
+    proof: Proof
+    record: ParityRecord
+    unchecked: list[str]
+    failures: list[str]
+    gates: list[str]
+
+    @property
+    def failed(self) -> OptexportError | None:
+        told = "\n  ".join(self.failures + self.gates)
+        if self.failures:
+            return ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(self.shown))
+        if self.gates:
+            return GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(self.shown))
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs,
+                 "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}
+                for p in self.proof.places[1:] for o in p.outputs]  # fmt: skip
+        held_to = {"gates": self.gates, "gates_not_checked": self.unchecked}
+        return {"places": rows, **held_to, "parity": self.record.model_dump(mode="json")}
+
+    def held(self) -> str:
+        """What was checked, where all of it held."""
+        places = self.proof.places[1:]
+        near = [p.place for p in places if p.precision is None]
+        lowered = [p.title for p in places if p.precision is not None]
+        held = [f"{', '.join(near)} give the stored outputs"] if near else []
+        if lowered:
+            gated = "decide as the gates demand"
+            gated = gated if self.proof.gates else "give numbers, which no gate could be held against"
+            held.append(f"{', '.join(lowered)} {gated}")
+        held += [f"not checked again: {'; '.join(self.unchecked)}"] if self.unchecked else []
+        return "; ".join(held)
+
+
+def _check(folder: Path, manifest: Manifest, shown: Path) -> _Checked:
+    from optexport.bundle.verification import prove, unchecked_gates
+    from optexport.proof.record import parity_record
+
+    proof = prove(folder, manifest)
+    places = proof.places[1:]
+    failures = [
+        f"{p.place}: {on_one_line(o.output)}, {o.failure}" for p in places for o in p.outputs if o.failure is not None
+    ]
+    gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]
+    return _Checked(shown, proof, parity_record(proof), unchecked_gates(manifest), failures, gates)

@@ -1,0 +1,85 @@
+"""Keys to sign with and to check with: pairs on an elliptic curve, in PEM, without a password."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from optexport.errors import ConfigError
+
+_CURVES = ("secp256r1", "secp384r1", "secp521r1")
+# More than any key has: a model's file that is named by mistake is not read.
+_LONGEST = 1 << 20
+_MEND = (
+    "A pair is made by: openssl ecparam -name prime256v1 -genkey -noout -out private.pem; "
+    "openssl ec -in private.pem -pubout -out public.pem"
+)
+
+
+def check_private(path: Path) -> None:
+    """Checks that a file holds a private key that signs.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    content = _read(path)
+    try:
+        key = serialization.load_pem_private_key(content, None)
+    except TypeError as error:
+        raise _refused(
+            path, "it is protected by a password", f"Take it off: openssl pkey -in {path} -out private.pem"
+        ) from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        public = b"-----BEGIN PUBLIC KEY-----" in content
+        cause = "it holds a public key, and a private one signs" if public else "it holds no private key in PEM"
+        raise _refused(path, cause) from error
+    _check_curve(path, key)
+
+
+def fingerprint(path: Path) -> str:
+    """The SHA-256, in hexadecimal, of the public key that a file holds, by which a signature names it.
+
+    Raises:
+        ConfigError: It holds no public key, or one of another kind.
+    """
+    content = _read(path)
+    try:
+        key = serialization.load_pem_public_key(content)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        private = b"PRIVATE KEY-----" in content
+        cause = "it holds a private key, and a public one checks" if private else "it holds no public key in PEM"
+        mend = f"openssl ec -in {path} -pubout -out public.pem" if private else None
+        raise _refused(path, cause, mend) from error
+    _check_curve(path, key)
+    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(pem).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    if not path.exists():
+        raise _refused(path, "there is no such file")
+    if not path.is_file():  # a pipe gives its content once, and it is read twice
+        raise _refused(path, "it is no file")
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LONGEST)
+    except OSError as error:
+        raise _refused(path, f"it cannot be read: {error.strerror}") from error
+    if b"-----BEGIN " not in content:
+        raise _refused(path, "it is no PEM file")
+    return content
+
+
+def _check_curve(path: Path, key: object) -> None:
+    if not isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
+        raise _refused(path, "it is of another kind than an elliptic curve's")
+    if key.curve.name not in _CURVES:
+        raise _refused(path, f"its curve is {key.curve.name}, and known are {', '.join(_CURVES)}")
+
+
+def _refused(path: Path, cause: str, mend: str | None = None) -> ConfigError:
+    return ConfigError(cause, place=f"--key {path}", mend=mend or _MEND)
