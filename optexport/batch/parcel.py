@@ -15,9 +15,9 @@ from pathlib import Path
 from optexport.batch.attempt import Limits, attempts, log_name
 from optexport.batch.ended import Ended
 from optexport.batch.tasks import Task, tasks_of
-from optexport.bundle import digests, drafts, places
+from optexport.bundle import drafts, places
 from optexport.bundle.lockfile import named_files
-from optexport.bundle.places import MANIFEST
+from optexport.bundle.parts import read_bundles
 from optexport.config.file import Config
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.generation.export import check_output
@@ -161,14 +161,8 @@ def brought_home(task: Task, folder: Path, found: Return) -> Ended:
     return ended
 
 
-def _bundles(folder: Path) -> list[Path]:
-    """The bundle in a folder, or those of a generative model's parts."""
-    return [folder] if (folder / MANIFEST).exists() else sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
-
-
 def _keep(came: Path, output: Path, config: Config) -> None:
-    for bundle in _bundles(came):
-        digests.read_manifest(bundle)  # it came whole
+    read_bundles(came)  # it came whole
     output.parent.mkdir(parents=True, exist_ok=True)
     check = places.check_replaceable if config.generation is None else check_output
     with drafts.drafting(output, check) as draft:
@@ -181,7 +175,7 @@ def _tracked(ended: Ended, output: Path, config: Config, folder: Path) -> Ended:
         return ended
     try:
         uri = resolved_uri(config.tracking.uri, folder)
-        logged = [log_bundle(bundle, uri, config.tracking.experiment) for bundle in _bundles(output)]
+        logged = [log_bundle(bundle, uri, config.tracking.experiment) for bundle in read_bundles(output)]
     except TrackingError as error:
         return replace(ended, exit_code=error.exit_code, error=str(error))
     failures = [done.registered.failure for done in logged if done.registered is not None and done.registered.failure]
