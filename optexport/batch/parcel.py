@@ -86,7 +86,7 @@ def packed(task: Task) -> Parcel:
     files = [task.path, *(path for name, path in named_files(task.config, task.path.parent) if not _is_absolute(name))]
     root = Path(os.path.commonpath([*(path.parent for path in map(_whole, files)), task.output.parent]))
     content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:  # weights do not get smaller
+    with zipfile.ZipFile(content, "w", strict_timestamps=False) as archive:  # weights do not get smaller
         for path in dict.fromkeys(map(_whole, files)):
             archive.write(path, path.relative_to(root))
     known = {name: value for name, value in os.environ.items() if name in _VARIABLES}
@@ -126,7 +126,7 @@ def run_there(parcel: Parcel, limits: Limits) -> Return:
         output = task.output
         assert output is not None
         content = io.BytesIO()
-        with zipfile.ZipFile(content, "w") as archive:
+        with zipfile.ZipFile(content, "w", strict_timestamps=False) as archive:
             for each in places.kept(output):
                 for path in sorted(each.rglob("*")):
                     archive.write(path, path.relative_to(output.parent))
