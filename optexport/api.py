@@ -13,7 +13,8 @@ from torch.export import ExportedProgram
 from optexport import pipeline
 from optexport.arguments import flat_inputs
 from optexport.bundle import contents
-from optexport.config.file import FORMATS, Effort, checked_settings
+from optexport.config.checks import check_formats
+from optexport.config.file import FORMATS, Effort, Layout, checked_settings
 from optexport.config.precision import check_precision
 from optexport.errors import ConfigError, TraceError
 from optexport.job import Job, preset
@@ -45,6 +46,7 @@ def export(
     precision: Mapping[str, Any] | None = None,
     effort: Effort = "standard",
     opset: int | None = None,
+    layout: Layout | None = None,
     stages: Stages | None = None,
 ) -> Result:
     """Traces, transforms, proves and exports a model, as ``optexport run`` does, but without tracking.
@@ -67,6 +69,7 @@ def export(
             "int8"}``.
         effort: How much is checked: "quick", "standard" or "exhaustive".
         opset: The ONNX opset; the exporter's own choice by default.
+        layout: "triton" puts the files into a model repository of Triton Inference Server, inside the bundle.
         stages: Is told of every stage.
 
     Raises:
@@ -121,11 +124,12 @@ def export(
                 "effort": effort,
                 "decisions": None if decisions is None else dict(decisions),
             },
-            "export": {"formats": list(formats), "output": output.name, "opset": opset},
+            "export": {"formats": list(formats), "output": output.name, "opset": opset, "layout": layout},
             "precision": None if precision is None else dict(precision),
         },
         "export",
     )
+    check_formats(config, "export")
     check_precision(config, "export")
     metrics = load_metrics(config.parity.decisions, Path())
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)

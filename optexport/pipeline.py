@@ -16,7 +16,7 @@ from optexport.arguments import arguments_of, as_constants
 from optexport.bench import exports, report
 from optexport.bench.measuring import Report
 from optexport.blame import failure
-from optexport.bundle import contents, digests, drafts, lockfile, places, records
+from optexport.bundle import contents, digests, drafts, lockfile, places, records, triton
 from optexport.bundle.checkout import checkout
 from optexport.bundle.manifest import Manifest
 from optexport.config.file import Config, load_config
@@ -226,6 +226,8 @@ def produce(job: Job, stages: Stages) -> Result:
             traced, call = trace_original(job)
             job = job.holding(traced.held)
             signature = traced.signature
+            if job.config.export.layout is not None:
+                triton.check(signature, job.config.export.formats)
             workloads = exports.workloads(job, signature, scratch)
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
@@ -245,9 +247,11 @@ def produce(job: Job, stages: Stages) -> Result:
             stored = contents.write_reference(draft / contents.REFERENCE, reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
+            if job.config.export.layout is not None:
+                artifacts = triton.lay_out(draft, job.config.export.output, artifacts, signature, reference)
             application = describe(job.config.model.task, job.loaded, traced.signature, draft)
             manifest = records.manifest(job.config, job.loaded, traced, made, nodes_before, found, stored).model_copy(
-                update={"application": application, "files": digests.file_records(draft)}
+                update={"application": application, "artifacts": artifacts, "files": digests.file_records(draft)}
             )
             contents.write_manifest(draft, manifest)
         measured: dict[str, Any] = {} if bench is None else {"bench": report.as_json(bench)}

@@ -149,4 +149,5 @@ _INSIDE: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     ".pt2": _pt2,
     ".txt": _text,
     ".json": _text,
+    ".pbtxt": _text,
 }

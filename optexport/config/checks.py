@@ -67,10 +67,10 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:
 
 
 def check_formats(config: Config, place: str) -> None:
-    """Checks that what is said of single formats is said of those that are exported.
+    """Checks that what is said of single formats is said of those that are exported, and that the layout holds one.
 
     Raises:
-        ConfigError: It is not, or a rule that all files must share is for some of them.
+        ConfigError: It is not, or does not, or a rule that all files must share is for some of them.
     """
     exported = config.export.formats
     said = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
@@ -79,6 +79,12 @@ def check_formats(config: Config, place: str) -> None:
             raise ConfigError(
                 f"no {missing} file is exported", place=f"{place}: {key}", mend=f"export.formats is {exported}."
             )
+    if config.export.layout is not None and set(exported) == {"pt2"}:
+        raise ConfigError(
+            "no file is exported that Triton serves",
+            place=f"{place}: export.layout",
+            mend='Add "onnx" or "torchscript" to export.formats, or leave it out.',
+        )
     for index, rule in enumerate(config.rules()):
         if rule.formats is not None and registry.canonical_name(rule.use) == "keep-outputs":
             raise ConfigError(

@@ -39,6 +39,7 @@ from optexport.sources.tasks import AUTO_CLASSES
 Format = Literal["torchscript", "onnx", "pt2"]
 FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
 Effort = Literal["quick", "standard", "exhaustive"]
+Layout = Literal["triton"]
 
 
 def _folder(path: str) -> str:
@@ -208,6 +209,8 @@ class ExportConfig(_Table):
     # The exporter writes older ones wrongly, and ONNX Runtime reads no newer ones.
     opset: int | None = Field(default=None, ge=18, le=26)
     lowerings: dict[Format, list[str]] = {}
+    # Where the files lie in the bundle; by default beside the manifest.
+    layout: Layout | None = None
 
     @model_validator(mode="after")
     def _known_lowerings(self) -> ExportConfig:

@@ -35,6 +35,7 @@ def check_generation(config: Config, place: str) -> None:
         "gate": config.gate != type(config.gate)(),
         "precision": config.precision is not None,
         "register": config.registering is not None,
+        "export.layout": config.export.layout is not None,
         "parity.decisions": config.parity.decisions is not None,
         "inputs.images": inputs.images is not None,
         "inputs.tensors": inputs.tensors is not None,

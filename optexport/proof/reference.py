@@ -28,6 +28,8 @@ _DATA_BYTES = 1 << 30
 # Noise this many times that of a quiet case that leaves fewer than half the digits is no noise: float64 goes another
 # way there. The noise of a trained encoder was seen to differ by 120 times between sizes.
 _UNGUIDED_TIMES = 64
+# The way of running that shows no row to have a say in another's result.
+HALVES = "half the rows at a time"
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def _run_in_other_ways(
         except Exception:  # a model need not take fewer rows: nobody declared that
             outputs = {}
         if outputs:
-            ways.append("half the rows at a time")
+            ways.append(HALVES)
             measure(0, outputs)
     return replace(reference, ways=tuple(ways), other_noise=tuple(noise))
 
