@@ -1,0 +1,64 @@
+// Runs a bundle's ONNX file in Node.js:
+//
+//     npm install --prefix examples/serving --ignore-scripts
+//     node examples/serving/onnx_runtime.mjs examples/build/minilm
+//
+// The package's scripts would only fetch libraries for GPUs. It gives the file every case of inputs that the bundle
+// holds, and says how far the answers are from the original's.
+
+import fs from "node:fs";
+import path from "node:path";
+import process from "node:process";
+
+import { InferenceSession, Tensor } from "onnxruntime-node";
+
+// By the name of a dtype in a safetensors file: ONNX Runtime's name of it, and the array that holds it.
+const TYPES = {
+  F32: ["float32", Float32Array],
+  F64: ["float64", Float64Array],
+  I64: ["int64", BigInt64Array],
+  I32: ["int32", Int32Array],
+  I16: ["int16", Int16Array],
+  I8: ["int8", Int8Array],
+  U8: ["uint8", Uint8Array],
+  BOOL: ["bool", Uint8Array],
+};
+
+/** The tensors of a safetensors file by name: the length of a header of JSON, the header, and the values. */
+function readTensors(file) {
+  const bytes = fs.readFileSync(file);
+  const start = 8 + Number(bytes.readBigUInt64LE(0));
+  const tensors = {};
+  for (const [name, entry] of Object.entries(JSON.parse(bytes.toString("utf8", 8, start)))) {
+    if (name === "__metadata__") continue;
+    if (!(entry.dtype in TYPES)) throw new Error(`${name}: this example reads no ${entry.dtype}`);
+    const [type, Values] = TYPES[entry.dtype];
+    const [from, to] = entry.data_offsets;
+    const copied = new Uint8Array(bytes.subarray(start + from, start + to)); // where an array of wider numbers may begin
+    tensors[name] = new Tensor(type, new Values(copied.buffer), entry.shape);
+  }
+  return tensors;
+}
+
+function distance(answer, expected) {
+  let largest = 0;
+  for (let i = 0; i < expected.data.length; i++) {
+    largest = Math.max(largest, Math.abs(Number(answer.data[i]) - Number(expected.data[i])));
+  }
+  return largest;
+}
+
+const bundle = process.argv[2];
+const manifest = JSON.parse(fs.readFileSync(path.join(bundle, "manifest.json"), "utf8"));
+const stored = readTensors(path.join(bundle, "reference.safetensors"));
+const artifact = manifest.artifacts.find((each) => each.format === "onnx");
+const session = await InferenceSession.create(path.join(bundle, artifact.path));
+for (const [number, name] of manifest.reference_cases.entries()) {
+  const inputs = Object.fromEntries(session.inputNames.map((input) => [input, stored[`${number}.inputs.${input}`]]));
+  const answers = await session.run(inputs);
+  for (const output of manifest.outputs) {
+    const answer = answers[output.name];
+    const far = distance(answer, stored[`${number}.outputs.${output.name}`]).toPrecision(2);
+    console.log(`${name}: ${output.name} [${answer.dims.join(", ")}]: ${far} from the original`);
+  }
+}

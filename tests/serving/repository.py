@@ -1,0 +1,147 @@
+"""Reads a model repository as Triton Inference Server does, by its published definition and the rules of its sources.
+
+The rules are those of ``model_config_utils.cc`` of triton-inference-server/core and of the backends onnxruntime_backend
+and pytorch_backend, in June 2026.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from google.protobuf import text_format
+
+Arrays = dict[str, np.ndarray]
+
+# What ONNX Runtime and TorchScript hold, by what a configuration calls it.
+_ONNX = {
+    "TYPE_BOOL": "tensor(bool)",
+    "TYPE_INT64": "tensor(int64)",
+    "TYPE_FP16": "tensor(float16)",
+    "TYPE_FP32": "tensor(float)",
+}
+_NUMPY = {"TYPE_BOOL": "bool", "TYPE_INT64": "int64", "TYPE_FP16": "float16", "TYPE_FP32": "float32"}
+
+
+def _definition() -> Any:
+    """The compiled ``model_config.proto`` that tritonclient brings, without the rest of it, which needs gRPC."""
+    path = importlib.metadata.distribution("tritonclient").locate_file("tritonclient/grpc/model_config_pb2.py")
+    spec = importlib.util.spec_from_file_location("model_config_pb2", str(path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_pb2 = _definition()
+
+
+def read(folder: Path) -> Any:
+    """A model's configuration, after the checks that the server makes of one before it asks a backend."""
+    config = text_format.Parse((folder / "config.pbtxt").read_text(encoding="utf-8"), _pb2.ModelConfig())
+    assert config.name == folder.name
+    assert (folder / "1" / config.default_model_filename).is_file()
+    assert config.max_batch_size >= 0
+    for io in (*config.input, *config.output):
+        assert io.name
+        assert io.data_type != _pb2.TYPE_INVALID
+        assert io.dims
+        assert all(size >= 1 or size == -1 for size in io.dims)
+        if io.HasField("reshape"):
+            assert config.max_batch_size > 0, "scalars are not supported"
+            assert not io.reshape.shape
+            assert list(io.dims) == [1]
+    return config
+
+
+def type_of(io: Any) -> str:
+    name: str = _pb2.DataType.Name(io.data_type)
+    return name
+
+
+def _shape(config: Any, io: Any) -> list[int]:
+    """The shape that the backend hands the model, -1 where any size may stand."""
+    rest = [*io.reshape.shape] if io.HasField("reshape") else [*io.dims]
+    return [-1, *rest] if config.max_batch_size else rest
+
+
+def open_model(config: Any, path: Path) -> Callable[[Arrays], list[np.ndarray]]:
+    """Opens a file as its backend does, after the same checks; gives what answers to the inputs of a request."""
+    match config.backend, config.platform:
+        case "onnxruntime", "onnxruntime_onnx":
+            return _open_onnx(config, path)
+        case "pytorch", "pytorch_libtorch":
+            return _open_torchscript(config, path)
+    raise AssertionError(f"Triton knows no {config.platform} of {config.backend}")
+
+
+def _open_onnx(config: Any, path: Path) -> Callable[[Arrays], list[np.ndarray]]:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert len(session.get_inputs()) == len(config.input)
+    known = {value.name: value for value in (*session.get_inputs(), *session.get_outputs())}
+    for io in (*config.input, *config.output):
+        value = known[io.name]
+        assert _ONNX[type_of(io)] == value.type
+        held = [size if isinstance(size, int) else -1 for size in value.shape]
+        assert _shape(config, io) == held if held else all(size == 1 for size in io.dims), io.name
+
+    def run(inputs: Arrays) -> list[np.ndarray]:
+        feeds = {name: array.reshape(()) if not known[name].shape else array for name, array in inputs.items()}
+        results: list[np.ndarray] = session.run([io.name for io in config.output], feeds)
+        return results
+
+    return run
+
+
+def _open_torchscript(config: Any, path: Path) -> Callable[[Arrays], list[np.ndarray]]:
+    module = torch.jit.load(path)
+    arguments = [argument.name for argument in module.forward.schema.arguments[1:]]
+    assert len(arguments) == len(config.input)
+    assert {io.name for io in config.input} <= set(arguments)  # else its order decides, or the numbers in the names
+    places = [int(io.name.removeprefix("OUTPUT__")) for io in config.output]
+
+    def run(inputs: Arrays) -> list[np.ndarray]:
+        with torch.inference_mode():
+            results = module(*(torch.from_numpy(inputs[name].copy()) for name in arguments))
+        assert isinstance(results, tuple)
+        assert all(result.dim() for result in results), "a scalar is not supported"
+        return [results[place].numpy() for place in places]
+
+    return run
+
+
+def ask(
+    config: Any, run: Callable[[Arrays], list[np.ndarray]], inputs: Mapping[str, np.ndarray], names: Sequence[str]
+) -> Arrays:
+    """What the server would answer to a request of these inputs, in the shapes that the configuration says.
+
+    Args:
+        inputs: In the order of the configuration.
+        names: Of the outputs, in their order.
+    """
+    request: Arrays = {}
+    for io, array in zip(config.input, inputs.values(), strict=True):
+        assert array.dtype == _NUMPY[type_of(io)]
+        shape = [-1, *io.dims] if config.max_batch_size else [*io.dims]
+        sent = array.reshape(array.shape + (1,) * (len(shape) - array.ndim))
+        assert len(sent.shape) == len(shape)
+        assert all(said in (-1, size) for said, size in zip(shape, sent.shape, strict=True)), io.name
+        if config.max_batch_size:
+            assert len(sent) <= config.max_batch_size
+        request[io.name] = sent.reshape(sent.shape[:1] if io.HasField("reshape") else sent.shape)
+    answers: Arrays = {}
+    for name, io, array in zip(names, config.output, run(request), strict=True):
+        assert array.dtype == _NUMPY[type_of(io)]
+        shape = _shape(config, io)
+        given = array.reshape(1) if not array.ndim else array
+        assert len(given.shape) == len(shape)
+        assert all(said in (-1, size) for said, size in zip(shape, given.shape, strict=True)), io.name
+        answers[name] = array
+    return answers
