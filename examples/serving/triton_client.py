@@ -47,7 +47,7 @@ def predict(url, model, inputs):
             }
             for spec, array in zip(described["inputs"], arrays, strict=True)
         ],
-        "parameters": {"binary_data_output": True},
+        "outputs": [{"name": spec["name"], "parameters": {"binary_data": True}} for spec in described["outputs"]],
     }
     text = json.dumps(head).encode()
     body = b"".join([text, *(array.tobytes() for array in arrays)])
@@ -74,7 +74,7 @@ def main(url, bundle):
             for output, answer in zip(manifest["outputs"], answers.values(), strict=True):
                 expected = stored[f"{number}.outputs.{output['name']}"].astype("float64")
                 distance = np.abs(answer.reshape(expected.shape) - expected).max(initial=0.0)
-                print(f"{model}, {case}: {output['name']} {list(expected.shape)}: {distance:.2g} from the original")
+                print(f"{model}: {case}: {output['name']} {list(expected.shape)}: {distance:.2g} from the original")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""Stands in for Triton's ONNX Runtime and PyTorch backends, which come with NVIDIA's images alone.
+
+Triton's Python backend runs this file in a process of its own, for each model. As theirs do, it names inputs after the
+file's own, puts the rows of all requests that it is given into one batch, and gives each its own back.
+"""
+
+import json
+import os
+import time
+
+import numpy as np
+import triton_python_backend_utils as triton
+
+
+def _array(tensor):
+    """A tensor's values; its own as_numpy was built for NumPy 1, as was the way back."""
+    return np.from_dlpack(tensor).copy()
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.config = json.loads(args["model_config"])
+        path = os.path.join(args["model_repository"], args["model_version"], self.config["default_model_filename"])
+        names = [output["name"] for output in self.config["output"]]
+        if self.config["backend"] == "onnxruntime":
+            import onnxruntime
+
+            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            scalars = {value.name for value in session.get_inputs() if not value.shape}
+            self.run = lambda inputs: session.run(
+                names, {name: array.reshape(()) if name in scalars else array for name, array in inputs.items()}
+            )
+        else:
+            import torch
+
+            module = torch.jit.load(path)
+            arguments = [argument.name for argument in module.forward.schema.arguments[1:]]
+            places = [int(name.removeprefix("OUTPUT__")) for name in names]
+
+            def run(inputs):
+                with torch.inference_mode():
+                    results = module(*(torch.from_numpy(inputs[name].copy()) for name in arguments))
+                return [results[place].numpy() for place in places]
+
+            self.run = run
+
+    def execute(self, requests):
+        time.sleep(0.05)  # so that requests that come at once have time to meet
+        names = [value["name"] for value in self.config["input"]]
+        given = [{name: _array(triton.get_input_tensor_by_name(each, name)) for name in names} for each in requests]
+        if not self.config["max_batch_size"]:
+            return [self._response(self.run(inputs)) for inputs in given]
+        results = self.run({name: np.concatenate([inputs[name] for inputs in given]) for name in names})
+        ends = np.cumsum([len(inputs[names[0]]) for inputs in given])[:-1]
+        return [self._response(parts) for parts in zip(*(np.split(result, ends) for result in results), strict=True)]
+
+    def _response(self, results):
+        return triton.InferenceResponse(
+            [
+                triton.Tensor.from_dlpack(output["name"], np.array(result).reshape(result.shape or (1,)))
+                for output, result in zip(self.config["output"], results, strict=True)
+            ]
+        )

@@ -1,0 +1,61 @@
+"""The examples of serving a bundle without optexport answer with the original's results."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from optexport.pipeline import Result
+from tests import exports
+from tests.serving.models import served
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
+
+
+def distances(said: str, cases: Sequence[str], result: Result) -> None:
+    """Checks what a client printed: every case and output, each as near as its limit."""
+    found = re.findall(r"^(.*): (.*) \[(.*)\]: (\S+) from the original$", said, re.MULTILINE)
+    outputs = [output.name for output in result.manifest.outputs]
+    assert [(case, output) for case, output, _, _ in found] == list(itertools.product(cases, outputs))
+    for case, output, _, distance in found:
+        bound = result.manifest.parity.bounds[output]
+        limit = bound.extremes.get(case.rpartition(": ")[2], bound.limit)
+        # The limit is for the distance from float64, and the original itself is a floor away from that.
+        assert limit is None or float(distance) <= limit + bound.floor, (case, output)
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_onnx_runtime_in_python_gets_the_originals_results() -> None:
+    for result in (exports.exported(), served("rows")):
+        said = run(sys.executable, EXAMPLES / "onnx_runtime.py", result.output)
+        distances(said, result.manifest.reference_cases, result)
+
+
+def test_it_imports_neither_optexport_nor_torch() -> None:
+    script = EXAMPLES / "onnx_runtime.py"
+    code = f"import runpy, sys; sys.argv[1:] = [{str(exports.exported().output)!r}]; "
+    code += f"runpy.run_path({str(script)!r}, run_name='__main__'); "
+    code += "print(sorted({'optexport', 'torch', 'transformers', 'mlflow'} & set(sys.modules)), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.system
+def test_onnx_runtime_in_node_gets_the_originals_results(tmp_path: Path) -> None:
+    folder = shutil.copytree(EXAMPLES, tmp_path / "serving", ignore=shutil.ignore_patterns("node_modules"))
+    run("npm", "install", "--prefix", folder, "--ignore-scripts", "--no-audit", "--no-fund")
+    for result in (exports.exported(), served("block")):
+        said = run("node", folder / "onnx_runtime.mjs", result.output)
+        distances(said, result.manifest.reference_cases, result)
