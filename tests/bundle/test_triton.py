@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from optexport import Bundle, export
+from optexport.bench.artifact import open_target
 from optexport.bundle import digests, triton
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.bundle.verification import verify
@@ -130,6 +131,14 @@ def test_the_bundle_verifies_and_runs_as_any_other() -> None:
         )
 
 
+def test_one_of_its_files_is_measured_as_the_bundles(tmp_path: Path) -> None:
+    path = served("rows").files["torchscript"]
+    target = open_target(path)
+    assert target.bundle == served("rows").output
+    assert [artifact.path for artifact in target.artifacts] == [path]
+    assert [artifact.proven for artifact in target.artifacts] == [True]
+
+
 def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
     bundle = shutil.copytree(served("rows").output, tmp_path / "bundle")
     path = bundle / "triton" / "rows_onnx" / "config.pbtxt"
@@ -137,6 +146,19 @@ def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["verify", str(bundle)])
     assert done.exit_code == 4
     assert "triton/rows_onnx/config.pbtxt: it was changed" in done.stderr
+
+
+def test_blame_finds_a_wrong_file_and_writes_over_what_it_left_before(tmp_path: Path) -> None:
+    bundle = shutil.copytree(served("rows").output, tmp_path / "bundle")
+    name = "triton/rows_torchscript/1/model.pt"
+    exports.rezip(bundle / name, lambda part, content: bytes(len(content)) if part.endswith("data/0") else content)
+    exports.reseal(bundle, name)
+    for _ in range(2):
+        done = CliRunner().invoke(cli, ["blame", str(bundle)])
+        assert done.exit_code == 4, done.stderr
+        assert "model.pt does not" in done.stderr
+        assert "could not be left" not in done.stderr
+        assert (tmp_path / "bundle-failure" / "model.pt").is_file()
 
 
 def test_one_layout_takes_the_place_of_the_other_and_the_difference_is_in_no_model(tmp_path: Path) -> None:

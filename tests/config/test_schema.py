@@ -50,6 +50,7 @@ GOOD: list[dict[str, Any]] = [
     {"transformations": [{"use": "merge-linears", "expect": {"min": 1}, "formats": ["onnx"]}]},
     {"transformations": [{"use": "MergeLinears"}, {"use": "keep-outputs", "outputs": ["a"]}]},
     {"transformations": [{"use": "python:mine:Rule", "anything": 1}]},
+    {"export": {"layout": "triton"}},
     {"export": {"lowerings": {"onnx": ["gemm"]}, "opset": 20}, "tune": {}, "bench": {"shapes": [{"batch": 1}]}},
 ]
 BAD: list[dict[str, Any]] = [
@@ -66,6 +67,7 @@ BAD: list[dict[str, Any]] = [
     {"gate": {"max_size_mb": 0}},
     {"export": {"formats": ["onxx"]}},
     {"export": {"formats": []}},
+    {"export": {"layout": "flat"}},
     {"transformations": [{"use": "merge-linears", "outputs": ["a"]}]},
     {"transformations": [{"use": "replace-activation", "new": "tanh"}]},
     {"transformations": [{"options": 1}]},

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import pytest
 import torch
 from google.protobuf import text_format
 
@@ -31,6 +32,7 @@ _NUMPY = {"TYPE_BOOL": "bool", "TYPE_INT64": "int64", "TYPE_FP16": "float16", "T
 
 def _definition() -> Any:
     """The compiled ``model_config.proto`` that tritonclient brings, without the rest of it, which needs gRPC."""
+    pytest.importorskip("tritonclient", reason="pip install --no-deps -r tests/tools.txt")
     path = importlib.metadata.distribution("tritonclient").locate_file("tritonclient/grpc/model_config_pb2.py")
     spec = importlib.util.spec_from_file_location("model_config_pb2", str(path))
     assert spec is not None
