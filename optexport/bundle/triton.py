@@ -36,12 +36,16 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class _Backend:
-    """How Triton runs a format: the names of its backend, platform and file, and the dtypes that it takes."""
+    """How Triton runs a format: the names of its backend, platform and file, and the dtypes that it takes.
+
+    ``bare`` says whether it takes tensors without axes, and models without inputs.
+    """
 
     name: str
     platform: str
     filename: str
     types: Mapping[str, str]
+    bare: bool
 
 
 _BACKENDS = {
@@ -56,8 +60,9 @@ _BACKENDS = {
             "uint64": "TYPE_UINT64",
             "bfloat16": "TYPE_BF16",
         },
+        bare=True,
     ),
-    "torchscript": _Backend("pytorch", "pytorch_libtorch", "model.pt", _TYPES),
+    "torchscript": _Backend("pytorch", "pytorch_libtorch", "model.pt", _TYPES, bare=False),
 }
 
 
@@ -65,26 +70,29 @@ def check(signature: Signature, formats: Collection[str]) -> None:
     """Checks that Triton can hand over what goes into the files, and what comes out.
 
     Raises:
-        ExportError: It cannot: a dtype, a tensor without axes or one without elements.
+        ExportError: It cannot: a dtype, a tensor without axes or one without elements, or nothing at all.
     """
-    if not signature.inputs:
-        raise ExportError("Triton serves no model without inputs", place="export.layout", mend="Leave it out.")
     for file_format in [name for name in _BACKENDS if name in formats]:
         backend = _BACKENDS[file_format]
-        for spec in (*signature.inputs, *signature.outputs):
-            cause = None
-            if spec.dtype not in backend.types:
-                cause = f"Triton's {backend.name} backend has no {spec.dtype}"
-            elif not spec.shape and file_format == "torchscript":
-                cause = f"Triton's {backend.name} backend takes and gives no tensor without axes"
-            elif 0 in spec.shape:
-                cause = "Triton has no axis of size 0"
+        causes = {spec.name: _refused(spec, backend) for spec in (*signature.inputs, *signature.outputs)}
+        if not signature.inputs and not backend.bare:
+            causes = {"inputs": f"Triton's {backend.name} backend serves no model without any"}
+        for name, cause in causes.items():
             if cause is not None:
                 raise ExportError(
                     cause,
-                    place=f"export.layout: {spec.name}",
+                    place=f"export.layout: {name}",
                     mend=f'Leave "{file_format}" out of export.formats, or leave out the layout.',
                 )
+
+
+def _refused(spec: TensorSpec, backend: _Backend) -> str | None:
+    """Why a tensor is none for a backend; None where it is."""
+    if spec.dtype not in backend.types:
+        return f"Triton's {backend.name} backend has no {spec.dtype}"
+    if not spec.shape and not backend.bare:
+        return f"Triton's {backend.name} backend takes and gives no tensor without axes"
+    return "Triton has no axis of size 0" if 0 in spec.shape else None
 
 
 def lay_out(

@@ -252,9 +252,11 @@ def test_what_triton_cannot_hand_over_is_refused_before_the_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_without_inputs_is_refused() -> None:
-    with pytest.raises(ExportError, match="no model without inputs"):
-        triton.check(Signature((), (TensorSpec("y", "float32", (3,)),), {}), ["onnx"])
+def test_a_model_without_inputs_is_refused_where_the_backend_takes_none() -> None:
+    signature = Signature((), (TensorSpec("y", "float32", (3,)),), {})
+    triton.check(signature, ["onnx", "pt2"])
+    with pytest.raises(ExportError, match="pytorch backend serves no model without any"):
+        triton.check(signature, ["onnx", "torchscript"])
 
 
 @pytest.mark.parametrize(

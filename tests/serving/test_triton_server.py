@@ -74,16 +74,20 @@ def test_requests_that_come_at_once_are_put_together_and_each_gets_its_own(
     expected = [stored[f"0.outputs.{spec.name}"] for spec in result.manifest.outputs]
     rows = [row % 4 for row in range(24)]
     before = server.get(f"models/{model}/stats")["model_stats"][0]
-    with ThreadPoolExecutor(len(rows)) as pool:
-        answers = list(
-            pool.map(lambda row: client.predict(server.uri, model, [array[row : row + 1] for array in inputs]), rows)
-        )
-    for row, answer in zip(rows, answers, strict=True):
-        for want, got in zip(expected, answer.values(), strict=True):
-            np.testing.assert_allclose(got.reshape(want[row].shape), want[row], rtol=1e-5, atol=1e-5)
-    after = server.get(f"models/{model}/stats")["model_stats"][0]
-    assert after["inference_count"] - before["inference_count"] == len(rows)
-    assert after["execution_count"] - before["execution_count"] < len(rows)
+    for _ in range(50):  # until some of them meet, which fast models seldom let happen
+        with ThreadPoolExecutor(len(rows)) as pool:
+            answers = list(
+                pool.map(
+                    lambda row: client.predict(server.uri, model, [array[row : row + 1] for array in inputs]), rows
+                )
+            )
+        for row, answer in zip(rows, answers, strict=True):
+            for want, got in zip(expected, answer.values(), strict=True):
+                np.testing.assert_allclose(got.reshape(want[row].shape), want[row], rtol=1e-5, atol=1e-5)
+        after = server.get(f"models/{model}/stats")["model_stats"][0]
+        if after["execution_count"] - before["execution_count"] < after["inference_count"] - before["inference_count"]:
+            return
+    raise AssertionError("the server put no requests together")
 
 
 def test_more_rows_than_were_proven_are_refused(server: Triton, client: Any) -> None:

@@ -30,7 +30,12 @@ def install(folder: Path) -> Path:
 
 
 def _backends(installed: Path, folder: Path) -> Path:
-    """A folder of backends: the server's own for Python, and ours, which it runs, under the names of NVIDIA's."""
+    """A folder of backends: the server's own for Python, and ours, which it runs, under the names of NVIDIA's.
+
+    Where there are NVIDIA's, ``TRITON_BACKENDS`` names their folder.
+    """
+    if named := os.environ.get("TRITON_BACKENDS"):
+        return Path(named)
     python = shutil.copytree(installed / "backends" / "python", folder / "python", symlinks=True)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = shutil.copy(installed / "python_backend_stubs" / version / "triton_python_backend_stub", python)
