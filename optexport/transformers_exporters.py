@@ -33,7 +33,7 @@ from transformers.exporters.utils import (
 )
 
 from optexport.arguments import held_tensors
-from optexport.formats import onnx_functions
+from optexport.formats import onnx_doubles, onnx_functions
 from optexport.tracing import patches
 from optexport.tracing.expert_loops import over_all_experts
 
@@ -201,7 +201,8 @@ def fix_for_onnx(program: ExportedProgram) -> None:
 
 def onnx_translations() -> dict[Any, Any]:
     """Translations of ATen operators that override those of ``torch.onnx``, for its ``custom_translation_table``."""
-    return {**_onnx._ONNX_TRANSLATION_TABLE, aten.index_put.default: _put}
+    own = {aten.index_put.default: _put, aten.masked_fill.Scalar: onnx_doubles.exactly(_onnx._aten_masked_fill)}
+    return {**_onnx._ONNX_TRANSLATION_TABLE, **onnx_doubles.TRANSLATIONS, **own}
 
 
 def _put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
