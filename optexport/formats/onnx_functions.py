@@ -86,6 +86,20 @@ def running(
     return values, torch.cummax(torch.where(x == values, steps, 0), dim)[0]
 
 
+def angle(x: torch.Tensor) -> torch.Tensor:
+    """The angle of complex numbers; ``torch.onnx`` gives -π for those that are real and below 0."""
+    return torch.atan2(x.imag, x.real) if x.is_complex() else aten.angle.default(x)
+
+
+def shifted(x: torch.Tensor, dim: int | Sequence[int] | None = None, *, back: bool = False) -> torch.Tensor:
+    """What ``torch.fft.fftshift`` gives, or if it goes back ``ifftshift``; ONNX has steps of known sizes alone."""
+    axes = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    for axis in axes:
+        middle = x.shape[axis] // 2 if back else (x.shape[axis] + 1) // 2
+        x = torch.cat([x.narrow(axis, middle, x.shape[axis] - middle), x.narrow(axis, 0, middle)], axis)
+    return x
+
+
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
     """What ``torch.histc`` counts: what lies outside of the range in no bin, its upper end in the last.
 

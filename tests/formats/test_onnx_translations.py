@@ -1,4 +1,4 @@
-"""Numbers of float64 in ONNX files: as exact as the model's own."""
+"""Operators of ONNX files: as exact as the model's own, and of the same signs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import fft, nn
 
 from optexport import export
+from tests.formats import files
 from tests.transformations.programs import Program
 
 
@@ -38,6 +39,14 @@ def test_a_float32_model_computes_in_float64_where_it_says_so(tmp_path: Path) ->
     x = torch.rand(3, 6)
     made = export(Program(angles).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
     assert made.passed
+
+
+def test_the_angle_of_a_point_is_that_of_torch_whatever_the_sign_of_its_zeros(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: torch.atan2(*x)), {"x": torch.randn(2, 3)}, {"x": {1: "points"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    numbers = torch.tensor([-torch.inf, -2, -1, -0.0, 0, 1, 2, torch.inf])
+    points = torch.cartesian_prod(numbers, numbers).T
+    files.runs(made, tmp_path / "model.onnx", {"x": points[:, points.isfinite().any(0)]})
 
 
 def test_fourier_transforms_are_as_exact_as_float64(tmp_path: Path) -> None:
