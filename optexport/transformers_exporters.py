@@ -18,7 +18,6 @@ from typing import Any
 
 import onnx_ir
 import torch
-from onnxscript.onnx_opset import opset18
 from torch import fx
 from torch.export import ExportedProgram
 from transformers import AttentionInterface, PreTrainedModel, exporters, masking_utils
@@ -34,6 +33,7 @@ from transformers.exporters.utils import (
 
 from optexport.arguments import held_tensors
 from optexport.formats import onnx_functions
+from optexport.formats.onnx_translations import TRANSLATIONS, as_int64, exactly, op
 from optexport.tracing import patches
 from optexport.tracing.expert_loops import over_all_experts
 
@@ -74,6 +74,14 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.cummin.default: lambda *a: onnx_functions.running(torch.cummin, *a),
     aten.searchsorted.Tensor: lambda *a, **kw: torch.searchsorted(*a, **kw),
     aten.histc.default: onnx_functions.histogram,
+    aten.log_sigmoid.default: onnx_functions.log_sigmoid,
+    aten.logaddexp.default: onnx_functions.logaddexp,
+    aten.div.Tensor_mode: onnx_functions.divided,
+    aten.div.Scalar_mode: onnx_functions.divided,
+    aten.floor_divide.default: lambda *a: onnx_functions.divided(*a, rounding_mode="floor"),
+    aten.angle.default: onnx_functions.angle,
+    aten.fft_fftshift.default: onnx_functions.shifted,
+    aten.fft_ifftshift.default: lambda *a: onnx_functions.shifted(*a, back=True),
     aten.bucketize.Tensor: lambda *a, **kw: torch.bucketize(*a, **kw),
 }
 
@@ -201,14 +209,19 @@ def fix_for_onnx(program: ExportedProgram) -> None:
 
 def onnx_translations() -> dict[Any, Any]:
     """Translations of ATen operators that override those of ``torch.onnx``, for its ``custom_translation_table``."""
-    return {**_onnx._ONNX_TRANSLATION_TABLE, aten.index_put.default: _put}
+    own = {
+        aten.index_put.default: _put,
+        aten._unsafe_index_put.default: _put,
+        aten.masked_fill.Scalar: exactly(_onnx._aten_masked_fill),
+    }
+    return {**_onnx._ONNX_TRANSLATION_TABLE, **TRANSLATIONS, **own}
 
 
 def _put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """That of transformers, which reads the values for places outside of a mask too, and there may be no values."""
+    indices = [as_int64(index) for index in indices]
     is_mask = indices[0] is not None and indices[0].dtype == onnx_ir.DataType.BOOL
     if is_mask and not accumulate and not _onnx._values_broadcast_to_self(values, self):
-        op: Any = opset18  # whose types are those of ONNX's own values
         zero = op.CastLike(op.Constant(value_ints=[0]), values)
         values = op.Concat(op.Reshape(values, op.Constant(value_ints=[-1])), zero, axis=0)
     return _onnx._aten_index_put(self, indices, values, accumulate)

@@ -33,6 +33,13 @@ def test_train_mode_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_outputs_as_large_as_float64_holds_are_recorded(tmp_path: Path) -> None:
+    masked = Program(lambda m, x: x.masked_fill(x > 0, torch.finfo(x.dtype).min)).eval()
+    made = export(masked, {"x": torch.randn(3, 4).double()}, tmp_path / "b", formats=["torchscript"], effort="quick")
+    assert made.manifest.parity.bounds["output"].largest == torch.finfo(torch.float64).max
+    verify(tmp_path / "b")
+
+
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()

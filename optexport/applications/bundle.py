@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from optexport.applications import preprocessors, sounds
+from optexport.applications import images, preprocessors, sounds
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
 from optexport.errors import BundleError, ConfigError, OptexportError, did_you_mean, first_line
@@ -25,8 +25,6 @@ Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
 
 # Tokenizers that know no longest sequence say 1e30.
 _UNLIMITED = 10**9
-# So many channels has an image that is transparent in places.
-_WITH_ALPHA = 4
 
 
 class Bundle:
@@ -110,8 +108,8 @@ class Bundle:
     def _without_constants(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs but for those that the file holds to the values that they are given with."""
         for name, held in self.manifest.constants.items():
-            if name in inputs and np.asarray(inputs[name]).tolist() != held:
-                raise ConfigError(f"the file holds for {held} alone", place=name, mend="Export the model for others.")
+            if name in inputs and not is_held(held, inputs[name]):
+                raise held_error(name, held)
         return {name: value for name, value in inputs.items() if name not in self.manifest.constants}
 
     @property
@@ -233,12 +231,12 @@ class Bundle:
         dim = self.manifest.dims.get(size)
         return (1, _UNLIMITED) if dim is None else (dim.min, dim.max or _UNLIMITED)
 
-    def _from_images(self, images: Sequence[Any]) -> Arrays:
-        if not images:
+    def _from_images(self, given: Sequence[Any]) -> Arrays:
+        if not given:
             raise ConfigError("there must be one at least", place="images")
         processor = self.image_processor
         try:
-            return dict(processor(images=[_image(image) for image in images], return_tensors="np"))
+            return dict(processor(images=[images.read(image) for image in given], return_tensors="np"))
         except ConfigError:
             raise
         except Exception as error:  # transformers raises many kinds
@@ -272,34 +270,41 @@ def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
         raise ConfigError(f"the tokenizer does not take them: {first_line(error)}", place="texts") from error
 
 
-def _image(image: Any) -> Any:
-    """An image as the processors take it: red, green and blue."""
-    if isinstance(image, np.ndarray) and image.dtype != np.uint8:
-        raise ConfigError(f"it is {image.dtype}", place="images", mend="Give uint8, from 0 to 255.")
-    if isinstance(image, np.ndarray) and image.ndim > 2 and image.shape[-1] != _WITH_ALPHA:
-        return image
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError("reading images needs Pillow", place="images", mend="pip install pillow") from error
-    if isinstance(image, np.ndarray):
-        return Image.fromarray(image).convert("RGB")
-    if isinstance(image, Image.Image):
-        return image.convert("RGB")
-    if not isinstance(image, str | os.PathLike):
-        kind = type(image).__name__
-        raise ConfigError(f"it is a {kind}, and neither a path nor an image of PIL or numpy", place="images")
-    try:
-        with Image.open(image) as opened:
-            return opened.convert("RGB")
-    except Exception as error:  # Pillow raises many kinds
-        raise ConfigError(f"it is no image that can be read: {first_line(error)}", place=str(image)) from error
-
-
 def _dtype(spec: TensorRecord) -> np.dtype[Any]:
     if spec.dtype == "bfloat16":
         raise ConfigError("it is bfloat16, which numpy does not hold", place=spec.name)
     return np.dtype(spec.dtype)
+
+
+def is_held(held: Any, value: Any) -> bool:
+    """Whether a value is what a file holds an input to, as the manifest writes it; fractions may be of float32."""
+    value = _untorched(value)
+    try:
+        given, own = np.asarray(value), np.asarray(held)
+    except (ValueError, TypeError):  # rows of several lengths, or a tensor that numpy does not hold
+        return False
+    if given.tolist() == held:
+        return True
+    if own.dtype.kind != "f" or given.dtype.kind not in "fiu" or own.shape != given.shape:
+        return False
+    return np.array_equal(given.astype(np.float32), own) or np.array_equal(given, own.astype(np.float32))
+
+
+def held_error(name: str, held: Any) -> ConfigError:
+    """That a file holds an input to another value than the one that it is given."""
+    return ConfigError(f"the file holds for {held} alone", place=name, mend="Export the model for others.")
+
+
+def _untorched(value: Any) -> Any:
+    """A tensor of torch as a numpy array, if it can be one; anything else as it is."""
+    if not hasattr(value, "detach"):  # torch is not imported for this
+        return value
+    try:
+        value = value.detach().cpu()
+        # numpy does not hold bfloat16, and float32 holds all of it.
+        return (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    except (TypeError, RuntimeError):  # sparse, say
+        return value
 
 
 def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
@@ -311,11 +316,7 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     Raises:
         ConfigError: It is neither, or not of the dtype or rank that the model takes, or holds tokens below 0.
     """
-    if hasattr(value, "detach"):  # a tensor of torch, which is not imported for this
-        value = value.detach().cpu()
-        if str(value.dtype) == "torch.bfloat16":  # which numpy does not hold, and float32 holds all of
-            value = value.float()
-        value = value.numpy()
+    value = _untorched(value)
     if not isinstance(value, np.ndarray | np.generic):
         raise ConfigError(f"it is a {type(value).__name__}, and neither a numpy array nor a tensor", place=spec.name)
     array, wanted = np.asarray(value), _dtype(spec)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optexport.applications.answers import Answer, answers
-from optexport.applications.bundle import Arrays, Bundle
+from optexport.applications.bundle import Arrays, Bundle, held_error, is_held
 from optexport.bundle.manifest import TensorRecord
 from optexport.errors import ConfigError, did_you_mean
 
@@ -80,6 +80,15 @@ def _row(bundle: Bundle, record: Any, place: str) -> Arrays:
     row: Arrays = {}
     for name, value in record.items():
         where = f'{place}, "{name}"'
+        if name in (constants := bundle.manifest.constants):
+            _check_held(constants[name], value, where)
+            continue
+        if name == "text" and name not in specs:
+            raise ConfigError(
+                "a line with a text holds nothing else, and so do all the others",
+                place=where,
+                mend='Write {"text": ...} on each line, or inputs by name.',
+            )
         if name not in specs:
             raise ConfigError("the model takes no such input", place=where, mend=did_you_mean(name, specs))
         array = _numbers(value, specs[name], where)
@@ -87,6 +96,13 @@ def _row(bundle: Bundle, record: Any, place: str) -> Arrays:
     if "attention_mask" in specs and "attention_mask" not in row and "input_ids" in row:
         row["attention_mask"] = np.ones_like(row["input_ids"])
     return row
+
+
+def _check_held(held: Any, value: Any, place: str) -> None:
+    """Checks that a line gives what the file holds, or a row of it."""
+    rows = held if isinstance(held, list) and held else [held]
+    if not (is_held(held, value) or all(is_held(row, value) for row in rows)):
+        raise held_error(place, held)
 
 
 def _numbers(value: Any, spec: TensorRecord, place: str) -> npt.NDArray[Any]:

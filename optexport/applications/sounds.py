@@ -13,6 +13,7 @@ import numpy.typing as npt
 from optexport.errors import ConfigError, first_line
 
 _BITS = 8
+_MOST_BYTES = 4
 
 
 def read(sound: Any, rate: int) -> npt.NDArray[np.float32]:
@@ -48,6 +49,8 @@ def read(sound: Any, rate: int) -> npt.NDArray[np.float32]:
         raise ConfigError(
             f"it is no WAV file of whole numbers that can be read: {first_line(error)}", place=str(sound), mend=mend
         ) from error
+    if width > _MOST_BYTES:
+        raise ConfigError(f"its samples have {_BITS * width} bits", place=str(sound), mend=mend)
     if found != rate:
         raise ConfigError(f"it has {found} samples a second, and the model takes {rate}", place=str(sound), mend=mend)
     samples = _numbers(held[: len(held) // (channels * width) * channels * width], width)

@@ -25,6 +25,7 @@ def as_products(program: ExportedProgram) -> ExportedProgram:
     if not any("fft" in str(node.target) or "stft" in str(node.target) for node in program.graph.nodes):
         return program
     parted = {op: parts for op, parts in default_decompositions().items() if "fft" in str(op) or "stft" in str(op)}
+    parted[aten._neg_view.default] = torch.neg  # the imaginary part of what is conjugated
     without: ExportedProgram = program.run_decompositions({**parted, **_PRODUCTS})
     return without
 
@@ -41,7 +42,7 @@ def _of_real(x: torch.Tensor, dim: Sequence[int], normalization: int, onesided: 
     """``aten._fft_r2c``: of the last axis only the first half is kept where that is asked for."""
     n = x.shape[dim[-1]]
     cos, sin = _waves(n, n // 2 + 1 if onesided else n, n, x.dtype)
-    parts = (_product(x, cos, dim[-1]), -_product(x, sin, dim[-1]))
+    parts = (_product(x, cos, dim[-1]), 0 - _product(x, sin, dim[-1]))  # of 0 that is 0, whose angle is not that of -0
     for axis in dim[:-1]:
         parts = _turned(*parts, axis, True)
     return _scaled(parts, [x.shape[axis] for axis in dim], normalization)
@@ -79,7 +80,9 @@ def _waves(rows: Any, columns: Any, n: Any, dtype: torch.dtype) -> tuple[torch.T
     period = torch.full((), n, dtype=torch.int64)
     steps = torch.remainder(torch.arange(rows)[:, None] * torch.arange(columns), period)
     angles = steps.double() / period.double() * (2 * math.pi)
-    return torch.sin(angles + math.pi / 2).to(dtype), torch.sin(angles).to(dtype)
+    # Of half a turn the sine is 1e-16, whose sign would decide the angle of a number that is real.
+    sin = torch.where(torch.remainder(2 * steps, period) == 0, 0.0, torch.sin(angles))
+    return torch.sin(angles + math.pi / 2).to(dtype), sin.to(dtype)
 
 
 def _product(x: torch.Tensor, waves: torch.Tensor, axis: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,45 @@ def running(
     values = extreme(x, dim)[0]
     steps = torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
     return values, torch.cummax(torch.where(x == values, steps, 0), dim)[0]
+
+
+def angle(x: torch.Tensor) -> torch.Tensor:
+    """The angle of complex numbers; ``torch.onnx`` gives -π for those that are real and below 0."""
+    return torch.atan2(x.imag, x.real) if x.is_complex() else aten.angle.default(x)
+
+
+def shifted(x: torch.Tensor, dim: int | Sequence[int] | None = None, *, back: bool = False) -> torch.Tensor:
+    """What ``torch.fft.fftshift`` gives, or if it goes back ``ifftshift``; ONNX has steps of known sizes alone."""
+    axes = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    for axis in axes:
+        middle = x.shape[axis] // 2 if back else (x.shape[axis] + 1) // 2
+        x = torch.cat([x.narrow(axis, middle, x.shape[axis] - middle), x.narrow(axis, 0, middle)], axis)
+    return x
+
+
+def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The logarithm of a sigmoid, which below -100 ``torch.onnx`` makes minus infinity, as the sigmoid is 0 there."""
+    return -functional.softplus(-x)
+
+
+def logaddexp(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The logarithm of a sum of exponentials, which ``torch.onnx`` lets overflow."""
+    apart = torch.maximum(x, y) + functional.softplus(-(x - y).abs())
+    return torch.where(x == y, x + math.log(2), apart)  # the difference of two infinities is none
+
+
+def divided(x: torch.Tensor, y: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+    """A division; of fractions that is rounded down, what torch gives: of -7 by 0.7 -11, where the quotient is -10."""
+    is_fraction = any(v.is_floating_point() if isinstance(v, torch.Tensor) else isinstance(v, float) for v in (x, y))
+    if rounding_mode != "floor" or not is_fraction:
+        return torch.div(x, y, rounding_mode=rounding_mode)
+    if not isinstance(y, torch.Tensor):
+        y = torch.full((), y, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
+    dtype = torch.result_type(x, y)
+    x, y = x.to(dtype), y.to(dtype)
+    rest = torch.fmod(x, y)
+    whole = (x - rest) / y - ((rest != 0) & ((rest < 0) != (y < 0))).to(dtype)
+    return torch.where(y == 0, x / y, torch.round(whole))
 
 
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from optexport.applications import images
 from optexport.applications.processing import as_whole_numbers, check_images
 from optexport.config.file import InputsConfig, TensorConfig
 from optexport.errors import ConfigError, did_you_mean, first_line
@@ -255,26 +256,23 @@ def _from_texts(
 def _from_images(paths: Sequence[Path], pretrained: Pretrained | None) -> Batch:
     import transformers
 
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError("reading images needs Pillow", place="inputs.images", mend="pip install pillow") from error
     if pretrained is None:
         raise ConfigError("this model has no image processor", place="inputs.images", mend="Give data or tensors.")
-    place = "inputs.images"
+    read = [_image(path) for path in paths]
     try:
         processor = pretrained.image_processor or transformers.AutoImageProcessor.from_pretrained(
             pretrained.name, backend="pil", **pretrained.options
         )
-        images = []
-        for path in paths:
-            place = f"inputs.images: {path.name}"
-            with Image.open(path) as image:
-                images.append(image.convert("RGB"))
-        place = "inputs.images"
-        return dict(processor(images=images, return_tensors="pt"))
-    except Exception as error:  # transformers and Pillow raise many kinds
-        raise ConfigError(f"it cannot be processed: {first_line(error)}", place=place) from error
+        return dict(processor(images=read, return_tensors="pt"))
+    except Exception as error:  # transformers raises many kinds
+        raise ConfigError(f"it cannot be processed: {first_line(error)}", place="inputs.images") from error
+
+
+def _image(path: Path) -> Any:
+    try:
+        return images.read(path)
+    except ConfigError as error:
+        raise ConfigError(error.cause, place=f"inputs.images: {path.name}", mend=error.mend) from error
 
 
 def _from_file(path: Path, model: nn.Module, pretrained: Pretrained | None, max_length: int | None) -> Batch:

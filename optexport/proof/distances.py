@@ -65,9 +65,13 @@ def why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> 
 
 def distance(candidate: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Element-wise distance in float64; zero where the reference itself is NaN or infinite."""
-    distance = finite(candidate.double() - expected.double()).abs()
+    difference = candidate.double() - expected.double()
+    distance = finite(difference).abs()
     if expected.is_floating_point():
-        return distance
+        if _all_below(difference, math.inf):
+            return distance
+        beyond = torch.isinf(difference) & torch.isfinite(candidate) & torch.isfinite(expected)
+        return torch.where(beyond, math.inf, distance)  # of values near the ends of float64
     return torch.where(candidate == expected, 0.0, distance.clamp(min=1.0))  # float64 does not hold every integer
 
 
@@ -98,6 +102,9 @@ def cosine(candidate: torch.Tensor, expected: torch.Tensor) -> float:
     if torch.equal(a, b):
         return 1.0
     norms = a.norm() * b.norm()
+    if torch.isinf(norms):  # squares that float64 does not hold
+        a, b = a / a.abs().max(), b / b.abs().max()
+        norms = a.norm() * b.norm()
     return float(torch.dot(a, b) / norms) if norms else 0.0
 
 

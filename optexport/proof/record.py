@@ -67,7 +67,7 @@ def _bound(name: str, bound: Bound, reference: Reference) -> BoundRecord:
         atol=bound.atol,
         rtol=bound.rtol,
         extremes=extremes,
-        largest=float(f"{largest:.3g}"),
+        largest=_rounded(largest),
     )
 
 
@@ -112,4 +112,6 @@ def _decision(decision: Decision) -> DecisionRecord:
 
 
 def _rounded(value: float) -> float | None:
-    return float(f"{value:.3g}") if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    return rounded if math.isfinite(rounded := float(f"{value:.3g}")) else value  # near the largest float64

@@ -12,11 +12,14 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from PIL import Image
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.pipelines import FillMaskPipeline, TextClassificationPipeline, TokenClassificationPipeline
 
+from optexport import export
 from optexport.applications.bundle import Bundle
 from optexport.cli.main import cli
+from optexport.errors import ConfigError
 from tests import exports
 from tests.applications import bundles, folders
 from tests.applications.folders import TEXTS
@@ -183,6 +186,7 @@ IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
         (IDS.replace("[5,", '["5",'), 'line 2, "input_ids": it is no row of int64'),
         (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model takes no such input'),
         (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence is 2 in it, and 1 in input_ids"),
+        ('{"text": "a", "label": 1}', 'line 2, "text": a line with a text holds nothing else'),
         ('{"input_ids": [5, 6]}', "line 2, inputs: the model needs token_type_ids too"),
         (IDS.replace("5", "5000"), "line 2, model.pt2: the file does not run on these inputs"),
     ],
@@ -192,6 +196,51 @@ def test_a_line_that_does_not_fit_is_named(line: str, told: str, tmp_path: Path)
     refused = called(bundles.bundle("fill-mask"), "--data", tmp_path / "rows.jsonl")
     assert refused.exit_code == 2
     assert f"--data {tmp_path / 'rows.jsonl'}, {told}" in refused.stderr
+
+
+class Weighing(nn.Module):
+    """Asks for the values of an input, which are held to what they are."""
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor, factor: float = 1.0, mode: str = "plus") -> torch.Tensor:
+        for _ in range(int(times[0, 0])):
+            x = x * factor
+        return x + 1 if mode == "plus" else x - 1
+
+
+@pytest.fixture(scope="module")
+def weighing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = {"x": torch.ones(3, 2), "times": torch.tensor([[2, 3], [2, 3]]), "factor": 0.1, "mode": "minus"}
+    output = tmp_path_factory.mktemp("weighing") / "bundle"
+    result = export(Weighing().eval(), given, output, formats=["torchscript"], effort="quick")
+    assert result.manifest.constants == {"factor": 0.1, "mode": "minus", "times": [[2, 3], [2, 3]]}
+    return output
+
+
+@pytest.mark.parametrize("line", ['{"x": [1, 2], "factor": 0.1, "mode": "minus"}', '{"x": [1, 2], "times": [2, 3]}'])
+def test_a_line_may_give_what_the_file_holds(line: str, weighing: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(line)
+    (found,) = predicted(weighing, "--data", tmp_path / "rows.jsonl")["results"]
+    assert found["outputs"]["output"] == pytest.approx([-0.99, -0.98])
+
+
+@pytest.mark.parametrize("given", ['"factor": 0.2', '"mode": "plus"', '"times": [2, 4]', '"times": [[2], 3]'])
+def test_a_line_that_gives_other_values_than_the_file_holds_is_refused(
+    given: str, weighing: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"x": [1, 2], {given}}}')
+    refused = called(weighing, "--data", tmp_path / "rows.jsonl")
+    assert refused.exit_code == 2
+    assert f"line 1, {given.partition(':')[0]}: the file holds for" in refused.stderr
+
+
+def test_what_a_file_holds_may_be_given_as_any_kind_of_number(weighing: Path) -> None:
+    bundle, x = Bundle.load(weighing), np.ones((1, 2), np.float32)
+    times = torch.tensor([[2, 3], [2, 3]])
+    for kind in (times.bfloat16(), times.float().requires_grad_(), times.numpy().astype(np.int32), times.tolist()):
+        assert bundle(x=x, times=kind, factor=np.float32(0.1))["output"].shape == (1, 2)
+    for other in (times + 1, times[0], times.to_sparse(), [[2, 3], [2]], None, "2"):
+        with pytest.raises(ConfigError, match=r"times: the file holds for \[\[2, 3\], \[2, 3\]\] alone"):
+            bundle(x=x, times=other)
 
 
 def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:

@@ -141,11 +141,16 @@ def test_what_is_no_sound_for_the_model_is_refused(tmp_path: Path) -> None:
     cut = write_wav(tmp_path / "cut.wav", np.ones(8, np.int16))
     cut.write_bytes(cut.read_bytes()[:-3])
     assert sounds.read(cut, RATE).shape == (6,)
+    wide = write_wav(tmp_path / "wide.wav", np.ones(8, np.int32))
+    held = bytearray(wide.read_bytes())
+    held[34:36] = (64).to_bytes(2, "little")
+    wide.write_bytes(held)
     for given, told in (
         (tmp_path / "text.wav", "it is no WAV file of whole numbers that can be read"),
         (tmp_path / "absent.wav", "it is no WAV file of whole numbers that can be read"),
         (other, "it has 44100 samples a second, and the model takes 1000"),
         (empty, "it holds no sound"),
+        (wide, "its samples have 64 bits"),
         (np.zeros((2, 3)), r"it is float64 \[2, 3\]"),
         (np.zeros(3, np.int16), "it is int16"),
         (3, "it is a int, and neither a path nor a numpy array"),

@@ -57,9 +57,29 @@ def test_transforms_of_a_fixed_length_are_written(length: int, tmp_path: Path) -
 def test_frames_of_a_sound_become_a_spectrum_and_a_sound_again(tmp_path: Path) -> None:
     window = torch.hann_window(20)
 
-    def there(m: nn.Module, x: torch.Tensor) -> Any:
-        return torch.view_as_real(torch.stft(x, 20, hop_length=5, window=window.to(x.dtype), return_complex=True))
+    def there_and_back(m: nn.Module, x: torch.Tensor) -> Any:
+        spectrum = torch.stft(x, 20, hop_length=5, window=window.to(x.dtype), return_complex=True)
+        return torch.view_as_real(spectrum), torch.istft(spectrum * 0.5, 20, hop_length=5, window=window.to(x.dtype))
 
-    made = files.prepare(Program(there), {"x": torch.randn(2, 80)}, {"x": {0: "batch", 1: "samples"}})
+    made = files.prepare(Program(there_and_back), {"x": torch.randn(2, 80)}, {"x": {0: "batch", 1: "samples"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(3, 80)}, {"x": torch.randn(1, 111)})
+
+
+def test_numbers_of_a_spectrum_that_are_real_have_the_angle_of_real_numbers(tmp_path: Path) -> None:
+    def angles(m: nn.Module, x: torch.Tensor) -> Any:
+        spectrum = fft.rfft(x)
+        return spectrum.angle()[:, 0], spectrum.angle()[:, -1], spectrum.conj().imag
+
+    made = files.prepare(Program(angles), {"x": torch.randn(4, 10)}, {"x": {0: "batch", 1: "samples"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(9, size)} for size in (8, 22, 64)))
+
+
+def test_a_spectrum_is_shifted_to_its_middle_and_back(tmp_path: Path) -> None:
+    def shifted(m: nn.Module, x: torch.Tensor) -> Any:
+        return fft.fftshift(x), fft.ifftshift(x, dim=1), torch.view_as_real(fft.fftshift(fft.fft(x), dim=(1,)))
+
+    made = files.prepare(Program(shifted), {"x": torch.randn(4, 10)}, {"x": {0: "batch", 1: "samples"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(3, 7)}, {"x": torch.randn(1, 8)})

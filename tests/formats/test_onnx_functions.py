@@ -97,3 +97,27 @@ def test_nearest_neighbours_are_those_that_torch_reads(tmp_path: Path) -> None:
     files.save_onnx(made, tmp_path / "model.onnx")
     sizes = [(14, 14), (14, 12), (10, 49), (33, 7), (5, 28)]
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size)} for size in sizes))
+
+
+def _floors(m: nn.Module, x: torch.Tensor) -> Any:
+    whole = x.round().long()
+    fractions = [x // 0.7, x.double() // 0.7, torch.div(x, torch.tensor(-0.7), rounding_mode="floor"), whole // 0.7]
+    return fractions, x // x.shape[1], whole // 3, whole // -x.shape[1], torch.div(x, 0.7, rounding_mode="trunc")
+
+
+def test_a_quotient_is_rounded_down_from_where_torch_does(tmp_path: Path) -> None:
+    made = files.prepare(Program(_floors), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    multiples = torch.arange(-40, 40).reshape(8, 10) * 0.7  # of -7 by 0.7 torch gives -11
+    files.runs(made, tmp_path / "model.onnx", {"x": multiples}, {"x": multiples.round()}, {"x": torch.randn(3, 7) * 9})
+
+
+def _logarithms(m: nn.Module, x: torch.Tensor) -> Any:
+    return functional.logsigmoid(x), torch.logaddexp(x, x.flip(1)), torch.logaddexp(x, x)
+
+
+def test_logarithms_of_what_overflows_are_finite(tmp_path: Path) -> None:
+    made = files.prepare(Program(_logarithms), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    ends = torch.tensor([[-1e4, -104.0, -88.5, 0.0, 30.0], [1e4, 104.0, 88.5, -1.0, -1e4]])
+    files.runs(made, tmp_path / "model.onnx", {"x": ends}, {"x": torch.tensor([[-torch.inf, 2, 3, 2, -torch.inf]])})

@@ -99,6 +99,16 @@ def test_an_infinity_must_stay_the_same_infinity(value: float) -> None:
     assert "infinite" in str(compare(known, torch.tensor([value, 1.0])).failure)
 
 
+def test_values_whose_difference_overflows_are_apart() -> None:
+    most = torch.finfo(torch.float64).max
+    original = torch.tensor([-most, 1.0], dtype=torch.float64)
+    output = compare(reference(original), torch.tensor([most, 1.0], dtype=torch.float64))
+    assert not output.passed
+    assert output.max_abs == math.inf
+    assert output.cosine == pytest.approx(-1.0)
+    assert compare(reference(original), original.clone()).passed
+
+
 def test_an_overflow_of_float64_alone_is_compared_with_the_original() -> None:
     known = reference(torch.tensor([2.0, 1.0]), exact=(torch.tensor([math.inf, 1.0], dtype=torch.float64),))
     assert compare(known, torch.tensor([2.0, 1.0])).passed

@@ -1,0 +1,71 @@
+"""ATen operators as operators of ONNX, where ``torch.onnx`` writes them inexactly or wrongly.
+
+Attributes of operators, as the slope of LeakyRelu or the epsilon of LayerNormalization, are float32 in ONNX itself, and
+stay inexact in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx_ir
+import torch
+from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.onnx_opset import opset18
+
+aten = torch.ops.aten
+op: Any = opset18  # whose types are those of ONNX's own values
+
+
+def exactly(translate: Callable[..., Any]) -> Callable[..., Any]:
+    """A translation that takes numbers of Python for float64 where its result is.
+
+    Of ``x * 0.1`` in float64 ``torch.onnx`` makes a product with 0.10000000149: a number of Python has no type, and is
+    made float32 before it is cast.
+    """
+
+    @functools.wraps(translate)
+    def translated(*args: Any, **kw: Any) -> Any:
+        of_tensors = (arg.dtype for arg in args if isinstance(arg, onnx_ir.Value))
+        dtype = kw.get("dtype", -1)
+        if (next(of_tensors, None) if dtype == -1 else dtype) == onnx_ir.DataType.DOUBLE:
+            args = tuple(_of(arg, onnx_ir.DataType.DOUBLE) if isinstance(arg, float) else arg for arg in args)
+        return translate(*args, **kw)
+
+    return translated
+
+
+def as_int64(index: Any) -> Any:
+    """An index as ONNX takes it; None as it is."""
+    if index is None or index.dtype != onnx_ir.DataType.INT32:
+        return index
+    cast = op.Cast(index, to=onnx_ir.DataType.INT64)
+    cast.shape = index.shape
+    return cast
+
+
+def _of(number: float, dtype: onnx_ir.DataType) -> Any:
+    return op.Constant(value=onnx_ir.tensor(number, dtype=dtype))
+
+
+def _atan2(y: Any, x: Any) -> Any:
+    """The angle of a point, by the signs of its zeros too; on the left where y is 0 ``torch.onnx`` gives -π for π."""
+    zero, one, pi = (_of(number, y.dtype) for number in (0.0, 1.0, math.pi))
+    is_below, is_left = (op.Or(op.Less(v, zero), op.Less(op.Div(one, v), zero)) for v in (y, x))
+    is_nowhere = op.And(op.Equal(y, zero), op.Equal(x, zero))
+    angle = op.Where(is_nowhere, y, op.Atan(op.Div(y, x)))
+    return op.Where(is_left, op.Where(is_below, op.Sub(angle, pi), op.Add(angle, pi)), angle)
+
+
+TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
+    aten.scalar_tensor.default: exactly(core.aten_scalar_tensor),
+    aten.full.default: exactly(core.aten_full),
+    aten.full_like.default: exactly(core.aten_full_like),
+    aten.pow.Scalar: exactly(core.aten_pow_scalar),
+    aten.new_full.default: exactly(core.aten_new_full),
+    aten.fill.Scalar: exactly(core.aten_fill),
+    aten.atan2.default: _atan2,
+}

@@ -1,0 +1,59 @@
+"""Operators of ONNX files: as exact as the model's own, and of the same signs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fft, nn
+
+from optexport import export
+from tests.formats import files
+from tests.transformations.programs import Program
+
+
+def _numbers(m: nn.Module, x: torch.Tensor) -> Any:
+    return (
+        x * 0.1 + 0.3,
+        x.clamp(-0.7, 0.7) / 3.3,
+        2.1**x,
+        torch.where(x > 0.1, 0.1, x),
+        x.masked_fill(x > 0, torch.finfo(x.dtype).min),
+        x.masked_fill(x > 0, 0.7),
+        torch.cat([x, torch.full((1, 6), 0.1, dtype=x.dtype), torch.full_like(x, 0.1), x.new_full((1, 6), 0.1)]),
+        x.clone().fill_(0.1) * x,
+    )
+
+
+def test_a_number_of_python_is_not_rounded_to_float32(tmp_path: Path) -> None:
+    x = torch.randn(3, 6, dtype=torch.float64)
+    made = export(Program(_numbers).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
+    assert made.passed
+
+
+def test_a_float32_model_computes_in_float64_where_it_says_so(tmp_path: Path) -> None:
+    def angles(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x.double() * 1234567.1).float()  # of a factor in float32 the angle is off by 0.1
+
+    x = torch.rand(3, 6)
+    made = export(Program(angles).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
+    assert made.passed
+
+
+def test_the_angle_of_a_point_is_that_of_torch_whatever_the_sign_of_its_zeros(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: torch.atan2(*x)), {"x": torch.randn(2, 3)}, {"x": {1: "points"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    numbers = torch.tensor([-torch.inf, -2, -1, -0.0, 0, 1, 2, torch.inf])
+    points = torch.cartesian_prod(numbers, numbers).T
+    files.runs(made, tmp_path / "model.onnx", {"x": points[:, points.isfinite().any(0)]})
+
+
+def test_fourier_transforms_are_as_exact_as_float64(tmp_path: Path) -> None:
+    def there_and_back(m: nn.Module, x: torch.Tensor) -> Any:
+        half = fft.rfft(x)
+        return half.real, half.imag, fft.irfft(half * 2, n=x.shape[1]), torch.view_as_real(fft.fft(x, norm="ortho"))
+
+    x = torch.randn(3, 7, dtype=torch.float64)
+    made = export(Program(there_and_back).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
+    assert made.passed
