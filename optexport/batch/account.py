@@ -37,7 +37,7 @@ def in_words(ended: Ended) -> str:
 def line(ended: Ended) -> str:
     """How a config ended, on one line."""
     error = f": {_first_line(ended)}" if ended.error else ""
-    return f"{ended.config}: {in_words(ended)} ({ended.seconds:.0f} s){error}"
+    return f"{on_one_line(ended.config)}: {in_words(ended)} ({ended.seconds:.0f} s){error}"
 
 
 def show(ended: Sequence[Ended], console: Console) -> None:
@@ -67,7 +67,7 @@ def show(ended: Sequence[Ended], console: Console) -> None:
     console.print(", ".join(f"{count} {words}" for words, count in counts.most_common()))
 
 
-def as_json(ended: Sequence[Ended], run_id: str | None, failures: Sequence[TrackingError]) -> dict[str, Any]:
+def as_json(ended: Sequence[Ended], run_id: str | None, failures: Sequence[Exception]) -> dict[str, Any]:
     """The batch for machines: how it ended, and what of it could not be tracked."""
     code = worst(ended) or (TrackingError.exit_code if failures else 0)
     return {

@@ -17,7 +17,7 @@ from typing import Any
 
 from optexport.batch.ended import Ended
 from optexport.batch.tasks import Task
-from optexport.errors import OptexportError, first_line
+from optexport.errors import OptexportError
 
 _EVERY_SECONDS = 0.1
 # What a process has to end by itself, once it was asked to.
@@ -77,7 +77,7 @@ def attempts(task: Task, limits: Limits, folder: Path, stop: threading.Event) ->
 
 def log_name(task: Task) -> str:
     """What the log and the document of a config are called, without their suffixes."""
-    return f"{task.path.stem}-{hashlib.sha256(os.fsencode(task.path)).hexdigest()[:8]}"
+    return f"{task.path.stem[:100]}-{hashlib.sha256(os.fsencode(task.path)).hexdigest()[:8]}"
 
 
 def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threading.Event) -> tuple[Ended, bool]:
@@ -95,7 +95,7 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     peak, why = 0, None
     try:
         while not _has_ended(process, _EVERY_SECONDS):
-            peak = max(peak, used := _resident(process.pid))
+            peak = max(peak, used := _used(process.pid, limits.memory))
             if used > limits.memory:
                 why = f"it took more than {limits.memory / 2**30:.1f} GiB of memory"
             elif time.monotonic() - start > limits.seconds:
@@ -105,30 +105,17 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
             if why is not None:
                 break
     finally:
-        _end(process, at_once=why is not None and not stop.is_set())
+        _end(process, at_once=peak > limits.memory)
     seconds = round(time.monotonic() - start, 1)
-    code = process.exitcode
-    assert code is not None
-    told = _read(document)
-    ended_itself = why is None and code >= 0
-    if ended_itself:
+    told = _read(document) if why is None else None
+    if told is not None:
         error = told.get("error") or told.get("tracking_failure")
-        if code and not error:
-            error = f"it ended with {code} and said nothing"
-    else:
-        error = why or _killed_by(-code)
-    ended = Ended(
-        task.name,
-        task.digest,
-        code if ended_itself else 1,
-        f"{error}\n  Its log: {log}" if error and not ended_itself else error,
-        told.get("output") if ended_itself else None,
-        told.get("mlflow_run_id") if ended_itself else None,
-        count,
-        seconds,
-        peak,
-    )
-    return ended, not ended_itself and peak <= limits.memory
+        code, output, run_id = int(told["exit_code"]), told.get("output"), told.get("mlflow_run_id")
+    else:  # however it ended, it was no end of its own
+        error = f"{why or _how(process.exitcode)}\n  Its log: {log}"
+        code, output, run_id = 1, None, None
+    ended = Ended(task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak)
+    return ended, told is None and peak <= limits.memory
 
 
 def _run(*arguments: Any) -> None:
@@ -138,27 +125,36 @@ def _run(*arguments: Any) -> None:
     child.run(*arguments)
 
 
-def _killed_by(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    if number == signal.SIGKILL:
+def _how(code: int | None) -> str:
+    """How a process ended that left no account of itself."""
+    assert code is not None
+    if -code == signal.SIGKILL:
         return "it was killed by SIGKILL, as the system does where memory runs out"
-    return f"it crashed by {name}"
+    if -code in set(signal.Signals):
+        return f"it crashed by {signal.Signals(-code).name}"
+    return f"it ended with {code} and left no account of itself"
 
 
-def _read(document: Path) -> dict[str, Any]:
+def _read(document: Path) -> dict[str, Any] | None:
+    """What a run printed of itself, whole; None where it did not."""
     try:
         found = json.loads(document.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return {"error": f"it left no account of itself: {first_line(error)}"}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and "exit_code" in found else None
 
 
 def _end(process: Any, *, at_once: bool) -> None:
-    """Ends a process and all that it started, politely where there is time."""
+    """Ends a process and all of its session, politely where there is time."""
     if not at_once and not _has_ended(process, 0):
-        _signal(process, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
         _has_ended(process, _GRACE_SECONDS)
-    _signal(process, signal.SIGKILL)
+    while left := _session(process.pid):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_EVERY_SECONDS / 10)
     _join(process)
 
 
@@ -173,28 +169,33 @@ def _join(process: Any) -> None:
         process.join()
 
 
-def _signal(process: Any, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
-        return
-    if not _has_ended(process, 0):  # it has not come as far as a group of its own
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-
-
-def _resident(session: int) -> int:
-    """Bytes resident of all processes of a session."""
-    total = 0
+def _session(leader: int) -> dict[int, int]:
+    """The processes of a session that are alive, and the bytes resident of each."""
+    found = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 # What follows the name, which may hold spaces: state, parent, group, session, ...
-                fields = (
-                    Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                )
-                if int(fields[3]) == session or int(entry.name) == session:
-                    total += int(fields[21]) * _PAGE
-    return total
+                told = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
+                fields = told.rpartition(")")[2].split()
+                if leader in (int(fields[3]), int(entry.name)) and fields[0] not in "ZX":
+                    found[int(entry.name)] = int(fields[21]) * _PAGE
+    return found
+
+
+def _used(leader: int, limit: int) -> int:
+    """Bytes resident of a session; where it seems too much, pages that several share are counted once among them."""
+    resident = _session(leader)
+    if sum(resident.values()) <= limit:
+        return sum(resident.values())
+    used = 0
+    for pid, alone in resident.items():
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+            used += next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        except (OSError, StopIteration):
+            used += alone
+    return used
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

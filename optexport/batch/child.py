@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,11 +16,15 @@ from optexport.cli.main import main
 from optexport.tracking.store import import_mlflow
 
 import_mlflow()
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+
 gc.freeze()  # so that no collection writes to pages that forks share
 
 
 def run(arguments: Sequence[str], document: str, log: str, environment: dict[str, str]) -> None:
     """Runs a command of optexport's as a program of its own would.
+
+    What others print at the same place, as code in C does, goes to the log.
 
     Args:
         document: The file that takes what the command prints.
@@ -26,13 +32,12 @@ def run(arguments: Sequence[str], document: str, log: str, environment: dict[str
         environment: That of the one who asks; that of the process which is forked may be older.
     """
     os.setsid()  # so that it can be ended with all that it starts
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would watch it
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, path in ((0, os.devnull), (1, document), (2, log)):
-        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        opened = os.open(path, flags, 0o666)
-        os.dup2(opened, descriptor)
-        os.close(opened)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115 - to the end
+    with open(os.devnull) as nothing, open(log, "w") as said:
+        for descriptor, file in ((0, nothing), (1, said), (2, said)):
+            os.dup2(file.fileno(), descriptor)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(document, "w"), open(2, "w", buffering=1)  # noqa: SIM115 - to the end
     sys.argv = ["optexport", *arguments]
     main()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from optexport.batch.tasks import Task
-from optexport.errors import ConfigError
+from optexport.bundle.places import MANIFEST
+from optexport.errors import ConfigError, first_line, redact
 
 JOURNAL = "journal.jsonl"
 
@@ -22,6 +23,7 @@ class Ended:
 
     Attributes:
         config: Its path as it was given.
+        path: The same, from the root.
         digest: SHA-256 of its text.
         exit_code: That of ``optexport run``; 1 also where its process was killed, and by whom `error` says.
         error: What went wrong; None where nothing did.
@@ -33,6 +35,7 @@ class Ended:
     """
 
     config: str
+    path: str
     digest: str
     exit_code: int
     error: str | None = None
@@ -43,6 +46,11 @@ class Ended:
     peak_memory: int = 0
 
 
+def not_run(task: Task, error: Exception) -> Ended:
+    """A config that could not be run at all."""
+    return Ended(task.name, str(task.path), task.digest, 1, f"{type(error).__name__}: {first_line(error)}")
+
+
 def worst(ended: Iterable[Ended]) -> int:
     """The exit code of a batch: the worst of its configs."""
     codes = {each.exit_code for each in ended} - {0}
@@ -51,12 +59,13 @@ def worst(ended: Iterable[Ended]) -> int:
 
 def remember(folder: Path, ended: Ended) -> None:
     """Writes down how a config ended, before anything else is done."""
+    folder.mkdir(parents=True, exist_ok=True)  # someone may have removed it
     with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
         journal.write(f"\n{json.dumps(asdict(ended))}\n")  # the last line may have been cut off
 
 
 def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, Ended]:
-    """The configs, by path, that ended well in an earlier batch: whose text is the same, and whose bundle is there.
+    """The configs, by path, that ended well when they were last run, whose text is the same, and whose bundle is there.
 
     A line that was cut off, as where the machine went down, counts for nothing.
 
@@ -68,16 +77,33 @@ def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, Ended]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     except OSError as error:
         raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
-    last: dict[tuple[str, str | None], Ended] = {}
+    last: dict[str, Ended] = {}
     for line in lines:
         try:
             ended = Ended(**json.loads(line))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue
-        last[ended.digest, ended.output] = ended
+        last[ended.path] = ended
     found = {}
     for task in tasks:
-        before = last.get((task.digest, str(task.output)))
-        if before is not None and before.exit_code == 0 and Path(str(task.output)).is_dir():
-            found[task.path] = Ended(task.name, task.digest, 0, None, before.output, before.run_id, 0)
+        before = last.get(str(task.path))
+        if before is None or before.exit_code or before.digest != task.digest or not _is_made_of(task):
+            continue
+        found[task.path] = replace(before, config=task.name, attempts=0, seconds=0.0, peak_memory=0)
     return found
+
+
+def _is_made_of(task: Task) -> bool:
+    """Whether the bundle of a config, or each part of it, is there and was made of the config as it is."""
+    output = task.output
+    if output is None or not _parts(output):
+        return False
+    text = redact(task.path.read_text(encoding="utf-8"))
+    try:
+        return all((folder / "config.toml").read_text(encoding="utf-8") == text for folder in _parts(output))
+    except OSError:
+        return False
+
+
+def _parts(output: Path) -> list[Path]:
+    return [path.parent for pattern in (MANIFEST, f"*/{MANIFEST}") for path in output.glob(pattern)]

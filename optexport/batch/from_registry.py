@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import tomllib
 from pathlib import Path
 
+from optexport.batch.ended import Ended
 from optexport.config.file import parse_config
 from optexport.errors import ConfigError
 from optexport.tracking import wanted
@@ -13,12 +14,15 @@ from optexport.tracking.wanted import Version
 NAME, VERSION = "{name}", "{version}"
 
 
-def configs(template: Path, query: str) -> dict[Path, Version]:
-    """Writes a config for each version that asks for a bundle, beside the template; returns the versions by config.
+def configs(template: Path, query: str) -> tuple[dict[Path, Version], list[Ended]]:
+    """Writes a config for each version that asks for a bundle, beside the template.
 
     Args:
         template: A config in whose text ``{name}`` and ``{version}`` stand for those of a model. It says which store.
         query: A filter of MLflow's registered models.
+
+    Returns:
+        The versions by config; and those whose names no config can hold, as configs that are wrong.
 
     Raises:
         ConfigError: The template is wrong, or lacks one of the two where both must stand.
@@ -28,23 +32,25 @@ def configs(template: Path, query: str) -> dict[Path, Version]:
         text = template.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"it cannot be read: {error}", place=str(template)) from error
-    for key in ("source", "output"):
-        if not re.search(rf"^\s*{key}\s*=.*{re.escape(NAME)}.*{re.escape(VERSION)}", text, re.MULTILINE):
+    store = _store(text, template)
+    document = tomllib.loads(text)
+    for table, key in (("model", "source"), ("export", "output")):
+        if not all(word in document.get(table, {}).get(key, "") for word in (NAME, VERSION)):
             raise ConfigError(
-                f'{key} must hold both "{NAME}" and "{VERSION}", in this order',
-                place=str(template),
+                f'it must hold both "{NAME}" and "{VERSION}"',
+                place=f"{template}: {table}.{key}",
                 mend='As in: source = "mlflow:models:/{name}/{version}", and output = "bundles/{name}-{version}".',
             )
-    written = {}
-    for version in wanted.wanted(_store(text, template), template.parent, query):
-        if not re.fullmatch(r"[\w.+ -]*\w[\w.+ -]*", version.name):
-            raise ConfigError(
-                "it cannot be part of a path", place=f"registered model {version.name!r}", mend="Give it a plain name."
-            )
+    written, refused = {}, []
+    for version in wanted.wanted(store, template.parent, query):
+        if not version.name.isprintable() or version.name.startswith(".") or set(version.name) & set("\"'\\/"):
+            uri = f"models:/{version.name}/{version.version}"
+            refused.append(Ended(uri, uri, "", ConfigError.exit_code, "a name with such characters fits no config"))
+            continue
         path = template.with_name(f"{template.stem}.{version.name}-{version.version}.toml")
         _write(path, _filled(text, version))
         written[path] = version
-    return written
+    return written, refused
 
 
 def mark(template: Path, version: Version, bundle: Path) -> None:

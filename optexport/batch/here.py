@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from optexport.batch.attempt import Limits, attempts, make_ready
-from optexport.batch.ended import Ended
+from optexport.batch.ended import Ended, not_run
 from optexport.batch.run import Engine
 from optexport.batch.tasks import Task
 
@@ -28,7 +28,12 @@ def _run(jobs: int, limits: Limits, tasks: Sequence[Task], folder: Path) -> Iter
         futures = {pool.submit(attempts, task, limits, folder, stop): task for task in tasks}
         try:
             for future in as_completed(futures):
-                yield futures[future], future.result()
+                task = futures[future]
+                try:
+                    ended = future.result()
+                except Exception as error:  # of the file system, or of multiprocessing: the others go on
+                    ended = not_run(task, error)
+                yield task, ended
         finally:
             stop.set()  # where the batch is interrupted, what is at work ends, and what waits is not begun
             for future in futures:

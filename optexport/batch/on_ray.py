@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.batch.attempt import Limits, attempts
-from optexport.batch.ended import Ended
+from optexport.batch.ended import Ended, not_run
 from optexport.batch.parcel import brought_home, check_portable, packed, run_there
 from optexport.batch.run import Engine
 from optexport.batch.tasks import Task
@@ -69,8 +69,13 @@ def _run(
             if len(pending) == most:
                 yield _next(ray, pending, folder)
             # What no node has Ray would wait for without end.
-            options = {"memory": min(room, memory or _needed(task)), "name": task.name}
-            pending[remote.options(**options).remote(packed(task), limits)] = task
+            try:
+                options = {"memory": min(room, memory or _needed(task)), "name": task.name}
+                parcel = packed(task)
+            except OSError as error:
+                yield task, not_run(task, error)
+                continue
+            pending[remote.options(**options).remote(parcel, limits)] = task
         while pending:
             yield _next(ray, pending, folder)
     finally:
@@ -91,8 +96,11 @@ def _next(ray: Any, pending: dict[Any, Task], folder: Path) -> tuple[Task, Ended
     try:
         found = ray.get(ready)
     except Exception as error:  # of Ray's: the node is lost for good, or memory ran out
-        return task, Ended(task.name, task.digest, 1, f"the cluster did not run it: {error}")
-    return task, brought_home(task, folder, found)
+        return task, Ended(task.name, str(task.path), task.digest, 1, f"the cluster did not run it: {error}")
+    try:
+        return task, brought_home(task, folder, found)
+    except OSError as error:
+        return task, not_run(task, error)
 
 
 def _needed(task: Task) -> int:

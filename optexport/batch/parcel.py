@@ -106,7 +106,7 @@ def run_there(parcel: Parcel, limits: Limits) -> Return:
     if (here := versions()) != parcel.versions:
         differ = sorted(name for name in {*here, *parcel.versions} if here.get(name) != parcel.versions.get(name))
         told = ", ".join(f"{n} {here.get(n)} in place of {parcel.versions.get(n)}" for n in differ)
-        return Return(Ended("", "", 2, f"the node has {told}: its bundle would be another"), b"", {}, "", "")
+        return Return(Ended("", "", "", 2, f"the node has {told}: its bundle would be another"), b"", {}, "", "")
     with tempfile.TemporaryDirectory(prefix="optexport-batch-") as place:
         root = Path(place).resolve() / "files"
         with zipfile.ZipFile(io.BytesIO(parcel.files)) as archive:
@@ -140,7 +140,7 @@ def brought_home(task: Task, folder: Path, found: Return) -> Ended:
     told = found.ended.error
     if told is not None and found.place:
         told = told.replace(found.log, str(folder / log_name(task))).replace(f"{found.place}/", "")
-    ended = replace(found.ended, config=task.name, digest=task.digest, output=None, error=told)
+    ended = replace(found.ended, config=task.name, path=str(task.path), digest=task.digest, output=None, error=told)
     for suffix, log in found.logs.items():
         (folder / f"{log_name(task)}{suffix}").write_bytes(log)
     if not found.files:  # nothing was run

@@ -11,6 +11,8 @@ from optexport.batch.tasks import Task
 from optexport.bundle.drafts import locked
 from optexport.errors import ConfigError
 
+_LOGS = "logs"
+
 # Runs tasks, and gives each with how it ended, as it ends; takes the folder of the logs.
 Engine = Callable[[Sequence[Task], Path], Iterator[tuple[Task, Ended]]]
 
@@ -36,12 +38,13 @@ def run(
     Raises:
         ConfigError: Another batch is at work in the folder, or nothing can be written there.
     """
-    with _folder(folder):
+    logs = folder / _LOGS
+    with _locked(folder, logs):
         ended = done_before(folder, tasks) if resume else {}
         for each in ended.values():
             announce(each)
         left = [task for task in tasks if task.path not in ended]
-        for task, found in engine(left, folder) if left else ():
+        for task, found in engine(left, logs) if left else ():
             ended[task.path] = found
             remember(folder, found)
             announce(found)
@@ -49,12 +52,13 @@ def run(
 
 
 @contextlib.contextmanager
-def _folder(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, logs: Path) -> Iterator[None]:
+    """Locks the folder of the logs: a run waits for the one that its bundle lies in."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"nothing can be written there: {error}", place=f"--folder {folder}") from error
-    with locked(folder, wait=False) as was_free:
+    with locked(logs, wait=False) as was_free:
         if not was_free:
             raise ConfigError(
                 "another batch is at work in it", place=f"--folder {folder}", mend="Wait, or name another folder."

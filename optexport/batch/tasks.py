@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ def tasks_of(given: Sequence[str]) -> list[Task]:
     """
     names: list[str] = []
     for each in given:
-        found = [each] if Path(each).exists() else sorted(glob.glob(each, recursive=True))
+        found = [each] if os.path.exists(each) else sorted(glob.glob(each, recursive=True))
         if not found and glob.has_magic(each):
             raise ConfigError("no file is called so", place=each, mend='In a shell, "**" needs quotes.')
         names += found or [each]
@@ -56,17 +57,25 @@ def tasks_of(given: Sequence[str]) -> list[Task]:
                 place=f"{task.name}: export.output",
                 mend="Give each config an output of its own.",
             )
+    for output, task in outputs.items():
+        for parent in output.parents:
+            if parent in outputs:
+                raise ConfigError(
+                    f"it lies in the bundle of {outputs[parent].name}",
+                    place=f"{task.name}: export.output",
+                    mend="Give each config an output of its own.",
+                )
     return list(tasks.values())
 
 
 def _task(name: str) -> Task:
-    path = Path(name).resolve()
+    path = Path(os.path.abspath(name))  # where a link lies is what paths in the config are relative to
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         digest = ""
     try:
         config = load_config(path)
-    except ConfigError:
+    except (ConfigError, OSError, ValueError):
         config = None
     return Task(name, path, digest, config)

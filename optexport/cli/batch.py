@@ -12,7 +12,7 @@ import click
 from optexport.cli.console import console, echo
 from optexport.cli.group import Command, json_option, print_json
 from optexport.config.durations import in_seconds
-from optexport.errors import TrackingError
+from optexport.errors import OptexportError
 
 if TYPE_CHECKING:
     from optexport.batch.ended import Ended
@@ -98,9 +98,9 @@ def batch(
         raise click.UsageError("--jobs is of this machine; a cluster runs as many as it has room for.")
     if engine != "ray" and address is not None:
         raise click.UsageError("--address is that of a cluster: give --engine ray too.")
-    asked = {} if query is None else from_registry.configs(Path(configs[0]), query)
+    asked, refused = ({}, []) if query is None else from_registry.configs(Path(configs[0]), query)
     tasks = tasks_of(configs if query is None else [str(path) for path in asked])
-    failures: list[TrackingError] = []
+    failures: list[Exception] = []
 
     def tell(ended: Ended) -> None:
         echo(account.line(ended), err=True)
@@ -109,13 +109,13 @@ def batch(
             return
         try:
             from_registry.mark(Path(configs[0]), version, Path(ended.output))
-        except TrackingError as error:  # the others are run all the same
+        except (OptexportError, OSError) as error:  # the others are run all the same
             failures.append(error)
 
     chosen = _engine(engine, address, jobs or 1, None if memory is None else int(memory * 2**30), timeout, retries)
     # What libraries print is none of our result.
     with _tracked(tasks) as parent, contextlib.redirect_stdout(sys.stderr):
-        ended = run(tasks, chosen, folder, resume=resume, announce=tell)
+        ended = [*refused, *run(tasks, chosen, folder, resume=resume, announce=tell)]
         if parent is not None:
             parent.table, parent.metrics = account.columns(ended), account.metrics(ended)
             failed = sum(each.exit_code != 0 for each in ended)

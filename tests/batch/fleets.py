@@ -40,6 +40,23 @@ def ignores():
     time.sleep(600)
 
 
+def leaves():
+    os._exit(0)
+
+
+def prints():
+    os.write(1, b"[" * 200000)
+    return good()
+
+
+def moves_away():
+    if os.fork() == 0:
+        os.setpgid(0, 0)
+        Path(__file__).with_name("moved").write_text(str(os.getpid()))
+        time.sleep(600)
+    return good()
+
+
 def eats():
     eaten = []
     while True:

@@ -92,6 +92,66 @@ def test_a_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "3 done before" in third.stdout
 
 
+def test_only_what_tells_of_itself_has_ended_well(tmp_path: Path) -> None:
+    for name in ("leaves", "prints"):
+        fleets.config(tmp_path, name, name)
+    found = document("leaves.toml", "prints.toml", "--retries", "0")["rows"]
+    assert found["leaves.toml"]["exit_code"] == 1
+    assert "it ended with 0 and left no account of itself" in found["leaves.toml"]["error"]
+    assert (found["prints.toml"]["exit_code"], found["prints.toml"]["error"]) == (0, None)
+    assert found["prints.toml"]["output"] == str(tmp_path / "out" / "prints")
+
+
+def test_what_a_config_started_ends_with_it(tmp_path: Path) -> None:
+    fleets.config(tmp_path, "moves", "moves_away")
+    document("moves.toml", "--retries", "0")
+    moved = int((tmp_path / "moved").read_text(encoding="utf-8"))
+    assert moved not in psutil.pids() or psutil.Process(moved).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("what", ["it failed since", "the config is another", "the bundle is another's", "it is empty"])
+def test_what_is_not_so_any_more_is_not_done(tmp_path: Path, what: str) -> None:
+    path = fleets.config(tmp_path, "a")
+    first = path.read_text(encoding="utf-8")
+    assert call("a.toml").exit_code == 0
+    if what == "it failed since":
+        fleets.config(tmp_path, "a", "crashes")
+        call("a.toml", "--retries", "0")
+        path.write_text(first, encoding="utf-8")
+    elif what == "the config is another":
+        path.write_text(first.replace("[1, 8]", "[1, 16]"), encoding="utf-8")
+    elif what == "the bundle is another's":
+        other = fleets.config(tmp_path, "b")
+        other.write_text(first.replace("[1, 8]", "[1, 16]"), encoding="utf-8")
+        assert call("b.toml").exit_code == 0
+    else:
+        for file in (tmp_path / "out" / "a").iterdir():
+            file.unlink()
+    assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [1]
+
+
+def test_a_link_to_a_config_lies_where_it_lies(tmp_path: Path) -> None:
+    fleets.config(tmp_path, "a")
+    (module,) = tmp_path.glob("fleet_*.py")
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "c.toml").symlink_to(tmp_path / "a.toml")
+        (tmp_path / folder / module.name).symlink_to(module)
+    found = document("x/c.toml", "y/c.toml")
+    assert [row["output"] for row in found["configs"]] == [str(tmp_path / each / "out" / "a") for each in "xy"]
+
+
+def test_logs_may_lie_beside_bundles(tmp_path: Path) -> None:
+    fleets.config(tmp_path, "a")
+    assert call("a.toml", "--folder", "out", "--timeout", "60s", "--retries", "0").exit_code == 0
+
+
+def test_a_name_that_is_nearly_too_long_is_one_like_others(tmp_path: Path) -> None:
+    path = fleets.config(tmp_path, "a").rename(tmp_path / f"{'n' * 245}.toml")
+    assert call(path.name, "--retries", "0").exit_code == 0
+    assert call("n" * 300).exit_code == 2
+
+
 def test_the_exit_code_is_that_of_the_worst(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     (tmp_path / "wrong.toml").write_text("[modle]", encoding="utf-8")
@@ -106,6 +166,9 @@ def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> 
     same = call("a.toml", "b.toml")
     assert same.exit_code == 2
     assert f"b.toml: export.output: a.toml writes to {tmp_path / 'out' / 'a'} too" in same.output
+    within = tmp_path / "b.toml"
+    within.write_text(within.read_text(encoding="utf-8").replace('"out/a"', '"out/a/b"'), encoding="utf-8")
+    assert "b.toml: export.output: it lies in the bundle of a.toml" in call("a.toml", "b.toml").output
     nothing = call("c*.toml")
     assert nothing.exit_code == 2
     assert "c*.toml: no file is called so" in nothing.output

@@ -113,9 +113,15 @@ def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: A
             'source = "x"',
             "name = 'a'",
             2,
-            "nightly.toml: source must hold",
+            "nightly.toml: model.source: it must hold both",
         ),
-        ("bundles/{name}-{version}", "bundles/{name}", "name = 'a'", 2, "nightly.toml: output must hold both"),
+        (
+            "bundles/{name}-{version}",
+            "bundles/{name}",
+            "name = 'a'",
+            2,
+            "nightly.toml: export.output: it must hold both",
+        ),
         ("", "", "tags export", 7, "tracking.uri"),
     ],
 )

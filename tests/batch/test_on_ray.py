@@ -90,7 +90,7 @@ def test_every_bundle_comes_home_though_a_node_is_lost(
         verify(there / "out" / name)
     assert sorted(path.name for path in (there / "out").iterdir()) == sorted(names)
     assert "it crashed by SIGSEGV" in found["crashes.toml"]["error"]
-    logs = {path.name.rpartition("-")[0] for path in (there / "optexport-batch").glob("*.log")}
+    logs = {path.name.rpartition("-")[0] for path in (there / "optexport-batch" / "logs").glob("*.log")}
     assert logs >= {*names, "crashes"}
 
 
