@@ -34,6 +34,7 @@ class Stage:
 
     upper: Path
     env: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)
     workdir: str = "/"
     user: str = "0"
     entrypoint: list[str] = field(default_factory=list)
@@ -105,13 +106,17 @@ def _build(work: Path) -> Stage:
         elif kind == "RUN":
             script = f"cd {stage.workdir} && {value}".replace("'", '"')
             # This machine's own index has a build of torch without CUDA, so none is named.
-            _in_root(stage.upper, script, work, writable=True, env={**stage.env, "TORCH_INDEX": ""})
+            env = {**stage.env, **stage.arguments, "TORCH_INDEX": ""}
+            _in_root(stage.upper, script, work, writable=True, env=env)
+        elif kind == "ARG":
+            name, _, default = value.partition("=")
+            stage.arguments[name] = default
         elif kind == "USER":
             stage.user = value
         elif kind == "ENTRYPOINT":
             stage.entrypoint = json.loads(value)
         else:
-            assert kind in ("ARG", "COMMENT", "CMD"), f"this test does not know {kind}"
+            assert kind in ("COMMENT", "CMD"), f"this test does not know {kind}"
     return stage
 
 
