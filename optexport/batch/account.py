@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from optexport.batch.ended import Ended, worst
-from optexport.errors import TrackingError, on_one_line
+from optexport.errors import OptexportError, TrackingError, on_one_line
 
 _WORDS = {
     0: "proven",
@@ -67,7 +67,7 @@ def show(ended: Sequence[Ended], console: Console) -> None:
     console.print(", ".join(f"{count} {words}" for words, count in counts.most_common()))
 
 
-def as_json(ended: Sequence[Ended], run_id: str | None, failures: Sequence[Exception]) -> dict[str, Any]:
+def as_json(ended: Sequence[Ended], run_id: str | None, failures: Sequence[OptexportError]) -> dict[str, Any]:
     """The batch for machines: how it ended, and what of it could not be tracked."""
     code = worst(ended) or (TrackingError.exit_code if failures else 0)
     return {

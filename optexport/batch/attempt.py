@@ -87,7 +87,7 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     start = time.monotonic()
     environment = dict(os.environ)
     process = _CONTEXT.Process(
-        target=_run, args=(["run", str(task.path), "--json"], str(document), str(log), environment), daemon=False
+        target=_run, args=(["run", str(task.path), "--json"], str(document), str(log), environment)
     )
     with _LOCK:
         process.start()
@@ -147,15 +147,20 @@ def _read(document: Path) -> dict[str, Any] | None:
 def _end(process: Any, *, at_once: bool) -> None:
     """Ends a process and all of its session, politely where there is time."""
     if not at_once and not _has_ended(process, 0):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGTERM)
+        _kill(process.pid, signal.SIGTERM)
         _has_ended(process, _GRACE_SECONDS)
+    if not _has_ended(process, 0):  # it may lead no session yet
+        _kill(process.pid, signal.SIGKILL)
     while left := _session(process.pid):
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill(pid, signal.SIGKILL)
         time.sleep(_EVERY_SECONDS / 10)
     _join(process)
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _has_ended(process: Any, seconds: float) -> bool:
@@ -178,7 +183,8 @@ def _session(leader: int) -> dict[int, int]:
                 # What follows the name, which may hold spaces: state, parent, group, session, ...
                 told = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
                 fields = told.rpartition(")")[2].split()
-                if leader in (int(fields[3]), int(entry.name)) and fields[0] not in "ZX":
+                # Not by its own number, which may be that of another by now, but by that of its session.
+                if int(fields[3]) == leader and fields[0] not in "ZX":
                     found[int(entry.name)] = int(fields[21]) * _PAGE
     return found
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 # What a run imports, and a fork has from the start.
 import optexport.pipeline
-import optexport.summary  # noqa: F401
+import optexport.summary  # noqa: F401 - for the forks
 from optexport.cli.main import main
 from optexport.tracking.store import import_mlflow
 
 import_mlflow()
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-
 gc.freeze()  # so that no collection writes to pages that forks share
 
 
@@ -32,7 +31,7 @@ def run(arguments: Sequence[str], document: str, log: str, environment: dict[str
         environment: That of the one who asks; that of the process which is forked may be older.
     """
     os.setsid()  # so that it can be ended with all that it starts
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would watch it
+    threading.Thread(target=_end_with_the_batch, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     with open(os.devnull) as nothing, open(log, "w") as said:
@@ -41,3 +40,11 @@ def run(arguments: Sequence[str], document: str, log: str, environment: dict[str
     sys.stdin, sys.stdout, sys.stderr = open(0), open(document, "w"), open(2, "w", buffering=1)  # noqa: SIM115 - to the end
     sys.argv = ["optexport", *arguments]
     main()
+
+
+def _end_with_the_batch() -> None:
+    """Ends the process, and what it started, where the batch is killed: nobody would watch it."""
+    batch = multiprocessing.parent_process()
+    assert batch is not None
+    batch.join()
+    os.killpg(os.getpid(), signal.SIGKILL)

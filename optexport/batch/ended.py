@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from optexport.batch.tasks import Task
-from optexport.bundle.places import MANIFEST
-from optexport.errors import ConfigError, first_line, redact
+from optexport.bundle.parts import read_bundles
+from optexport.errors import ConfigError, OptexportError, first_line, redact
 
 JOURNAL = "journal.jsonl"
 
@@ -65,7 +65,7 @@ def remember(folder: Path, ended: Ended) -> None:
 
 
 def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, Ended]:
-    """The configs, by path, that ended well when they were last run, whose text is the same, and whose bundle is there.
+    """The configs, by path, that ended well when they were last run, whose text is the same, and whose bundle is whole.
 
     A line that was cut off, as where the machine went down, counts for nothing.
 
@@ -94,16 +94,12 @@ def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, Ended]:
 
 
 def _is_made_of(task: Task) -> bool:
-    """Whether the bundle of a config, or each part of it, is there and was made of the config as it is."""
-    output = task.output
-    if output is None or not _parts(output):
+    """Whether the bundle of a config, or each part of it, is whole and was made of the config as it is."""
+    if task.output is None:
         return False
-    text = redact(task.path.read_text(encoding="utf-8"))
     try:
-        return all((folder / "config.toml").read_text(encoding="utf-8") == text for folder in _parts(output))
-    except OSError:
+        text = redact(task.path.read_text(encoding="utf-8"))
+        bundles = read_bundles(task.output)
+        return all((folder / "config.toml").read_text(encoding="utf-8") == text for folder in bundles)
+    except (OSError, OptexportError):
         return False
-
-
-def _parts(output: Path) -> list[Path]:
-    return [path.parent for pattern in (MANIFEST, f"*/{MANIFEST}") for path in output.glob(pattern)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from optexport.batch.ended import Ended
@@ -14,15 +16,38 @@ from optexport.tracking.wanted import Version
 NAME, VERSION = "{name}", "{version}"
 
 
-def configs(template: Path, query: str) -> tuple[dict[Path, Version], list[Ended]]:
+@dataclass(frozen=True)
+class Asked:
+    """What a registry asks for.
+
+    Attributes:
+        store: The URI of the registry.
+        folder: What a relative path in it is taken from.
+        versions: By the config that was written for each.
+        refused: Versions whose names no config can hold, as configs that are wrong.
+    """
+
+    store: str
+    folder: Path
+    versions: Mapping[str, Version]
+    refused: Sequence[Ended]
+
+    def mark(self, ended: Ended) -> None:
+        """Notes at a version that it has a bundle, where its config ended well.
+
+        Raises:
+            OptexportError: The store cannot be reached, or the bundle cannot be read.
+        """
+        if ended.config in self.versions and ended.exit_code == 0 and ended.output is not None:
+            wanted.mark(self.store, self.folder, self.versions[ended.config], Path(ended.output))
+
+
+def configs(template: Path, query: str) -> Asked:
     """Writes a config for each version that asks for a bundle, beside the template.
 
     Args:
         template: A config in whose text ``{name}`` and ``{version}`` stand for those of a model. It says which store.
         query: A filter of MLflow's registered models.
-
-    Returns:
-        The versions by config; and those whose names no config can hold, as configs that are wrong.
 
     Raises:
         ConfigError: The template is wrong, or lacks one of the two where both must stand.
@@ -32,7 +57,7 @@ def configs(template: Path, query: str) -> tuple[dict[Path, Version], list[Ended
         text = template.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"it cannot be read: {error}", place=str(template)) from error
-    store = _store(text, template)
+    store = parse_config(_filled(text, Version("name", "1")), template).tracking.uri
     document = tomllib.loads(text)
     for table, key in (("model", "source"), ("export", "output")):
         if not all(word in document.get(table, {}).get(key, "") for word in (NAME, VERSION)):
@@ -49,21 +74,8 @@ def configs(template: Path, query: str) -> tuple[dict[Path, Version], list[Ended
             continue
         path = template.with_name(f"{template.stem}.{version.name}-{version.version}.toml")
         _write(path, _filled(text, version))
-        written[path] = version
-    return written, refused
-
-
-def mark(template: Path, version: Version, bundle: Path) -> None:
-    """Notes in the template's store that a version has a bundle.
-
-    Raises:
-        TrackingError: The store cannot be reached.
-    """
-    wanted.mark(_store(template.read_text(encoding="utf-8"), template), template.parent, version, bundle)
-
-
-def _store(text: str, template: Path) -> str:
-    return parse_config(_filled(text, Version("name", "1")), template).tracking.uri
+        written[str(path)] = version
+    return Asked(store, template.parent, written, refused)
 
 
 def _filled(text: str, version: Version) -> str:

@@ -98,24 +98,24 @@ def batch(
         raise click.UsageError("--jobs is of this machine; a cluster runs as many as it has room for.")
     if engine != "ray" and address is not None:
         raise click.UsageError("--address is that of a cluster: give --engine ray too.")
-    asked, refused = ({}, []) if query is None else from_registry.configs(Path(configs[0]), query)
-    tasks = tasks_of(configs if query is None else [str(path) for path in asked])
-    failures: list[Exception] = []
+    asked = None if query is None else from_registry.configs(Path(configs[0]), query)
+    tasks = tasks_of(configs if asked is None else list(asked.versions))
+    failures: list[OptexportError] = []
 
     def tell(ended: Ended) -> None:
         echo(account.line(ended), err=True)
-        version = asked.get(Path(ended.config))
-        if version is None or ended.exit_code or ended.output is None:
-            return
-        try:
-            from_registry.mark(Path(configs[0]), version, Path(ended.output))
-        except (OptexportError, OSError) as error:  # the others are run all the same
-            failures.append(error)
+        if asked is not None:
+            try:
+                asked.mark(ended)
+            except OptexportError as error:  # the others are run all the same
+                failures.append(error)
 
     chosen = _engine(engine, address, jobs or 1, None if memory is None else int(memory * 2**30), timeout, retries)
     # What libraries print is none of our result.
     with _tracked(tasks) as parent, contextlib.redirect_stdout(sys.stderr):
-        ended = [*refused, *run(tasks, chosen, folder, resume=resume, announce=tell)]
+        ended = run(tasks, chosen, folder, resume=resume, announce=tell)
+        if asked is not None:
+            ended = [*asked.refused, *ended]
         if parent is not None:
             parent.table, parent.metrics = account.columns(ended), account.metrics(ended)
             failed = sum(each.exit_code != 0 for each in ended)

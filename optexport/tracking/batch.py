@@ -52,9 +52,9 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
         os.environ[PARENT_VARIABLE] = run.run_id
     try:
         yield run
-    except BaseException:
+    except BaseException as error:
         if run.run_id is not None:
-            give_up(client, run.run_id, "interrupted")
+            give_up(client, run.run_id, str(error) or type(error).__name__)
         raise
     finally:
         os.environ.pop(PARENT_VARIABLE, None)

@@ -106,10 +106,13 @@ def test_what_a_config_started_ends_with_it(tmp_path: Path) -> None:
     fleets.config(tmp_path, "moves", "moves_away")
     document("moves.toml", "--retries", "0")
     moved = int((tmp_path / "moved").read_text(encoding="utf-8"))
-    assert moved not in psutil.pids() or psutil.Process(moved).status() == psutil.STATUS_ZOMBIE
+    assert not _is_alive(moved)
 
 
-@pytest.mark.parametrize("what", ["it failed since", "the config is another", "the bundle is another's", "it is empty"])
+@pytest.mark.parametrize(
+    "what",
+    ["it failed since", "the config is another", "the bundle is another's", "it is empty", "a file is another"],
+)
 def test_what_is_not_so_any_more_is_not_done(tmp_path: Path, what: str) -> None:
     path = fleets.config(tmp_path, "a")
     first = path.read_text(encoding="utf-8")
@@ -124,9 +127,11 @@ def test_what_is_not_so_any_more_is_not_done(tmp_path: Path, what: str) -> None:
         other = fleets.config(tmp_path, "b")
         other.write_text(first.replace("[1, 8]", "[1, 16]"), encoding="utf-8")
         assert call("b.toml").exit_code == 0
-    else:
+    elif what == "it is empty":
         for file in (tmp_path / "out" / "a").iterdir():
             file.unlink()
+    else:
+        (tmp_path / "out" / "a" / "model.onnx").write_bytes(b"another")
     assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [1]
 
 
@@ -200,10 +205,11 @@ def test_one_run_of_mlflow_holds_those_of_all(tmp_path: Path) -> None:
     assert [row[table["columns"].index("result")] for row in table["data"]] == ["proven", "proven", "ended badly"]
 
 
-def test_a_batch_that_is_interrupted_ends_what_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, number: int, code: int) -> None:
     fleets.config(tmp_path, "hangs", "hangs")
     program = [sys.executable, "-m", "optexport", "batch", "hangs.toml"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 120
         while not (started := _sessions(process.pid)):
             assert time.monotonic() < until
@@ -212,12 +218,21 @@ def test_a_batch_that_is_interrupted_ends_what_it_started(tmp_path: Path) -> Non
         second = call("hangs.toml")
         assert second.exit_code == 2
         assert "another batch is at work in it" in second.output
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         told = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    assert "interrupted" in told
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in started)
+    assert process.returncode == code
+    assert ("interrupted" in told) is (number != signal.SIGKILL)
+    while any(map(_is_alive, started)):
+        assert time.monotonic() < until
+        time.sleep(0.2)
     assert not (tmp_path / "out" / "hangs").exists()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _sessions(pid: int) -> list[int]:

@@ -12,7 +12,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from optexport import verify
+from optexport.batch import from_registry
+from optexport.batch.ended import Ended
 from optexport.cli.main import cli
+from optexport.errors import TrackingError
+from optexport.tracking.wanted import Version
 from tests import stores
 
 _TEMPLATE = """
@@ -97,12 +101,27 @@ def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: A
     version = registry.get_model_version("asks", "2")
     run = registry.get_run(next(row["run_id"] for row in found["configs"] if "asks-2" in row["config"]))
     assert version.tags["optexport.exported"] == run.data.tags["optexport.bundle"]
+    gone = from_registry.Asked(str(registry.tracking_uri), tmp_path, {"c": Version("gone", "1")}, [])
+    with pytest.raises(TrackingError, match="the next batch makes it again"):
+        gone.mark(Ended("c", "c", "", 0, output=str(tmp_path / "bundles" / "asks-2")))
     again = json.loads(call("tags.export = 'true'", "--json").stdout)
     assert again["configs"] == []
     assert again["exit_code"] == 0
     nothing = call("tags.export = 'maybe'")
     assert nothing.exit_code == 0
     assert "Nothing asks for a bundle." in nothing.output
+
+
+def test_a_model_whose_name_fits_no_config_is_a_row_and_stops_no_other(registry: Any, tmp_path: Path) -> None:
+    quoted = 'a "quoted" name'
+    registry.create_registered_model(quoted, tags={"odd": "true"})
+    registry.create_model_version(quoted, source=registry.get_model_version("asks", "1").source)
+    registry.set_registered_model_tag("silent", "odd", "true")
+    found = json.loads(call("tags.odd = 'true'", "--json").stdout)
+    assert {row["config"]: row["exit_code"] for row in found["configs"]} == {
+        f"models:/{quoted}/1": 2,
+        "nightly.silent-1.toml": 0,
+    }
 
 
 @pytest.mark.parametrize(
