@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its Python runs, its files are quoted whole, its lists are complete."""
+"""What the pages show is what happens: Python runs, files are quoted whole, links lead somewhere, lists are whole."""
 
 import re
 import shlex
@@ -13,7 +13,20 @@ from tests import exports
 from tests.calling import CliRunner, cli
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [
+    ROOT / "README.md",
+    *(
+        page
+        for part in ("optexport", "examples", "tests")
+        for page in sorted((ROOT / part).rglob("README.md"))
+        if "node_modules" not in page.parts
+    ),
+]
+README = PAGES[0].read_text(encoding="utf-8")
+
+
+def page(folder: str) -> str:
+    return (ROOT / folder / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -44,8 +57,7 @@ def test_the_list_of_rules_is_what_the_program_prints() -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="its keys are made by openssl")
 def test_its_way_to_sign_and_check_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = README.split("### Signing\n")[1].split("\n### ")[0]
-    commands = re.findall(r"^    (.+)$", section, re.MULTILINE)
+    commands = re.findall(r"^    (.+)$", page("optexport/trust"), re.MULTILINE)
     assert len(commands) == 5
     shutil.copytree(exports.exported().output, tmp_path / "build" / "minilm")
     monkeypatch.chdir(tmp_path)
@@ -58,27 +70,46 @@ def test_its_way_to_sign_and_check_runs_as_it_stands(tmp_path: Path, monkeypatch
             subprocess.run([*module, *arguments], capture_output=True, check=True)
 
 
-def test_every_file_that_it_links_to_is_there() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def anchors(path: Path) -> set[str]:
+    """Those that GitHub makes of the headings of a page."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_to_a_file_or_a_heading() -> None:
+    for path in PAGES:
+        for link in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            if "://" not in link:
+                assert target.exists(), (path, link)
+                assert not anchor or anchor in anchors(target), (path, link)
+
+
+@pytest.mark.parametrize("path", PAGES[1:], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_page_is_found_from_the_first(path: Path) -> None:
+    assert f"({path.relative_to(ROOT).as_posix()}" in README
 
 
 def test_every_command_and_exit_code_is_in_it() -> None:
     from optexport import errors
     from optexport.cli.main import cli
 
-    assert [name for name in cli.commands if f"`optexport {name}" not in README] == []
+    commands = page("optexport/cli")
+    assert [name for name in cli.commands if f"| `optexport {name}" not in commands] == []
     classes = [value for value in vars(errors).values() if isinstance(value, type)]
     codes = {cls.exit_code for cls in classes if issubclass(cls, errors.OptexportError)} - {1}
     assert [code for code in codes if f"\n| {code} |" not in README] == []
 
 
-def test_every_key_of_a_config_is_in_it() -> None:
+def test_every_key_of_a_config_is_in_the_page_of_its_table() -> None:
     from optexport.config.file import Config
 
-    text = re.search(r"\| key \| meaning \|\n(.*?)\n\n", README, re.DOTALL)
-    assert text is not None
-    for table, field in Config.model_fields.items():
-        for key in getattr(field.annotation, "model_fields", {}):
-            assert re.search(rf"`{table}\.{key}|`\.?{key}\b", text[1]), f"{table}.{key}"
+    sections = re.split(r"^## ", page("optexport/config"), flags=re.MULTILINE)[1:]
+    schema = Config.model_json_schema()
+    for table, value in schema["properties"].items():
+        section = next(text for text in sections if f"[{table}]" in text.splitlines()[0])
+        (definition,) = re.findall(r"#/\$defs/(\w+)", str(value))
+        for key in schema["$defs"][definition]["properties"]:
+            assert re.search(rf"`(\w+)?\.?{key}[`.]", section), f"{table}.{key}"

@@ -20,7 +20,7 @@ from optexport.bundle.places import MEASUREMENTS, STATEMENT
 from optexport.errors import BundleError
 
 PREDICATE = "https://slsa.dev/provenance/v1"
-# What the parameters mean: those of a config, as the README tells them.
+# What the parameters mean: those of a config, as its page tells them.
 BUILD = "urn:optexport:run:v1"
 
 

@@ -83,7 +83,7 @@ def test_a_call_without_an_input_is_refused_and_says_so(served: Served) -> None:
 
 
 def test_arrays_have_dtypes_and_other_ids_are_refused_in_python(served: Served) -> None:
-    """What the README says of int32: JSON has no dtypes, arrays do, and mlflow casts no tensors."""
+    """What the page on tracking says of int32: JSON has no dtypes, arrays do, and mlflow casts no tensors."""
     mlflow.set_tracking_uri(served.store)
     model = mlflow.pyfunc.load_model("models:/block@champion")
     batch = {name: tensor.numpy() for name, tensor in exports.batch().items()}
