@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import random
@@ -20,32 +19,9 @@ from optexport.errors import SourceError
 from optexport.sources import archives
 from tests.exports import rezip
 from tests.models import randomise
-from tests.transformations.programs import Program
+from tests.sources.altered_archives import BATCH, Plain, X, add, edit, malice, refused, replace, saved
 
-X = torch.linspace(-1, 1, 12).reshape(3, 4)
-BATCH = {"x": {0: torch.export.Dim("batch", max=64)}}
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    """torch logs a traceback for each archive that it cannot read."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-class Plain(nn.Module):
-    """Parameters, buffers of both kinds, and constants of both kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.register_buffer("kept", torch.full((3,), 0.5))
-        self.register_buffer("forgotten", torch.arange(3.0), persistent=False)
-        self.attribute = torch.tensor([1.0, 2.0, 3.0])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * self.kept + self.forgotten + self.attribute + torch.tensor([0.25, 0.5, 0.75])
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Tied(nn.Module):
@@ -78,16 +54,6 @@ class Branching(nn.Module):
         return y.repeat(2, 1)[: x.shape[0] + 1] * (x.shape[0] // 2)
 
 
-def saved(model: nn.Module, path: Path, dynamic: Any = BATCH, x: torch.Tensor = X) -> Path:
-    torch.export.save(torch.export.export(model, (), {"x": x}, dynamic_shapes=dynamic), path)
-    return path
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    return saved(randomise(Plain()), tmp_path / "model.pt2")
-
-
 @pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")
 @pytest.mark.parametrize("make", [Plain, Tied, Strided, Branching], ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("dynamic", [BATCH, None], ids=["dynamic", "static"])
@@ -105,59 +71,6 @@ def test_a_file_by_any_name_opens_without_a_warning(archive: Path, tmp_path: Pat
     other = archive.rename(tmp_path / "model.bin")
     logging.disable(logging.NOTSET)
     assert torch.equal(archives.load_pt2(other).module()(x=X), archives.load_pt2(other).module()(x=X))
-
-
-class Malice:
-    """What unpickles by making a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.marker,)
-
-
-def malice(marker: Path) -> bytes:
-    written = io.BytesIO()
-    torch.save(Malice(marker), written)
-    return written.getvalue()
-
-
-def refused(path: Path, marker: Path, match: str | None = None) -> None:
-    """Asserts that a file is refused as a whole, and that the code that it carries does not run."""
-    with pytest.raises(SourceError, match=match) as caught:
-        module = archives.load_pt2(path).module()
-        module(x=X)
-    assert not marker.exists()
-    assert caught.value.exit_code == 3
-    assert path.name in str(caught.value)
-
-
-def replace(path: Path, ending: str, content: bytes) -> None:
-    rezip(path, lambda name, old: content if name.endswith(ending) else old)
-
-
-def edit(path: Path, ending: str, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a JSON document in an archive."""
-
-    def edited(name: str, content: bytes) -> bytes:
-        if not name.endswith(ending):
-            return content
-        document = json.loads(content)
-        change(document)
-        return json.dumps(document).encode()
-
-    rezip(path, edited)
-
-
-def add(path: Path, *parts: tuple[str, bytes], first: bool = False) -> None:
-    """Adds parts to an archive as they are, names that are there already included."""
-    with zipfile.ZipFile(path) as old:
-        members = [(info.filename, old.read(info)) for info in old.infolist()]
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *_, **__: None)  # zipfile warns of names that are there twice
-        for name, content in [*parts, *members] if first else [*members, *parts]:
-            new.writestr(zipfile.ZipInfo(name), content)
 
 
 def test_a_pickle_that_runs_code_is_refused_in_the_sample_inputs(archive: Path, tmp_path: Path) -> None:
@@ -277,77 +190,6 @@ def test_a_graph_that_calls_anything_but_operators_is_refused(archive: Path, tmp
     refused(archive, tmp_path / "ran")
 
 
-def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
-    """torch hands sizes to sympy, which evaluates them."""
-    code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
-    give_sizes(archive, code)
-    refused(archive, tmp_path / "ran")
-
-
-def _everywhere(value: Any, key: str, replacement: str) -> Any:
-    if isinstance(value, dict):
-        return {k: replacement if k == key else _everywhere(v, key, replacement) for k, v in value.items()}
-    return [_everywhere(item, key, replacement) for item in value] if isinstance(value, list) else value
-
-
-def give_sizes(archive: Path, text: str) -> None:
-    """Gives every size in an archive's graph another text."""
-
-    def change(name: str, content: bytes) -> bytes:
-        if not name.endswith("models/model.json"):
-            return content
-        return json.dumps(_everywhere(json.loads(content), "expr_str", text)).encode()
-
-    rezip(archive, change)
-
-
-def _spelled(code: str) -> str:
-    """Python without quotes or dots that executes Python."""
-    return f"exec({'+'.join(f'chr({ord(letter)})' for letter in code)})"
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "S('eval')(S('chr')(95))",
-        "Symbol('x').__class__",
-        "Max('__import__')('os')",
-        "Lambda(x, x)",
-        "Function('f')",
-        "[exit() for x in (1,)]",
-        "(lambda: 1)()",
-        "Symbol(f'{exit()}')",
-        "Integer(1) if exit() else Integer(2)",
-        "L['x'].size().__class__",
-        "L['x'].storage()",
-        "eval('1')",
-        "Symbol('a b')",
-        "Symbol",
-        "Integer(*exit())",
-        "Integer(**exit())",
-        "9 ** 9 ** 9 ** 9",
-        "Pow(Integer(9), Pow(Integer(9), Integer(9)))",
-        "PowByNatural(Integer(9), Integer(999999999999))",
-        "Pow(Integer(2), Symbol('s0', integer=True))",
-        "LShift(Integer(1), Integer(999999999999))",
-        "1 << 999999999999",
-        "L['x'].pow(999999999)",
-    ],
-)
-def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, code: str) -> None:
-    give_sizes(archive, code)
-    with pytest.raises(SourceError, match="neither a name nor a size|Python|damaged"):
-        archives.load_pt2(archive)
-
-
-def test_brackets_in_brackets_are_refused(archive: Path) -> None:
-    text = "(" * 100_000 + "1" + ")" * 100_000
-    give_sizes(archive, text)
-    with pytest.raises(SourceError, match="neither a name nor a size") as raised:
-        archives.load_pt2(archive)
-    assert len(str(raised.value)) < 500
-
-
 def test_an_archive_that_unpacks_to_more_than_memory_is_refused_before_it_is_unpacked(
     archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,18 +203,6 @@ def test_an_archive_that_unpacks_to_more_than_memory_is_refused_before_it_is_unp
         archives.load_pt2(archive)
 
 
-def test_powers_with_small_exponents_are_arithmetic() -> None:
-    for text in ("Pow(Symbol('s0', integer=True), Integer(2))", "Pow(Symbol('s0'), Rational(1, 2))", "s0 ** -1"):
-        assert archives._is_expression(text.replace("s0 **", "L['x'].size()[0] **"))
-
-
-def test_sizes_that_are_fractions_are_arithmetic(tmp_path: Path) -> None:
-    model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=1.5))
-    dynamic = {"x": {2: torch.export.Dim("height", max=64), 3: torch.export.Dim("width", max=64)}}
-    path = saved(model, tmp_path / "model.pt2", dynamic, torch.rand(2, 3, 8, 8))
-    assert archives.load_pt2(path).module()(x=torch.rand(2, 3, 6, 6)).shape == (2, 3, 9, 9)
-
-
 def test_an_operator_that_opens_files_is_refused(archive: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         node = document["graph_module"]["graph"]["nodes"][0]
@@ -381,6 +211,11 @@ def test_an_operator_that_opens_files_is_refused(archive: Path) -> None:
     edit(archive, "models/model.json", change)
     with pytest.raises(SourceError, match="from_file.default, which does more than compute"):
         archives.load_pt2(archive)
+
+
+def _spelled(code: str) -> str:
+    """Python without quotes or dots that executes Python."""
+    return f"exec({'+'.join(f'chr({ord(letter)})' for letter in code)})"
 
 
 def test_a_name_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
@@ -472,10 +307,3 @@ def test_random_damage_is_one_kind_of_error_or_none(archive: Path) -> None:
         except SourceError:
             failed += 1
     assert failed > 100
-
-
-def test_a_size_that_is_piecewise_is_arithmetic_and_a_call_within_it_is_not() -> None:
-    first = "ExprCondPair(Integer(1), Equality(Symbol('u0', integer=True), Integer(1)))"
-    size = f"Piecewise({first}, ExprCondPair({{}}, true))"
-    assert archives._is_expression(size.format("Integer(0)"))
-    assert not archives._is_expression(size.format("exec('0')"))

@@ -1,0 +1,84 @@
+"""Sizes in ``.pt2`` files: torch evaluates them as Python, so that only arithmetic gets there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import SourceError
+from optexport.sources import archives
+from tests.sources.altered_archives import give_sizes, refused, saved
+from tests.transformations.programs import Program
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
+    """torch hands sizes to sympy, which evaluates them."""
+    code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
+    give_sizes(archive, code)
+    refused(archive, tmp_path / "ran")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "S('eval')(S('chr')(95))",
+        "Symbol('x').__class__",
+        "Max('__import__')('os')",
+        "Lambda(x, x)",
+        "Function('f')",
+        "[exit() for x in (1,)]",
+        "(lambda: 1)()",
+        "Symbol(f'{exit()}')",
+        "Integer(1) if exit() else Integer(2)",
+        "L['x'].size().__class__",
+        "L['x'].storage()",
+        "eval('1')",
+        "Symbol('a b')",
+        "Symbol",
+        "Integer(*exit())",
+        "Integer(**exit())",
+        "9 ** 9 ** 9 ** 9",
+        "Pow(Integer(9), Pow(Integer(9), Integer(9)))",
+        "PowByNatural(Integer(9), Integer(999999999999))",
+        "Pow(Integer(2), Symbol('s0', integer=True))",
+        "LShift(Integer(1), Integer(999999999999))",
+        "1 << 999999999999",
+        "L['x'].pow(999999999)",
+    ],
+)
+def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, code: str) -> None:
+    give_sizes(archive, code)
+    with pytest.raises(SourceError, match="neither a name nor a size|Python|damaged"):
+        archives.load_pt2(archive)
+
+
+def test_brackets_in_brackets_are_refused(archive: Path) -> None:
+    text = "(" * 100_000 + "1" + ")" * 100_000
+    give_sizes(archive, text)
+    with pytest.raises(SourceError, match="neither a name nor a size") as raised:
+        archives.load_pt2(archive)
+    assert len(str(raised.value)) < 500
+
+
+def test_powers_with_small_exponents_are_arithmetic() -> None:
+    for text in ("Pow(Symbol('s0', integer=True), Integer(2))", "Pow(Symbol('s0'), Rational(1, 2))", "s0 ** -1"):
+        assert archives._is_expression(text.replace("s0 **", "L['x'].size()[0] **"))
+
+
+def test_sizes_that_are_fractions_are_arithmetic(tmp_path: Path) -> None:
+    model = Program(lambda m, x: nn.functional.interpolate(x, scale_factor=1.5))
+    dynamic = {"x": {2: torch.export.Dim("height", max=64), 3: torch.export.Dim("width", max=64)}}
+    path = saved(model, tmp_path / "model.pt2", dynamic, torch.rand(2, 3, 8, 8))
+    assert archives.load_pt2(path).module()(x=torch.rand(2, 3, 6, 6)).shape == (2, 3, 9, 9)
+
+
+def test_a_size_that_is_piecewise_is_arithmetic_and_a_call_within_it_is_not() -> None:
+    first = "ExprCondPair(Integer(1), Equality(Symbol('u0', integer=True), Integer(1)))"
+    size = f"Piecewise({first}, ExprCondPair({{}}, true))"
+    assert archives._is_expression(size.format("Integer(0)"))
+    assert not archives._is_expression(size.format("exec('0')"))
