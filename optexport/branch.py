@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from optexport.blame.rules import blame_rules
 from optexport.bundle import records
 from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
 from optexport.config.file import Format
-from optexport.job import Branch, Job
+from optexport.job import Branch, Job, Made
 from optexport.kept import exports
 from optexport.original import graph_runner, trace_original
 from optexport.precision import lowering
@@ -26,24 +26,9 @@ from optexport.proof.reference import Call
 from optexport.proof.suspects import Suspects
 from optexport.stages import Stages
 from optexport.tracing.trace import Traced
-from optexport.transform import Transformed, transform
-from optexport.undoing import check_undo, sharing_copy
+from optexport.transform import sharing_copy, transform
+from optexport.undoing import check_undo
 from optexport.writer import Writer
-
-
-@dataclass(frozen=True)
-class Made:
-    """What came of a branch.
-
-    Attributes:
-        artifacts: Its files, in the draft of the bundle.
-        kept: The formats whose files were taken from an earlier run.
-    """
-
-    branch: Branch
-    transformed: Transformed
-    artifacts: tuple[ArtifactRecord, ...]
-    kept: tuple[str, ...]
 
 
 def produce(

@@ -11,13 +11,14 @@ import torch
 
 from optexport import registry
 from optexport.bundle import places
+from optexport.bundle.manifest import ArtifactRecord
 from optexport.config.file import Config, Format, TransformationConfig
 from optexport.config.measuring import BenchConfig, GateConfig
 from optexport.errors import ConfigError, TraceError, did_you_mean
 from optexport.proof.decisions import Metric
 from optexport.signature import Batch, Dim, Dynamic
 from optexport.sources.loading import Loaded
-from optexport.transform import NamedRule
+from optexport.transform import NamedRule, Transformed
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,21 @@ class Branch:
     formats: tuple[Format, ...]
     rules: tuple[NamedRule, ...]
     precision: str | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """What came of a branch.
+
+    Attributes:
+        artifacts: Its files, in the draft of the bundle.
+        kept: The formats whose files were taken from an earlier run.
+    """
+
+    branch: Branch
+    transformed: Transformed
+    artifacts: tuple[ArtifactRecord, ...]
+    kept: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,6 @@ from optexport import registry
 from optexport.errors import GateError, OptexportError, TransformationError, first_line
 from optexport.transformations import DeepCopy, ReversibleTransformation, Rule, Transformation
 from optexport.transformations.rule import Report, run
-from optexport.undoing import sharing_copy
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,14 @@ class Transformed:
     applied: tuple[Applied, ...]
     undoable: tuple[NamedRule, ...]
     earlier: fx.GraphModule
+
+
+def sharing_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph and of its module tree that shares the tensors."""
+    tensors = [*graph_module.parameters(), *graph_module.buffers()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its own output trees
+        return copy.deepcopy(graph_module, {id(tensor): tensor for tensor in tensors})
 
 
 def transform(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -13,18 +11,8 @@ from torch.utils import _pytree as pytree
 
 from optexport.errors import TransformationError
 from optexport.signature import as_arguments
+from optexport.transform import NamedRule, sharing_copy
 from optexport.transformations import ReversibleTransformation, compose
-
-if TYPE_CHECKING:
-    from optexport.transform import NamedRule
-
-
-def sharing_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph and of its module tree that shares the tensors."""
-    tensors = [*graph_module.parameters(), *graph_module.buffers()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its own output trees
-        return copy.deepcopy(graph_module, {id(tensor): tensor for tensor in tensors})
 
 
 def check_undo(

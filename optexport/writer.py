@@ -11,7 +11,7 @@ import onnx_ir
 from torch import fx
 from torch.export import ExportedProgram
 
-from optexport.bundle import records
+from optexport import __version__
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.config.file import Format
 from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
@@ -79,8 +79,16 @@ class Writer:
         return ArtifactRecord(format=file_format, path=path.name, fixed_shape=fixed_shape, lowerings=lowerings)
 
     def metadata(self, lowerings: Sequence[str]) -> dict[str, Any]:
-        """What an ONNX file says of its own making."""
-        return records.onnx_metadata(self._loaded, self._applied, lowerings)
+        """What an ONNX file says of its own making, in its ``metadata_props``."""
+        return {
+            "optexport.version": __version__,
+            "optexport.weights_sha256": self._loaded.weights_sha256,
+            "optexport.transformations": [
+                {"rule": a.rule.name, "options": dict(a.rule.options), "changes": len(a.report.changes)}
+                for a in self._applied
+            ],
+            "optexport.lowerings": list(lowerings),
+        }
 
     def _convert(self, opset: int | None) -> onnx_ir.Model:
         return onnx.convert(self.flat, self.signature, self.example, opset)

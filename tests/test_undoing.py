@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from optexport import TransformationError, export
 from optexport.pipeline import Result
-from optexport.transform import NamedRule, transform
+from optexport.transform import NamedRule, sharing_copy, transform
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBias,
@@ -20,7 +20,7 @@ from optexport.transformations import (
     ReversibleTransformation,
     Transformation,
 )
-from optexport.undoing import check_undo, sharing_copy
+from optexport.undoing import check_undo
 from tests import exports
 from tests.transformations.programs import by_fx
 

@@ -7,7 +7,7 @@ import math
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,15 +26,13 @@ from optexport.bundle.manifest import (
 )
 from optexport.config.file import Config
 from optexport.errors import redact
+from optexport.job import Made
 from optexport.kept.surroundings import versions
 from optexport.machine import machine
 from optexport.signature import TensorSpec
 from optexport.sources.loading import Loaded
 from optexport.tracing.trace import Traced
 from optexport.transform import Applied
-
-if TYPE_CHECKING:
-    from optexport.branch import Made
 
 
 def write_graph(path: Path, graph_module: fx.GraphModule) -> int:
@@ -52,18 +50,6 @@ def measurements(seconds: Mapping[str, float], measured: Mapping[str, Any]) -> d
         "threads": torch.get_num_threads(),
         "seconds": {stage: round(spent, 3) for stage, spent in seconds.items()},
         **measured,
-    }
-
-
-def onnx_metadata(loaded: Loaded, applied: Sequence[Applied], lowerings: Sequence[str]) -> dict[str, Any]:
-    """What an ONNX file says of its own making, in its ``metadata_props``."""
-    return {
-        "optexport.version": __version__,
-        "optexport.weights_sha256": loaded.weights_sha256,
-        "optexport.transformations": [
-            {"rule": a.rule.name, "options": dict(a.rule.options), "changes": len(a.report.changes)} for a in applied
-        ],
-        "optexport.lowerings": list(lowerings),
     }
 
 

@@ -18,10 +18,9 @@ from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.record import parity_record
 from optexport.proof.reference import Call
 from optexport.runtimes import Run
-from optexport.transform import Applied, NamedRule, transform
+from optexport.transform import Applied, NamedRule, sharing_copy, transform
 from optexport.transformations import CastPrecision
 from optexport.transformations.cast_precision import layer_name, layers_in_half
-from optexport.undoing import sharing_copy
 
 
 def cast_graph(

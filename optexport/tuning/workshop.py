@@ -18,10 +18,9 @@ from optexport.original import graph_runner
 from optexport.proof.parity import GRAPH, Proof
 from optexport.proof.reference import Call
 from optexport.tracing.trace import Traced
-from optexport.transform import Applied, transform
+from optexport.transform import Applied, sharing_copy, transform
 from optexport.tuning.outcome import NOT_THE_SAME
 from optexport.tuning.recipe import Recipe, lowerings_in, rules_in
-from optexport.undoing import sharing_copy
 from optexport.writer import Writer
 
 _Made = TypeVar("_Made")
