@@ -91,8 +91,9 @@ class Peer:
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
-    """The models that were written; of an encoder and its decoder only the former is in the race."""
-    found = sorted(folder.rglob(f"*{suffix}"))
+    """The models that were written, but for those in hidden caches; of an encoder and its decoder only the former."""
+    written = (path.relative_to(folder) for path in folder.rglob(f"*{suffix}"))
+    found = sorted(folder / path for path in written if not any(part.startswith(".") for part in path.parts))
     encoders = [path for path in found if path.stem == "encoder_model"]
     return encoders or found
 
