@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import effects, modules, usage, written_attention
+from optexport.transformations.graphs import effects, modules, usage, written_attention
+from optexport.transformations.graphs.written_attention import Attention
 from optexport.transformations.rule import Match, Rule, Skip
-from optexport.transformations.written_attention import Attention
 
 aten = torch.ops.aten
 

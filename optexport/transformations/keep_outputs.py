@@ -12,7 +12,7 @@ from torch.fx.graph import _PyTreeCodeGen
 
 from optexport.errors import ConfigError, did_you_mean
 from optexport.signature import named_outputs
-from optexport.transformations import effects, modules, usage
+from optexport.transformations.graphs import effects, modules, usage
 from optexport.transformations.rule import Match, Rule
 
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from optexport import overloads
-from optexport.transformations import bounds, folding, memory, modes, modules, usage
+from optexport.transformations.graphs import bounds, folding, memory, modes, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten

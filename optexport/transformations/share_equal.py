@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport import overloads
-from optexport.transformations import folding, memory, modes, modules
+from optexport.transformations.graphs import folding, memory, modes, modules
 from optexport.transformations.rule import Match, Rule, Skip
 
 _OPERATORS = {

@@ -34,8 +34,8 @@ from optexport.transformations import (
     SinkSelect,
     Transformation,
     compose,
-    folding,
 )
+from optexport.transformations.graphs import folding
 from optexport.transformations.rule import run
 from tests import models
 from tests.transformations.programs import Inherited, by_export, by_fx

@@ -19,7 +19,7 @@ from optexport.transformations import (
     ShareEqual,
     Transformation,
 )
-from optexport.transformations import modules as modules_of_graphs
+from optexport.transformations.graphs import modules as modules_of_graphs
 from tests.models import randomise
 from tests.transformations.programs import Program, leaves
 

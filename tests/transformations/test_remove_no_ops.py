@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from optexport import symbolic_trace
 from optexport.testing import assert_same, check_applied, check_laws, check_refused, outputs, sharing
-from optexport.transformations import MergeLinears, RemoveNoOps, compose, modules
+from optexport.transformations import MergeLinears, RemoveNoOps, compose
+from optexport.transformations.graphs import modules
 from optexport.transformations.rule import run
 from tests import models
 from tests.models import randomise

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from optexport import overloads
-from optexport.transformations import effects, modules
+from optexport.transformations.graphs import effects, modules
 
 aten = torch.ops.aten
 

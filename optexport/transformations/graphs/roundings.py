@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import effects, folding, modes, modules
+from optexport.transformations.graphs import effects, folding, modes, modules
 
 # What gives a number in another precision, by the dtype that the name tells.
 _CASTS: dict[str, torch.dtype | None] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import memory, modules
+from optexport.transformations.graphs import memory, modules
 
 Bounds = tuple[float, float]
 

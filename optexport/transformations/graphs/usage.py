@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import effects, modules
+from optexport.transformations.graphs import effects, modules
 
 
 def forget(graph_module: GraphModule, node: Node) -> None:

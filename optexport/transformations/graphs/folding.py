@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from optexport.transformations import memory, modes, modules, usage
+from optexport.transformations.graphs import memory, modes, modules, usage
 
 
 def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:

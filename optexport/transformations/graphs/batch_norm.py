@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from optexport.transformations import folding, modules
+from optexport.transformations.graphs import folding, modules
 
 
 def scale_and_shift(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor]:

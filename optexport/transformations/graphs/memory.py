@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations.effects import mutated, own_changes
-from optexport.transformations.modules import called_module, measures, operator_name
-from optexport.transformations.usage import uses
+from optexport.transformations.graphs.effects import mutated, own_changes
+from optexport.transformations.graphs.modules import called_module, measures, operator_name
+from optexport.transformations.graphs.usage import uses
 
 # What gives memory of its own: layers, operators of Python, and functions, methods and ATen operators by name.
 _FRESH_MODULES = (

@@ -11,8 +11,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations import effects, memory, modes, modules, strides
-from optexport.transformations.bounds import bounds
+from optexport.transformations.graphs import effects, memory, modes, modules, strides
+from optexport.transformations.graphs.bounds import bounds
 from optexport.transformations.rule import Match, Skip
 
 aten = torch.ops.aten

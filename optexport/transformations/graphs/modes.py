@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import modules, usage
+from optexport.transformations.graphs import modules, usage
 
 
 def why_apart(graph_module: GraphModule, nodes: Iterable[Node]) -> str | None:

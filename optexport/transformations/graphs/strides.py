@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations import memory, modules
+from optexport.transformations.graphs import memory, modules
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ from optexport.transformations import (
     ShareEqual,
     SinkSelect,
 )
-from optexport.transformations.modes import why_apart
+from optexport.transformations.graphs.modes import why_apart
 from optexport.transformations.rule import run
 from tests.models import randomise
 from tests.transformations.programs import Program, by_export, by_fx

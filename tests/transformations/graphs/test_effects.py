@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from optexport.transformations.effects import draws
+from optexport.transformations.graphs.effects import draws
 
 # These set the generator, or give it away.
 _APART = ("seed", "manual_seed", "initial_seed", "set_rng_state", "get_rng_state", "fork_rng", "compile")
@@ -78,7 +78,7 @@ def main() -> None:
 
 def test_every_function_that_is_seen_to_draw_random_numbers_is_known_to() -> None:
     # In a process of its own: among all functions are those that set a default dtype, or no gradients.
-    program = "from tests.transformations import test_effects; test_effects.main()"
+    program = "from tests.transformations.graphs import test_effects; test_effects.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     known = dict(json.loads(done.stdout))
     assert {"torch.normal", "torch.svd_lowrank", "torch.nn.functional.dropout2d"} < known.keys()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.transformations.bounds import bounds
+from optexport.transformations.graphs.bounds import bounds
 from tests.transformations.programs import by_export, by_fx
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from optexport import symbolic_trace
 from optexport.testing import assert_same, sharing
-from optexport.transformations import FuseBatchNorm2dInConv2d, FuseBias, MergeLinears, Rule, effects, memory, modules
-from optexport.transformations.modules import operator_name
+from optexport.transformations import FuseBatchNorm2dInConv2d, FuseBias, MergeLinears, Rule
+from optexport.transformations.graphs import effects, memory, modules
+from optexport.transformations.graphs.modules import operator_name
 from optexport.transformations.rule import run
 from tests.models import randomise
 from tests.transformations.programs import Program, graph_of

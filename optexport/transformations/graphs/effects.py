@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _NormBase
 
 from optexport import overloads
-from optexport.transformations import modules
+from optexport.transformations.graphs import modules
 
 # Operators of Python, as functions; as methods they have underscores around them.
 _MUTATING = (
