@@ -9,13 +9,29 @@ from typing import TYPE_CHECKING
 
 from optexport import registry
 from optexport.bundle.places import check_place, output_of
+from optexport.config.source import check_module
 from optexport.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from optexport.config.file import Config, InputsConfig
+    from optexport.config.file import Config, InputsConfig, TransformationConfig
 
 # The axes of what a tokenizer gives, as `optexport.signature` names them.
 _OF_TEXT = {"batch", "sequence", "decoder_sequence"}
+
+
+def check_rule(rule: TransformationConfig, folder: Path, place: str) -> None:
+    """Checks that there is a rule of that name, with such options.
+
+    Args:
+        folder: The config's, where a plugin may lie.
+        place: The config's name, and which of its rules it is.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    registry.check(rule.use, rule.options, place)
+    if rule.use.startswith(registry.PLUGIN):
+        check_module(rule.use.removeprefix(registry.PLUGIN), folder, f"{place}.use")
 
 
 def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:

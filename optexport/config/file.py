@@ -22,15 +22,15 @@ from pydantic import (
 )
 
 from optexport import registry
-from optexport.config.checks import check_formats, check_inputs, check_tolerance
+from optexport.config.checks import check_formats, check_inputs, check_rule, check_tolerance
 from optexport.config.decisions import METRIC, Decisions
 from optexport.config.generation import GenerationConfig, check_generation
 from optexport.config.measuring import BenchConfig, GateConfig, TuneConfig, check_measuring
-from optexport.config.mistakes import explained
+from optexport.config.mistakes import Mistakes, explained
 from optexport.config.precision import PrecisionConfig, check_precision
 from optexport.config.processing import ProcessingConfig, check_processing
 from optexport.config.registering import RegisterConfig, check_register
-from optexport.config.source import SourceKind, check_files, check_module, source_kind
+from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
 from optexport.errors import ConfigError, did_you_mean, redact
 from optexport.formats import lowerings
 from optexport.sources.foreign_code import check_foreign_code
@@ -291,25 +291,27 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     except (ValueError, RecursionError) as error:  # also for numbers of too many digits, and endless nesting
         raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
     config = checked_settings(raw, path.name)
-    check_foreign_code(config, path.name)
+    check_foreign_code(config, path.name)  # before anything that asks a package for its rules
+    mistakes = Mistakes(path.name)
     for index, rule in enumerate(config.rules()):
         place = f"{path.name}: transformations[{index}]"
-        registry.check(rule.use, rule.options, place)
-        if rule.use.startswith(registry.PLUGIN):
-            check_module(rule.use.removeprefix(registry.PLUGIN), path.parent, f"{place}.use")
+        mistakes.of(check_rule, rule, path.parent, place)
     for name in config.parity.decisions or ():
         if name.startswith(METRIC):
-            check_module(name.removeprefix(METRIC), path.parent, f"{path.name}: parity.decisions.{name}")
-    check_formats(config, path.name)
-    check_measuring(config.bench, config.gate, config.export.formats, config.inputs.dynamic, path.name)
-    check_files(config, path)
+            place = f"{path.name}: parity.decisions.{name}"
+            mistakes.of(check_module, name.removeprefix(METRIC), path.parent, place)
+    mistakes.of(check_formats, config, path.name)
+    formats, dynamic = config.export.formats, config.inputs.dynamic
+    mistakes.of(check_measuring, config.bench, config.gate, formats, dynamic, path.name)
+    mistakes.of(check_source, config, path)
+    mistakes.of(check_beside_source, config, path)
     of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
-    check_inputs(config.inputs, of_program=of_program, place=path.name)
-    check_tolerance(config, without, path.name)
-    check_processing(config, path.parent, path.name)
-    check_precision(config, path.name)
-    check_generation(config, path.name)
-    check_register(config, path.name)
+    mistakes.of(check_inputs, config.inputs, of_program=of_program, place=path.name)
+    mistakes.of(check_tolerance, config, without, path.name)
+    mistakes.of(check_processing, config, path.parent, path.name)
+    for check in (check_precision, check_generation, check_register):
+        mistakes.of(check, config, path.name)
+    mistakes.tell()
     return config
 
 

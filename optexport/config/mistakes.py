@@ -1,18 +1,21 @@
-"""What pydantic found wrong in a config, in words for the one who wrote it."""
+"""What is wrong in a config, in words for the one who wrote it, and all at once."""
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_origin
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from optexport.errors import ConfigError, did_you_mean
 
+P = ParamSpec("P")
+
 
 def explained(error: ValidationError, model: type[BaseModel], name: str) -> ConfigError:
     """All that pydantic found, as one message: a line per mistake, unknown keys with the nearest known one."""
-    mistakes: list[tuple[str, str, str | None]] = []
+    mistakes: list[ConfigError] = []
     for found in error.errors():
         location = list(found["loc"])
         cause, mend = found["msg"][:1].lower() + found["msg"][1:], None
@@ -32,11 +35,45 @@ def explained(error: ValidationError, model: type[BaseModel], name: str) -> Conf
             cause = str(found["ctx"]["error"])
         else:
             cause = f"{cause}, not {_shown(found['input'])}"
-        mistakes.append((_dotted(location), cause, mend))
+        mistakes.append(ConfigError(cause, place=f"{name}: {_dotted(location)}", mend=mend))
+    return _as_one(mistakes, name)
+
+
+class Mistakes:
+    """What several checks of a config find, told as one message.
+
+    Args:
+        name: The config's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._found: list[ConfigError] = []
+
+    def of(self, check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Runs a check, and keeps what it raises."""
+        try:
+            check(*args, **kwargs)
+        except ConfigError as error:
+            self._found.append(error)
+
+    def tell(self) -> None:
+        """Raises what was found.
+
+        Raises:
+            ConfigError: A check found a mistake.
+        """
+        if self._found:
+            raise _as_one(self._found, self._name)
+
+
+def _as_one(mistakes: Sequence[ConfigError], name: str) -> ConfigError:
     if len(mistakes) == 1:
-        place, cause, mend = mistakes[0]
-        return ConfigError(cause, place=f"{name}: {place}", mend=mend)
-    lines = [f"\n  {place}: {'. '.join(filter(None, [cause, mend]))}" for place, cause, mend in mistakes]
+        return mistakes[0]
+    lines = []
+    for mistake in mistakes:
+        place = (mistake.place or name).removeprefix(f"{name}: ")
+        lines.append(f"\n  {place}: {'. '.join(filter(None, [mistake.cause, mistake.mend]))}")
     return ConfigError(f"{len(mistakes)} mistakes{''.join(lines)}", place=name)
 
 

@@ -43,8 +43,8 @@ def source_kind(source: str, folder: Path) -> SourceKind:
     return SourceKind.HUB
 
 
-def check_files(config: Config, path: Path) -> None:
-    """Checks that the files, folders, packages and modules that a config names are there.
+def check_source(config: Config, path: Path) -> None:
+    """Checks that the file, folder, package or module that the model comes from is there.
 
     Args:
         path: The config's.
@@ -80,6 +80,19 @@ def check_files(config: Config, path: Path) -> None:
             place=place,
             mend='Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".',
         )
+
+
+def check_beside_source(config: Config, path: Path) -> None:
+    """Checks what a config gives a model, and that the files and folders which it names are there.
+
+    Args:
+        path: The config's.
+
+    Raises:
+        ConfigError: One is not, or something is given that the kind of source does not take.
+    """
+    folder = path.parent
+    kind = source_kind(config.model.source, folder)
     if config.model.arguments and kind is not SourceKind.PYTHON:
         raise ConfigError("only a python: source takes arguments", place=f"{path.name}: model.arguments")
     if config.model.adapter is not None and kind in (SourceKind.PYTHON, SourceKind.PT2, SourceKind.TORCHSCRIPT):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from optexport.config.file import Config, load_config
+from optexport.config.file import Config, load_config, parse_config
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError
 from optexport.registry import PRESET, RULES
@@ -328,3 +328,23 @@ def test_random_bytes_are_refused(content: bytes) -> None:
         except ConfigError as error:
             said = str(error)
     assert "mine.toml" in said or said == "org/name"
+
+
+def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Path) -> None:
+    text = """
+        [model]
+        source = "./nowhere"
+        [inputs]
+        images = ["none.png"]
+        [[transformations]]
+        use = "merge-linear"
+        [export]
+        formats = ["pt2"]
+        layout = "triton"
+    """
+    with pytest.raises(ConfigError) as raised:
+        parse_config(text, tmp_path / "mine.toml")
+    first, *lines = str(raised.value).splitlines()
+    assert first == "mine.toml: 4 mistakes"
+    places = [line.strip().partition(": ")[0] for line in lines]
+    assert places == ["transformations[0].use", "export.layout", "model.source", "inputs.images"]
