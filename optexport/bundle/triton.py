@@ -16,7 +16,9 @@ from optexport.errors import ExportError
 from optexport.proof.reference import HALVES, Reference
 from optexport.signature import Signature, TensorSpec, as_argument
 
-FOLDER = "triton"
+# Not "triton": a folder of that name is a package to Python where it is started beside it, and torch takes it for the
+# real one.
+FOLDER = "model_repository"
 _LARGEST_BATCH = 2**31 - 1
 # What of lower precision has one scale for all rows of a batch, so that a row's result depends on those beside it.
 _BY_THE_BATCH = "int8"
