@@ -27,13 +27,13 @@ from optexport.config.file import parse_config
 from optexport.errors import ConfigError, ExportError
 from optexport.pipeline import Result
 from optexport.proof.cases import Case
-from optexport.proof.reference import Reference
+from optexport.proof.reference import HALVES, Reference
 from optexport.signature import Dim, Signature, TensorSpec
 from optexport.stages import Stages
 from tests import exports, stores
 from tests.calling import CliRunner, cli
 from tests.serving import repository
-from tests.serving.models import served
+from tests.serving.models import Mixed, served
 
 BATCHED = [("rows", "onnx"), ("rows", "torchscript"), ("mixed", "onnx"), ("int8", "onnx"), ("int8-blocks", "onnx")]
 NOT_BATCHED = [
@@ -81,6 +81,17 @@ def test_where_all_tensors_share_a_batch_triton_adds_it(name: str, file_format: 
 def test_where_they_do_not_every_axis_is_said(name: str, file_format: str) -> None:
     config = configuration(served(name), file_format)
     assert config.max_batch_size == 0
+    assert not config.HasField("dynamic_batching")
+
+
+@pytest.mark.parametrize("rows", [[[1, 1]] * 4, [[1, 2], [3, 4], [1, 2], [3, 4]]], ids=str)
+def test_rows_that_are_alike_do_not_show_that_no_other_has_a_say(rows: list[list[float]], tmp_path: Path) -> None:
+    x = torch.tensor(rows, dtype=torch.float32)
+    options: dict[str, Any] = {"dynamic": exports.BATCH, "formats": ["onnx"], "layout": "triton"}
+    result = export(Mixed().eval(), {"x": x}, tmp_path / "mixed", transformations=[], **options)
+    assert HALVES in result.manifest.parity.ways, "the halves' means are those of the whole"
+    config = configuration(result, "onnx")
+    assert config.max_batch_size > 1
     assert not config.HasField("dynamic_batching")
 
 
