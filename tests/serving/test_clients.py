@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from optexport.pipeline import Result
@@ -50,6 +53,13 @@ def test_it_imports_neither_optexport_nor_torch() -> None:
     code += "print(sorted({'optexport', 'torch', 'transformers', 'mlflow'} & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_the_client_of_mlflow_compares_booleans_too() -> None:
+    distance = runpy.run_path(str(EXAMPLES / "client.py"))["distance"]
+    flags = np.array([True, False])
+    assert distance(np.asarray(json.loads("[true, false]")), flags) == 0
+    assert distance(np.asarray(json.loads("[true, true]")), flags) == 1
 
 
 @pytest.mark.system
