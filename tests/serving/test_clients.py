@@ -66,6 +66,6 @@ def test_the_client_of_mlflow_compares_booleans_too() -> None:
 def test_onnx_runtime_in_node_gets_the_originals_results(tmp_path: Path) -> None:
     folder = shutil.copytree(EXAMPLES, tmp_path / "serving", ignore=shutil.ignore_patterns("node_modules"))
     run("npm", "install", "--prefix", folder, "--ignore-scripts", "--no-audit", "--no-fund")
-    for result in (exports.exported(), served("block")):
+    for result in (exports.exported(), served("block"), served("rows")):
         said = run("node", folder / "onnx_runtime.mjs", result.output)
         distances(said, result.manifest.reference_cases, result)
