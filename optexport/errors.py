@@ -69,7 +69,8 @@ class OptexportError(Exception):
 
     Args:
         cause: What is wrong, as one sentence.
-        place: Where it is wrong: a file, a key of the config, a node, an input.
+        place: Where it is wrong: a file, a key of the config, a node, an input. It is written on one line: others name
+            files, and could write a line of ours.
         mend: What the user can do about it.
         proof: All that was compared, as the manifest of a bundle would hold it; None where it did not come to that.
 
@@ -84,7 +85,7 @@ class OptexportError(Exception):
     ) -> None:
         self.proof = proof
         self.cause = redact(cause)
-        self.place = None if place is None else redact(place)
+        self.place = None if place is None else redact(on_one_line(place))
         self.mend = None if mend is None else redact(mend)
         super().__init__(str(self))
 

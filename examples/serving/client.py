@@ -1,6 +1,9 @@
-"""Asks a model that `mlflow models serve` serves, with nothing but the standard library and NumPy.
+"""Asks a model that `mlflow models serve` serves, with the standard library, NumPy and safetensors.
+
+With `[register]` and `name = "minilm"` in the config:
 
     optexport run examples/minilm.toml
+    export MLFLOW_TRACKING_URI=sqlite:///examples/mlflow.db
     mlflow models serve --model-uri models:/minilm@champion --env-manager local --port 5001
     python examples/serving/client.py http://127.0.0.1:5001 examples/build/minilm
 
@@ -31,13 +34,17 @@ def predict(url, inputs):
         return json.load(answer)["predictions"]
 
 
+def distance(answer, expected):
+    """The largest distance of an answer from what the original gave, be they numbers or booleans."""
+    return np.abs(answer.astype("float64") - expected.astype("float64")).max(initial=0.0)
+
+
 def main(url, bundle):
     stored = load_file(Path(bundle) / "reference.safetensors")  # case 0 is what was traced
     inputs = {key.removeprefix("0.inputs."): array for key, array in stored.items() if key.startswith("0.inputs.")}
     for name, values in predict(url, inputs).items():
         answer, expected = np.asarray(values), stored[f"0.outputs.{name}"]
-        distance = np.abs(answer - expected).max(initial=0.0)
-        print(f"{name} {list(answer.shape)}: {distance:.2g} from the original")
+        print(f"{name} {list(answer.shape)}: {distance(answer, expected):.2g} from the original")
 
 
 if __name__ == "__main__":

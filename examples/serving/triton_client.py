@@ -1,6 +1,6 @@
 """Asks Triton Inference Server, which serves a bundle of the layout "triton", with the standard library and NumPy.
 
-    tritonserver --model-repository examples/build/minilm/triton
+    tritonserver --model-repository examples/build/minilm/model_repository
     python examples/serving/triton_client.py http://127.0.0.1:8000 examples/build/minilm
 
 It sends every case of inputs that the bundle holds to each of its models, and says how far the answers are from the
@@ -68,7 +68,7 @@ def main(url, bundle):
     manifest = json.loads((Path(bundle) / "manifest.json").read_text(encoding="utf-8"))
     stored = load_file(Path(bundle) / "reference.safetensors")
     paths = [Path(artifact["path"]) for artifact in manifest["artifacts"]]
-    for model in [path.parts[1] for path in paths if path.parts[0] == "triton"]:
+    for model in [path.parts[1] for path in paths if path.parts[0] == "model_repository"]:
         for number, case in enumerate(manifest["reference_cases"]):
             inputs = [stored[f"{number}.inputs.{spec['name']}"] for spec in manifest["inputs"]]
             try:

@@ -20,7 +20,7 @@ def read_bundles(folder: Path) -> dict[Path, Manifest]:
         ConfigError: The folder is neither.
         BundleError: A file is missing, added or changed.
     """
-    if (folder / MANIFEST).exists() or not (folder / GENERATION).is_file():
+    if (folder / MANIFEST).is_file() or not (folder / GENERATION).is_file():
         return {folder: digests.read_manifest(folder)}
     return {folder / name: manifest for name, manifest in read_generation(folder)[1].items()}
 

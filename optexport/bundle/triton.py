@@ -11,12 +11,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import torch
+
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.errors import ExportError
 from optexport.proof.reference import HALVES, Reference
-from optexport.signature import Signature, TensorSpec, as_argument
+from optexport.signature import Batch, Signature, TensorSpec, as_argument
 
-FOLDER = "triton"
+# Not "triton": a folder of that name is a package to Python where it is started beside it, and torch takes it for the
+# real one.
+FOLDER = "model_repository"
 _LARGEST_BATCH = 2**31 - 1
 # What of lower precision has one scale for all rows of a batch, so that a row's result depends on those beside it.
 _BY_THE_BATCH = "int8"
@@ -134,7 +138,8 @@ def _configuration(
         signature = signature.at(reference.cases[0].batch)
     rows = _most_rows(signature, reference)
     precision = None if artifact.precision is None else artifact.precision.precision
-    alone = HALVES in reference.ways and precision != _BY_THE_BATCH
+    shown = HALVES in reference.ways and precision != _BY_THE_BATCH  # that no row has a say in another's result
+    alone = rows > 1 and shown and _rows_differ(reference.cases[0].batch)
     inputs, outputs = signature.inputs, signature.outputs
     if artifact.format == "torchscript":  # which names the arguments of forward, and no outputs
         inputs = tuple(TensorSpec(as_argument(spec.name), spec.dtype, spec.shape) for spec in inputs)
@@ -145,7 +150,7 @@ def _configuration(
         f"platform: {_quoted(backend.platform)}",
         f"default_model_filename: {_quoted(backend.filename)}",
         f"max_batch_size: {rows}",
-        *(["dynamic_batching { }"] if rows > 1 and alone else []),
+        *(["dynamic_batching { }"] if alone else []),
         "instance_group [ { kind: KIND_CPU } ]",  # what was proven
         *(line for spec in inputs for line in _tensor("input", spec, backend, batched=rows > 0)),
         *(line for spec in outputs for line in _tensor("output", spec, backend, batched=rows > 0)),
@@ -168,6 +173,17 @@ def _most_rows(signature: Signature, reference: Reference) -> int:
         return min(batch.max, _LARGEST_BATCH)
     name = signature.inputs[0].name
     return max(case.batch[name].shape[0] for case in reference.cases)
+
+
+def _rows_differ(batch: Batch) -> bool:
+    """Whether no two rows of a batch are alike, nor of any input of real numbers; all inputs are of one batch.
+
+    Only of such rows does half of them tell whether one has a say in another's result: the mean of equal rows is that
+    of their halves.
+    """
+    rows = [tensor.reshape(len(tensor), -1).double() for tensor in batch.values()]
+    real = [values for values, tensor in zip(rows, batch.values(), strict=True) if tensor.is_floating_point()]
+    return all(len(values.unique(dim=0)) == len(values) for values in (torch.cat(rows, dim=1), *real))
 
 
 def _tensor(kind: str, spec: TensorSpec, backend: _Backend, *, batched: bool) -> Iterator[str]:

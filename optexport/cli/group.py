@@ -109,6 +109,8 @@ class Group(click.Group):
                 _fail(ctx, str(error), error.exit_code, error)
             if _is_full(error):
                 _fail(ctx, f"{error}\n  Make room, and run again.", 1)
+            if isinstance(error, PermissionError) and error.filename is not None:
+                _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
             if isinstance(error, SystemExit):
                 _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
             # A defect of ours, or of a library: still one message.

@@ -20,11 +20,11 @@ _MEND = (
 )
 
 
-def check_private(path: Path) -> None:
-    """Checks that a file holds a private key that signs.
+def check_private(path: Path, folder: Path) -> None:
+    """Checks that a file holds a private key that signs, and does not lie in the folder that it is to sign.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: It holds none, or lies there.
     """
     content = _read(path)
     try:
@@ -38,6 +38,8 @@ def check_private(path: Path) -> None:
         cause = "it holds a public key, and a private one signs" if public else "it holds no private key in PEM"
         raise _refused(path, cause) from error
     _check_curve(path, key)
+    if path.resolve().is_relative_to(folder.resolve()):
+        raise _refused(path, "it lies in the folder that it is to sign, and would go where that goes", "Move it away.")
 
 
 def fingerprint(path: Path) -> str:
@@ -60,11 +62,11 @@ def fingerprint(path: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
-    if not path.exists():
-        raise _refused(path, "there is no such file")
-    if not path.is_file():  # a pipe gives its content once, and it is read twice
-        raise _refused(path, "it is no file")
     try:
+        if not path.exists():
+            raise _refused(path, "there is no such file")
+        if not path.is_file():  # a pipe gives its content once, and it is read twice
+            raise _refused(path, "it is no file")
         with path.open("rb") as file:
             content = file.read(_LONGEST)
     except OSError as error:

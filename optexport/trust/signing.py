@@ -6,13 +6,14 @@ import base64
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from model_signing import hashing, signing, verifying
 
-from optexport.bundle import digests, sealed_json
+from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.parts import read_bundles
 from optexport.bundle.places import GENERATION, MANIFEST, MEASUREMENTS, REPORT, SBOM, SIGNATURE, SIGNED, STATEMENT
@@ -20,6 +21,8 @@ from optexport.errors import BundleError, ConfigError, first_line, on_one_line
 from optexport.trust import keys, sbom, statement
 
 _SHOWN = 5
+# In bytes: that of 50,000 files. What is read before anyone knows whose it is has not to fill the memory.
+_LARGEST = 16 << 20
 _AGAIN = "Get it again; or, where it is yours and right, sign it again: optexport sign BUNDLE --key KEY"
 # What the signature says of itself, besides files: that it is of all of them, and no links among them.
 _WHOLE = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": [SIGNATURE]}
@@ -31,9 +34,14 @@ class _Hashing(hashing.Config):
     found: dict[str, str] | None = None
 
     def hash(self, model_path: hashing.PathLike, *, files_to_hash: Iterable[hashing.PathLike] | None = None) -> Any:
-        """As the library does, which calls it once a signature is known to be the key's."""
+        """As the library does, which calls it once a signature is known to be the key's.
+
+        Args:
+            files_to_hash: The files that were signed, of which some may be gone; None where all are to be.
+        """
         try:
-            manifest = super().hash(model_path, files_to_hash=files_to_hash)
+            there = None if files_to_hash is None else [p for p in files_to_hash if Path(os.fsdecode(p)).is_file()]
+            manifest = super().hash(model_path, files_to_hash=there)
         except OSError as error:
             name = Path(error.filename or SIGNATURE).name
             raise BundleError(f"it cannot be read: {error.strerror}", place=name) from error
@@ -57,12 +65,12 @@ def sign(folder: Path, key: Path) -> None:
         key: The file of a private key.
 
     Raises:
-        ConfigError: The key cannot sign, the folder is no bundle or cannot be written to, or it was made with other
-            versions than those that are installed.
+        ConfigError: The key cannot sign or lies in the folder, which is no bundle or cannot be written to, or it was
+            made with other versions than those that are installed.
         BundleError: A file of the bundle is missing, added or changed.
     """
     folder = folder.resolve()
-    keys.check_private(key)
+    keys.check_private(key, folder)
     bundles = read_bundles(folder)
     for manifest in bundles.values():
         sbom.check_environment(manifest)
@@ -122,9 +130,7 @@ def _files(folder: Path) -> set[str]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BundleError(
-                "it is a link or no file, which no bundle holds", place=on_one_line(name), mend="Remove it."
-            )
+            raise BundleError("it is a link or no file, which no bundle holds", place=name, mend="Remove it.")
         if path.is_file():
             names.add(name)
     return names
@@ -142,6 +148,7 @@ def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str]
     hashed = _hashing()
     try:
         config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(hashed)
+        config.set_ignore_unsigned_files(True)  # which are told by their names, however large they are
         config.verify(folder, folder / SIGNATURE)
     except BundleError:
         raise
@@ -165,8 +172,8 @@ def _read(path: Path) -> tuple[bytes, str]:
         BundleError: It is missing, or not as the library writes it.
     """
     try:
-        if path.stat().st_size > sealed_json.LARGEST:
-            raise ValueError(f"it is larger than {sealed_json.LARGEST} bytes")
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"it is larger than {_LARGEST} bytes")
         content = path.read_bytes()
         document = json.loads(content)
         envelope = document["dsseEnvelope"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,13 @@ from optexport.config.file import parse_config
 from optexport.errors import ConfigError, ExportError
 from optexport.pipeline import Result
 from optexport.proof.cases import Case
-from optexport.proof.reference import Reference
+from optexport.proof.reference import HALVES, Reference
 from optexport.signature import Dim, Signature, TensorSpec
 from optexport.stages import Stages
 from tests import exports, stores
 from tests.calling import CliRunner, cli
 from tests.serving import repository
-from tests.serving.models import served
+from tests.serving.models import Mixed, served
 
 BATCHED = [("rows", "onnx"), ("rows", "torchscript"), ("mixed", "onnx"), ("int8", "onnx"), ("int8-blocks", "onnx")]
 NOT_BATCHED = [
@@ -82,6 +84,17 @@ def test_where_they_do_not_every_axis_is_said(name: str, file_format: str) -> No
     assert not config.HasField("dynamic_batching")
 
 
+@pytest.mark.parametrize("rows", [[[1, 1]] * 4, [[1, 2], [3, 4], [1, 2], [3, 4]]], ids=str)
+def test_rows_that_are_alike_do_not_show_that_no_other_has_a_say(rows: list[list[float]], tmp_path: Path) -> None:
+    x = torch.tensor(rows, dtype=torch.float32)
+    options: dict[str, Any] = {"dynamic": exports.BATCH, "formats": ["onnx"], "layout": "triton"}
+    result = export(Mixed().eval(), {"x": x}, tmp_path / "mixed", transformations=[], **options)
+    assert HALVES in result.manifest.parity.ways, "the halves' means are those of the whole"
+    config = configuration(result, "onnx")
+    assert config.max_batch_size > 1
+    assert not config.HasField("dynamic_batching")
+
+
 def test_the_batch_ends_where_it_was_declared_to_or_was_proven() -> None:
     assert configuration(served("rows"), "onnx").max_batch_size == 16
     stored = load_file(served("mixed").output / "reference.safetensors")
@@ -107,15 +120,15 @@ def test_a_file_of_fixed_shape_says_its_sizes() -> None:
 def test_each_file_is_stored_once_and_the_manifest_tells_where() -> None:
     result = served("rows")
     assert {name: path.relative_to(result.output).as_posix() for name, path in result.files.items()} == {
-        "onnx": "triton/rows_onnx/1/model.onnx",
-        "torchscript": "triton/rows_torchscript/1/model.pt",
+        "onnx": "model_repository/rows_onnx/1/model.onnx",
+        "torchscript": "model_repository/rows_torchscript/1/model.pt",
         "pt2": "model.pt2",
     }
     listed = {file.path for file in digests.read_manifest(result.output).files}
-    assert {path for path in listed if "triton" in path or "model" in path} == {
+    assert {path for path in listed if "model" in path} == {
         "model.pt2",
-        *(f"triton/rows_{name}" for name in ("onnx/config.pbtxt", "onnx/1/model.onnx")),
-        *(f"triton/rows_{name}" for name in ("torchscript/config.pbtxt", "torchscript/1/model.pt")),
+        *(f"model_repository/rows_{name}" for name in ("onnx/config.pbtxt", "onnx/1/model.onnx")),
+        *(f"model_repository/rows_{name}" for name in ("torchscript/config.pbtxt", "torchscript/1/model.pt")),
     }
 
 
@@ -131,6 +144,14 @@ def test_the_bundle_verifies_and_runs_as_any_other() -> None:
         )
 
 
+def test_python_that_is_started_in_the_bundle_takes_no_folder_for_a_package() -> None:
+    code = "import torch; torch.export.load('model.pt2')"  # which asks whether there is a package named triton
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=served("rows").output, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_of_its_files_is_measured_as_the_bundles(tmp_path: Path) -> None:
     path = served("rows").files["torchscript"]
     target = open_target(path)
@@ -141,16 +162,16 @@ def test_one_of_its_files_is_measured_as_the_bundles(tmp_path: Path) -> None:
 
 def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
     bundle = shutil.copytree(served("rows").output, tmp_path / "bundle")
-    path = bundle / "triton" / "rows_onnx" / "config.pbtxt"
+    path = bundle / "model_repository" / "rows_onnx" / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 16", "max_batch_size: 64"))
     done = CliRunner().invoke(cli, ["verify", str(bundle)])
     assert done.exit_code == 4
-    assert "triton/rows_onnx/config.pbtxt: it was changed" in done.stderr
+    assert "model_repository/rows_onnx/config.pbtxt: it was changed" in done.stderr
 
 
 def test_blame_finds_a_wrong_file_and_writes_over_what_it_left_before(tmp_path: Path) -> None:
     bundle = shutil.copytree(served("rows").output, tmp_path / "bundle")
-    name = "triton/rows_torchscript/1/model.pt"
+    name = "model_repository/rows_torchscript/1/model.pt"
     exports.rezip(bundle / name, lambda part, content: bytes(len(content)) if part.endswith("data/0") else content)
     exports.reseal(bundle, name)
     for _ in range(2):
@@ -168,13 +189,13 @@ def test_one_layout_takes_the_place_of_the_other_and_the_difference_is_in_no_mod
     export(model, {"input": exports.X}, bundle, layout="triton", **options)
     shutil.copytree(bundle, other)
     export(model, {"input": exports.X}, bundle, **options)
-    assert not (bundle / "triton").exists()
+    assert not (bundle / "model_repository").exists()
     done = CliRunner().invoke(cli, ["diff", str(bundle), str(other)])
     assert done.exit_code == 0, done.stderr
     assert "compute the same" in " ".join(done.stdout.split())
     export(model, {"input": exports.X}, bundle, layout="triton", **options)
     assert not (bundle / "model.onnx").exists()
-    for path in sorted((other / "triton").rglob("*.*")):
+    for path in sorted((other / "model_repository").rglob("*.*")):
         assert path.read_bytes() == (bundle / path.relative_to(other)).read_bytes(), "two runs give the same bytes"
 
 
@@ -212,7 +233,7 @@ def test_the_models_are_named_after_the_output(output: str, name: str, tmp_path:
     record = ArtifactRecord(format="onnx", path="model.onnx", fixed_shape=None)
     reference = Reference((Case("traced", {"x": torch.ones(3)}),), ({},), ({},))
     (moved,) = triton.lay_out(tmp_path, output, [record], Signature((spec,), (spec,), {}), reference)
-    assert moved.path == f"triton/{name}_onnx/1/model.onnx"
+    assert moved.path == f"model_repository/{name}_onnx/1/model.onnx"
 
 
 class Scalar(nn.Module):
@@ -279,9 +300,11 @@ def test_a_run_can_be_made_again_to_the_byte_and_is_tracked(tmp_path: Path) -> N
     assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)
     bundle = tmp_path / "out" / "block"
-    assert result["files"]["onnx"] == str(bundle / "triton" / "block_onnx" / "1" / "model.onnx")
+    assert result["files"]["onnx"] == str(bundle / "model_repository" / "block_onnx" / "1" / "model.onnx")
     done = CliRunner().invoke(cli, ["reproduce", str(bundle), "--folder", str(tmp_path)])
     assert done.exit_code == 0, done.output
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    sent = mlflow.artifacts.list_artifacts(run_id=result["mlflow_run_id"], artifact_path="bundle/triton/block_onnx")
+    sent = mlflow.artifacts.list_artifacts(
+        run_id=result["mlflow_run_id"], artifact_path="bundle/model_repository/block_onnx"
+    )
     assert [Path(file.path).name for file in sent] == ["1", "config.pbtxt"]

@@ -129,3 +129,15 @@ def test_a_file_that_may_not_be_read_is_named_and_no_defect(copied: Path, name: 
     )
     assert done.returncode == 4, done.stderr
     assert done.stderr.startswith(f"Error: {name}: it cannot be read: ")
+
+
+@pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
+@pytest.mark.parametrize("command", ["verify", "report"])
+def test_a_folder_that_may_not_be_entered_is_named_and_no_defect(copied: Path, command: str) -> None:
+    copied.chmod(0o444)
+    done = subprocess.run(
+        [*_AS_ANYBODY, sys.executable, "-m", "optexport", command, copied], capture_output=True, text=True
+    )
+    copied.chmod(0o755)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == f"Error: {copied / 'manifest.json'}: this user may not do that: Permission denied\n"

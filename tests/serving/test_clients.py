@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from optexport.pipeline import Result
@@ -52,10 +55,17 @@ def test_it_imports_neither_optexport_nor_torch() -> None:
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+def test_the_client_of_mlflow_compares_booleans_too() -> None:
+    distance = runpy.run_path(str(EXAMPLES / "client.py"))["distance"]
+    flags = np.array([True, False])
+    assert distance(np.asarray(json.loads("[true, false]")), flags) == 0
+    assert distance(np.asarray(json.loads("[true, true]")), flags) == 1
+
+
 @pytest.mark.system
 def test_onnx_runtime_in_node_gets_the_originals_results(tmp_path: Path) -> None:
     folder = shutil.copytree(EXAMPLES, tmp_path / "serving", ignore=shutil.ignore_patterns("node_modules"))
     run("npm", "install", "--prefix", folder, "--ignore-scripts", "--no-audit", "--no-fund")
-    for result in (exports.exported(), served("block")):
+    for result in (exports.exported(), served("block"), served("rows")):
         said = run("node", folder / "onnx_runtime.mjs", result.output)
         distances(said, result.manifest.reference_cases, result)

@@ -29,7 +29,9 @@ NAMES = ("rows", "block", "pairs", "mixed")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
-    with serving([served(name).output / "triton" for name in NAMES], tmp_path_factory.mktemp("triton")) as running:
+    with serving(
+        [served(name).output / "model_repository" for name in NAMES], tmp_path_factory.mktemp("triton")
+    ) as running:
         yield running
 
 

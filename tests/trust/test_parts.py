@@ -76,6 +76,13 @@ def test_without_a_key_each_part_is_verified_and_damage_named(whole: Path, tmp_p
     assert "encoder: there is no such folder" in message(signed.call("verify", whole), 4)
 
 
+def test_a_folder_in_the_place_of_a_manifest_makes_no_bundle_of_it(whole: Path, tmp_path: Path) -> None:
+    private, public = signed.pair(tmp_path)
+    sign(whole, private)
+    (whole / "manifest.json").mkdir()
+    assert "manifest.json: the export does not know it" in message(signed.call("verify", whole, public), 4)
+
+
 @pytest.mark.parametrize("parts", [[], {}, {"encoder": "x"}, {"decoder": "x", "../whole/encoder": "x"}])
 def test_parts_that_are_none_are_refused(whole: Path, parts: object) -> None:
     exports.edit_json(whole / "generation.json", lambda document: document.update(parts=parts))

@@ -183,9 +183,17 @@ def test_a_file_that_was_added_is_named(copied: Path, keys: tuple[Path, Path], n
     assert f"\n  {told} was added" in message(signed.call("verify", copied, keys[1]), 4)
 
 
-def test_an_empty_folder_that_was_added_is_named(copied: Path, keys: tuple[Path, Path]) -> None:
-    (copied / "more").mkdir()
-    assert "more: the manifest does not know this folder" in refused(copied, keys[1])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_folder_that_was_added_is_named_on_one_line(copied: Path, keys: tuple[Path, Path], given: bool) -> None:
+    (copied / "all is well\nError: no").mkdir()
+    told = message(signed.call("verify", copied, keys[1] if given else None), 4)
+    assert told.startswith("all is well\\nError: no: the manifest does not know this folder\n")
+
+
+def test_a_file_that_was_added_is_not_read_however_large_it_is(copied: Path, keys: tuple[Path, Path]) -> None:
+    with (copied / "more").open("wb") as file:
+        file.truncate(1 << 40)  # a hole, which takes no room on the disk, and hours to read
+    assert "\n  more was added" in refused(copied, keys[1])
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "bundle.sig", "more"])
@@ -248,6 +256,7 @@ OTHERWISE: dict[str, Callable[[Path], object]] = {
     "no JSON": lambda path: path.write_bytes(b"\xff{"),
     "another document": lambda path: path.write_bytes(b"{}"),
     "a list": lambda path: path.write_bytes(b"[]"),
+    "larger than any": lambda path: os.truncate(path, (16 << 20) + 1),
     "nested without end": lambda path: path.write_bytes(b"[" * 100_000),
     "a blank more": lambda path: path.write_bytes(path.read_bytes() + b" "),
     "a key twice": lambda path: path.write_bytes(path.read_bytes().replace(b"{", b'{"mediaType":"x",', 1)),
@@ -327,9 +336,7 @@ def test_a_damaged_bundle_is_not_signed(tmp_path: Path, keys: tuple[Path, Path])
 def test_a_bundle_that_holds_a_key_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     shutil.copy(keys[0], bundle / "key.pem")
-    assert "key.pem: the manifest does not know this file" in message(
-        signed.call("sign", bundle, bundle / "key.pem"), 4
-    )
+    assert "key.pem: the manifest does not know this file" in message(signed.call("sign", bundle, keys[0]), 4)
 
 
 def test_measurements_that_do_not_tell_what_a_statement_says_are_named(tmp_path: Path, keys: tuple[Path, Path]) -> None:
