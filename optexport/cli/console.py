@@ -44,9 +44,9 @@ def progress(*, quiet: bool) -> Iterator[Stages]:
     elif sys.stderr is None or not sys.stderr.isatty():
         yield Stages(plain)
     else:
-        from rich.console import Console
+        from optexport.cli.printable_console import PrintableConsole
 
-        shown = Console(file=sys.stderr)
+        shown = PrintableConsole(file=sys.stderr)
         with shown.status("starting") as status:
 
             def live(name: str, seconds: float | None) -> None:

@@ -12,7 +12,13 @@ from optexport.errors import printable
 
 
 class PrintableConsole(Console):
-    """Prints styles of its own, and as plain text whatever would steer a terminal in what it is given."""
+    """Prints styles of its own, and as plain text whatever would steer a terminal in what it is given.
+
+    The name of a rule, ``python:fire:Mine``, is no picture of a fire either.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, **options)
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for text, style, control in super().render(*arguments, **options):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.table import Table
 
 from optexport.cli.printable_console import PrintableConsole
 from optexport.errors import printable
@@ -109,3 +110,13 @@ def test_a_config_that_is_hostile_is_checked_in_plain_text(
     escaped = escaped.replace("\\x08", "\\b")
     (tmp_path / "mine.toml").write_text(f'{key} = "{escaped}"\n')
     assert _call(tmp_path, monkeypatch, "check", "mine.toml")[0] == 2
+
+
+def test_a_name_between_colons_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table()
+    table.add_column("rule")
+    table.add_row("python:fire:Mine")
+    PrintableConsole().print(table, "python:two:make")
+    shown = capsys.readouterr().out
+    assert "python:fire:Mine" in shown
+    assert "python:two:make" in shown
