@@ -226,18 +226,30 @@ def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> torch.T
     return x.squeeze(single) if single else x.clone()
 
 
-def nearest(upsample: Any, x: torch.Tensor, sizes: Sequence[Any] | None, *scales: Any) -> torch.Tensor:
+def nearest(
+    upsample: Any, x: torch.Tensor, sizes: Sequence[Any] | None, factors: Sequence[float] | None = None
+) -> torch.Tensor:
     """Nearest neighbours, of the places that torch reads: the whole part of ``i * before / after`` in float32.
 
     ONNX Runtime divides by ``after / before``: of 14 made 4 the third place is 6 to it, and 7 to torch. Where a size is
-    a multiple of the one before they agree.
+    a multiple of the one before they agree. By a factor of 1.3 it makes 3 of 3 by copying them, and torch does not.
     """
-    pairs = list(zip(x.shape[2:], sizes or (), strict=bool(sizes)))
-    if not pairs or all(statically_known_true(after % before == 0) for before, after in pairs):
-        return upsample(x, sizes, *scales)  # type: ignore[no-any-return]
-    for axis, (before, after) in enumerate(pairs, start=2):
-        step = torch.full((), before, dtype=torch.float32) / torch.full((), after, dtype=torch.float32)
-        places = (torch.arange(after, dtype=torch.float32) * step).long().clamp(max=before - 1)
+    before = x.shape[2:]
+    if sizes is None:
+        if factors is None or all(float(factor).is_integer() for factor in factors):
+            return upsample(x, sizes, factors)  # type: ignore[no-any-return]
+        after = [torch.sym_int(size * factor) for size, factor in zip(before, factors, strict=True)]
+        steps = [torch.full((), 1 / factor, dtype=torch.float32) for factor in factors]
+    else:
+        after = [*sizes]
+        if all(statically_known_true(end % start == 0) for start, end in zip(before, after, strict=True)):
+            return upsample(x, sizes, factors)  # type: ignore[no-any-return]
+        ends = [
+            [torch.full((), size, dtype=torch.float32) for size in pair] for pair in zip(before, after, strict=True)
+        ]
+        steps = [start / end for start, end in ends]
+    for axis, (size, step) in enumerate(zip(after, steps, strict=True), start=2):
+        places = (torch.arange(size, dtype=torch.float32) * step).long().clamp(max=x.shape[axis] - 1)
         x = x.index_select(axis, places)
     return x
 

@@ -100,6 +100,14 @@ def test_nearest_neighbours_are_those_that_torch_reads(tmp_path: Path) -> None:
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size)} for size in sizes))
 
 
+def test_a_factor_that_adds_no_place_yet_moves_them(tmp_path: Path) -> None:
+    """The runtime copies what it makes as long as it was."""
+    model = Program(lambda m, x: [functional.interpolate(x, scale_factor=factor) for factor in (1.3, 1.5, 0.75, 2)])
+    made = files.prepare(model, {"x": torch.randn(2, 3, 9)}, {"x": {0: "batch", 2: Dim("length", 2, 64)}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, size)} for size in (2, 3, 4, 7, 32)))
+
+
 def _floors(m: nn.Module, x: torch.Tensor) -> Any:
     whole = x.round().long()
     fractions = [x // 0.7, x.double() // 0.7, torch.div(x, torch.tensor(-0.7), rounding_mode="floor"), whole // 0.7]
