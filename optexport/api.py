@@ -59,8 +59,8 @@ def export(
         output: The bundle's folder; a bundle that is there already is replaced.
         transformations: One or several, in the order in which they are applied; the preset by default.
         formats: Any of "torchscript", "onnx" and "pt2".
-        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``; by default every axis
-            that the model leaves dynamic.
+        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``; one of a single size
+            is fixed. By default every axis that the model leaves dynamic.
         multiple: How many times farther from float64 than the original a result may be.
         atol: With rtol, a fixed tolerance against the original instead.
         decisions: Gates as in ``[parity.decisions]``: ``{"argmax_agreement": 0.999, "cosine": {"min": 0.9999, "output":
@@ -97,23 +97,7 @@ def export(
     if not given:
         raise ConfigError("no batch is given", place="inputs")
     loaded, batches = _called(loaded, given)
-    for name, axes in (dynamic or {}).items():
-        rank = batches[0][name].dim() if name in batches[0] else 0
-        for wrong in [dim for dim in axes.values() if not isinstance(dim, str | Dim)]:
-            raise ConfigError(
-                f"{wrong!r} is no dimension",
-                place=f"dynamic: {name}",
-                mend='Give a name, as in {0: "batch"}, or a Dim.',
-            )
-        for dim in [dim for dim in axes.values() if isinstance(dim, Dim)]:
-            if dim.min < 1 or (dim.max is not None and dim.max < dim.min):
-                raise ConfigError(f"{dim} holds no size that can be proven", place=f"dynamic: {name}")
-        if any(not 0 <= axis < rank for axis in axes):
-            raise ConfigError(
-                f"no input has the axes {sorted(axes)}",
-                place=f"dynamic: {name}",
-                mend=f"Inputs are {', '.join(f'{key} {list(value.shape)}' for key, value in batches[0].items())}.",
-            )
+    _check_dimensions(dynamic or {}, batches)
     config = checked_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
@@ -133,7 +117,8 @@ def export(
     check_precision(config, "export")
     metrics = load_metrics(config.parity.decisions, Path())
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
-    job = Job(config, loaded, example, batches, dynamic, rules, output, metrics=metrics)
+    free = None if dynamic is None else {name: _that_change(axes) for name, axes in dynamic.items()}
+    job = Job(config, loaded, example, batches, free, rules, output, metrics=metrics)
     return pipeline.produce(job, stages or Stages())
 
 
@@ -184,6 +169,45 @@ def _own(batch: Mapping[str, torch.Tensor]) -> Batch:
                 mend="Give an ordinary tensor on the CPU: tensor.to_dense().cpu().",
             )
     return {name: tensor.detach().clone() for name, tensor in batch.items()}
+
+
+def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
+    """Checks that each dimension that is declared is one of the inputs', and may be had.
+
+    Raises:
+        ConfigError: One is not, or may not.
+    """
+    for name, axes in dynamic.items():
+        rank = batches[0][name].dim() if name in batches[0] else 0
+        for dim in axes.values():
+            if not isinstance(dim, str | Dim) or not str(getattr(dim, "name", dim)).isidentifier():
+                raise ConfigError(
+                    f"{dim!r} is no dimension",
+                    place=f"dynamic: {name}",
+                    mend='Give a name, as in {0: "batch"}, or a Dim.',
+                )
+        if any(type(axis) is not int or not 0 <= axis < rank for axis in axes):
+            raise ConfigError(
+                f"no input has the axes {[*axes]}",
+                place=f"dynamic: {name}",
+                mend=f"Inputs are {', '.join(f'{key} {list(value.shape)}' for key, value in batches[0].items())}.",
+            )
+        for axis, dim in [(axis, dim) for axis, dim in axes.items() if isinstance(dim, Dim)]:
+            ends = dim.min if dim.max is None else dim.max
+            if type(dim.min) is not int or type(ends) is not int or not 1 <= dim.min <= ends:
+                raise ConfigError(f"{dim} holds no size that can be proven", place=f"dynamic: {name}")
+            sizes = {batch[name].shape[axis] for batch in batches}
+            if dim.min == dim.max and sizes != {dim.min}:
+                raise ConfigError(
+                    f"axis {axis} is {max(sizes - {dim.min})} long, and {dim} takes {dim.min} alone",
+                    place=f"dynamic: {name}",
+                    mend="Give inputs of that size, or other sizes.",
+                )
+
+
+def _that_change(axes: Mapping[int, str | Dim]) -> dict[int, str | Dim]:
+    """The axes that may have more than one size; the others are fixed."""
+    return {axis: dim for axis, dim in axes.items() if isinstance(dim, str) or dim.min != dim.max}
 
 
 def _check_arguments(model: Any, dynamic: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from optexport.errors import ConfigError, first_line
+from optexport.errors import ConfigError
 from optexport.signature import as_argument, call_signature, path_name, unused
 from optexport.tracing.known_values import outside_of_traces
 
@@ -147,22 +147,8 @@ def _flattened(
 
 
 def as_constants(settings: Mapping[str, Any]) -> dict[str, Constant]:
-    """Constants as a config says them: what it lists is a tensor, int64 of whole numbers and float32 of others.
-
-    Raises:
-        ConfigError: A list holds something else, or its rows are not of one length.
-    """
-    made: dict[str, Constant] = {}
-    for name, value in settings.items():
-        try:
-            made[name] = torch.tensor(value) if isinstance(value, list) else value
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ConfigError(
-                f"it makes no tensor: {first_line(error)}",
-                place=f"inputs.constants.{name}",
-                mend="Write lists of numbers, or of true and false, that are of one length.",
-            ) from error
-    return made
+    """Constants as a config says them: what it lists is a tensor, int64 of whole numbers and float32 of others."""
+    return {name: torch.tensor(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def unused_argument(name: str, taken: Iterable[str]) -> str:

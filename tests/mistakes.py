@@ -66,6 +66,32 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "size below zero": (table("inputs.tensors.x", "shape = [-1]"), "inputs.tensors.x.shape[0]", "not -1"),
     "half a size": (table("inputs.tensors.x", "shape = [1.5]"), "inputs.tensors.x.shape[0]", "not 1.5"),
     "shape that is a number": (table("inputs.tensors.x", "shape = 3"), "inputs.tensors.x.shape", "not 3"),
+    "constant of ragged rows": (
+        table("inputs.constants", "grid = [[1, 2], [3]]"),
+        "inputs.constants.grid",
+        "of one length",
+    ),
+    "constant of numbers and rows": (
+        table("inputs.constants", "grid = [1, [3]]"),
+        "inputs.constants.grid",
+        "of one length",
+    ),
+    "constant of texts": (
+        table("inputs.constants", 'grid = ["a"]'),
+        "inputs.constants.grid",
+        "must hold numbers",
+    ),
+    "constant beyond 64 bits": (
+        table("inputs.constants", "grid = [9223372036854775808]"),
+        "inputs.constants.grid",
+        "64 bits",
+    ),
+    "constant that is a table": (
+        table("inputs.constants", "grid = { a = 1 }"),
+        "inputs.constants.grid",
+        "not {'a': 1}",
+    ),
+    "constant that is infinite": (table("inputs.constants", "low = [-inf]"), "inputs.constants.low", "finite"),
     "range reversed": (table("inputs.dynamic", "batch = [5, 3]"), "inputs", "dynamic.batch"),
     "range from zero": (table("inputs.dynamic", "batch = [0, 3]"), "inputs.dynamic.batch[0]", "not 0"),
     "range of one": (table("inputs.dynamic", "batch = [5]"), "inputs.dynamic.batch", "not [5]"),

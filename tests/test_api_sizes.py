@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optexport.bundle.verification import verify
-from optexport.errors import ParityError, TraceError
+from optexport.errors import ConfigError, ParityError, TraceError
 from optexport.signature import Dim
 from tests import exports
 from tests.exports import X, quick
@@ -109,3 +109,26 @@ def test_both_ends_of_a_range_are_checked(tmp_path: Path) -> None:
     model = Program(lambda m, x: x * 2)
     result = quick(model, {"x": torch.rand(3, 768)}, tmp_path / "bundle", dynamic={"x": {0: Dim("batch", 1, 64)}})
     assert {"batch 1", "batch 64"} <= set(result.manifest.parity.cases)
+
+
+def test_a_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
+    dynamic = {"input": {0: Dim("batch", 1, 1)}}
+    result = quick(nn.Linear(4, 3).eval(), torch.randn(1, 4), tmp_path / "one", dynamic=dynamic)
+    assert result.manifest.dims == {}
+    assert result.manifest.inputs[0].shape == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({0: Dim("batch", 1, 1)}, "is 2 long"),
+        ({"0": "batch"}, "no input has the axes"),
+        ({True: "batch"}, "no input has the axes"),
+        ({0: Dim("", 1, 4)}, "is no dimension"),
+        ({0: "my batch"}, "is no dimension"),
+        ({0: Dim("batch", 1.5, 4)}, "no size that can be proven"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_dimension_that_no_input_has_is_refused(axes: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        quick(nn.Linear(4, 3).eval(), torch.randn(2, 4), tmp_path / "one", dynamic={"input": axes})

@@ -6,7 +6,7 @@ import math
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -65,6 +65,27 @@ def _size(size: Any) -> int | str:
     return size
 
 
+def _constant(value: Any) -> bool | int | float | str | list[Any]:
+    """A number, a text, or lists of numbers, or of true and false, that make a tensor."""
+    if isinstance(value, list):
+        _check_rows(value)
+    elif not isinstance(value, bool | int | float | str):
+        raise ValueError(f"it must be a number, a text, true, false or a list, not {value!r}")
+    return cast("bool | int | float | str | list[Any]", _finite(value))
+
+
+def _check_rows(rows: list[Any]) -> tuple[int, ...]:
+    """The sizes of lists within lists, which must be of one length."""
+    if any(not isinstance(row, bool | int | float | list) for row in rows):
+        raise ValueError("a list must hold numbers, or true and false, or such lists")
+    if any(isinstance(row, int) and not -(2**63) <= row < 2**63 for row in rows):
+        raise ValueError("a number of a list must fit in 64 bits")
+    sizes = [_check_rows(row) if isinstance(row, list) else () for row in rows]
+    if any(size != sizes[0] for size in sizes):
+        raise ValueError("lists within a list must be of one length")
+    return (len(rows), *(sizes[0] if sizes else ()))
+
+
 def _finite(value: Any) -> Any:
     """Refuses infinities anywhere: the bundle's manifest holds all values, and JSON has none for them."""
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -116,6 +137,12 @@ class TensorConfig(_Table):
 _Range = Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST_SIZE)]], Field(min_length=2, max_length=2)]
 
 
+_Constant = Annotated[
+    bool | int | float | str | list[Any],
+    PlainValidator(_constant, json_schema_input_type=bool | int | float | str | list[Any]),
+]
+
+
 class InputsConfig(_Table):
     """``[inputs]``: what the model is traced with and checked on. One of texts, images, data, tensors, or none."""
 
@@ -123,7 +150,7 @@ class InputsConfig(_Table):
     images: list[str] | None = Field(default=None, min_length=1)
     data: str | None = None
     tensors: dict[str, TensorConfig] | None = Field(default=None, min_length=1)
-    constants: dict[str, bool | int | float | str | list[Any]] = {}
+    constants: dict[str, _Constant] = {}
     max_length: int | None = Field(default=None, ge=1)
     axes: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
     dynamic: dict[str, _Range] | None = None

@@ -18,7 +18,7 @@ from torch import fx
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
-from optexport.formats import onnx_fourier, onnx_lowerings
+from optexport.formats import onnx_fourier, onnx_lowerings, onnx_maxima
 from optexport.formats.exported_program import to_program
 from optexport.formats.lowerings import ATTENTION_OPSET
 from optexport.formats.onnx_probe import check_opens
@@ -126,7 +126,7 @@ def _convert(
     onnxscript.optimizer.remove_unused_nodes(converted.model)
     transformers_exporters.fix_onnx_model(converted)
     _expand_masks(converted.model)
-    _pad_before_maxima(converted.model)
+    onnx_maxima.mend(converted.model)
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
     # Metadata of the nodes holds the paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model
@@ -172,25 +172,6 @@ def _expand_masks(model: onnx_ir.Model) -> None:
         assert node.graph is not None
         node.graph.insert_before(node, list(tape.nodes))
         node.replace_input_with(3, expanded)
-
-
-def _pad_before_maxima(model: onnx_ir.Model) -> None:
-    """Names the axes of a Pad before a MaxPool, all of them.
-
-    ONNX Runtime 1.31 makes one MaxPool of the two, which pads with minus infinity where the Pad does with zeros, but
-    leaves a Pad that names its axes alone.
-    """
-    for node in list(model.graph.all_nodes()):
-        feeds_maximum = any(user.op_type == "MaxPool" for user in node.outputs[0].consumers())
-        padded = node.inputs[0] if node.op_type == "Pad" and feeds_maximum and len(node.inputs) < 4 else None
-        if padded is None or padded.shape is None:
-            continue
-        tape = onnx_ir.tape.Tape()
-        axes = tape.op("Constant", [], {"value_ints": list(range(len(padded.shape)))})
-        assert node.graph is not None
-        node.graph.insert_before(node, list(tape.nodes))
-        node.resize_inputs(4)
-        node.replace_input_with(3, axes)
 
 
 def _name_outputs(graph: onnx_ir.Graph, names: Sequence[str]) -> None:

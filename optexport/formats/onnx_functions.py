@@ -81,15 +81,43 @@ def _products(
 def running(
     extreme: Callable[..., tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A running maximum or minimum; of equal elements the index is the last's, as torch's is, and not the patch's."""
-    values = extreme(x, dim)[0]
-    steps = torch.arange(x.shape[dim], device=x.device).reshape(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+    """A running maximum or minimum; of equal elements the index is the last's, as torch's is, and not the patch's.
+
+    The patch of transformers makes the largest number of infinity.
+    """
+    size = x.shape[dim]
+    if x.is_floating_point():
+        pick, outside = (torch.amax, -math.inf) if extreme is torch.cummax else (torch.amin, math.inf)
+        until = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+        windows = torch.where(until, x.movedim(dim, -1).unsqueeze(-2), torch.full((), outside, dtype=x.dtype))
+        values = pick(windows, -1).movedim(-1, dim)
+    else:
+        values = extreme(x, dim)[0]
+    steps = torch.arange(size, device=x.device).reshape(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
     return values, torch.cummax(torch.where(x == values, steps, 0), dim)[0]
 
 
 def angle(x: torch.Tensor) -> torch.Tensor:
     """The angle of complex numbers; ``torch.onnx`` gives -π for those that are real and below 0."""
     return torch.atan2(x.imag, x.real) if x.is_complex() else aten.angle.default(x)
+
+
+def rolled(x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> torch.Tensor:
+    """``torch.roll``, by any number of steps at any size.
+
+    The patch of transformers cuts an axis where the size that is traced says, and cuts none where that is a multiple
+    of the steps.
+    """
+    steps = (shifts,) if isinstance(shifts, int | torch.SymInt) else shifts
+    axes = (dims,) if isinstance(dims, int) else dims
+    if not axes:
+        return rolled(x.reshape(-1), steps, 0).reshape(x.shape)
+    if all(isinstance(number, int) for number in (*steps, *(x.shape[axis] for axis in axes))):
+        same = torch.roll(x, [*steps], [*axes])
+        return same.clone() if same is x else same  # an input that is an output would bear two names
+    for step, axis in zip(steps, axes, strict=True):
+        x = x.index_select(axis, remainder(torch.arange(x.shape[axis]) - step, x.shape[axis]))
+    return x
 
 
 def shifted(x: torch.Tensor, dim: int | Sequence[int] | None = None, *, back: bool = False) -> torch.Tensor:
@@ -112,18 +140,62 @@ def logaddexp(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(x == y, x + math.log(2), apart)  # the difference of two infinities is none
 
 
+def logaddexp2(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The same, to the base of 2."""
+    return logaddexp(x * math.log(2), y * math.log(2)) / math.log(2)
+
+
 def divided(x: torch.Tensor, y: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     """A division; of fractions that is rounded down, what torch gives: of -7 by 0.7 -11, where the quotient is -10."""
-    is_fraction = any(v.is_floating_point() if isinstance(v, torch.Tensor) else isinstance(v, float) for v in (x, y))
-    if rounding_mode != "floor" or not is_fraction:
+    if rounding_mode != "floor" or not _is_fraction(x, y):
         return torch.div(x, y, rounding_mode=rounding_mode)
-    if not isinstance(y, torch.Tensor):
-        y = torch.full((), y, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
-    dtype = torch.result_type(x, y)
-    x, y = x.to(dtype), y.to(dtype)
+    x, y = _alike(x, y)
     rest = torch.fmod(x, y)
-    whole = (x - rest) / y - ((rest != 0) & ((rest < 0) != (y < 0))).to(dtype)
+    whole = (x - rest) / y - ((rest != 0) & ((rest < 0) != (y < 0))).to(x.dtype)
     return torch.where(y == 0, x / y, torch.round(whole))
+
+
+def remainder(x: Any, y: Any) -> torch.Tensor:
+    """What a division that is rounded down leaves; of fractions exactly.
+
+    ``torch.onnx`` subtracts a rounded product: of 60,000 by 6.2831855 it is off by 0.003.
+    """
+    is_fraction = _is_fraction(x, y)
+    x, y = _alike(x, y)
+    if not is_fraction:
+        return torch.remainder(x, y)
+    rest = torch.fmod(x, y)
+    return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+def _is_fraction(*operands: Any) -> bool:
+    return any(v.is_floating_point() if isinstance(v, torch.Tensor) else isinstance(v, float) for v in operands)
+
+
+def _alike(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two operands, of which one may be a number, as tensors of the type of what is computed of them."""
+    dtype = torch.result_type(x, y)
+    first, second = (v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=dtype) for v in (x, y))
+    return first.to(dtype), second.to(dtype)
+
+
+def scattered(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    """``torch.scatter_reduce``, with the means that ONNX lacks, and extremes that are infinite.
+
+    Of a mean ``torch.onnx`` writes the last element.
+    """
+    if reduce != "mean" and (include_self or not x.is_floating_point()):
+        return aten.scatter_reduce.two(x, dim, index, source, reduce, include_self=include_self)  # type: ignore[no-any-return]
+    count = torch.zeros_like(x, dtype=torch.int64).scatter_add(dim, index, torch.ones_like(source, dtype=torch.int64))
+    if not include_self:
+        neutral = {"prod": 1, "amax": -math.inf, "amin": math.inf}.get(reduce, 0)
+        x = torch.where(count > 0, torch.full((), neutral, dtype=x.dtype), x)
+    if reduce != "mean":
+        return x.scatter_reduce(dim, index, source, reduce)
+    total, count = x.scatter_add(dim, index, source), count + 1 if include_self else count.clamp(min=1)
+    return torch.div(total, count.to(x.dtype), rounding_mode=None if x.is_floating_point() else "floor")
 
 
 def histogram(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
@@ -154,18 +226,30 @@ def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> torch.T
     return x.squeeze(single) if single else x.clone()
 
 
-def nearest(upsample: Any, x: torch.Tensor, sizes: Sequence[Any] | None, *scales: Any) -> torch.Tensor:
+def nearest(
+    upsample: Any, x: torch.Tensor, sizes: Sequence[Any] | None, factors: Sequence[float] | None = None
+) -> torch.Tensor:
     """Nearest neighbours, of the places that torch reads: the whole part of ``i * before / after`` in float32.
 
     ONNX Runtime divides by ``after / before``: of 14 made 4 the third place is 6 to it, and 7 to torch. Where a size is
-    a multiple of the one before they agree.
+    a multiple of the one before they agree. By a factor of 1.3 it makes 3 of 3 by copying them, and torch does not.
     """
-    pairs = list(zip(x.shape[2:], sizes or (), strict=bool(sizes)))
-    if not pairs or all(statically_known_true(after % before == 0) for before, after in pairs):
-        return upsample(x, sizes, *scales)  # type: ignore[no-any-return]
-    for axis, (before, after) in enumerate(pairs, start=2):
-        step = torch.full((), before, dtype=torch.float32) / torch.full((), after, dtype=torch.float32)
-        places = (torch.arange(after, dtype=torch.float32) * step).long().clamp(max=before - 1)
+    before = x.shape[2:]
+    if sizes is None:
+        if factors is None or all(float(factor).is_integer() for factor in factors):
+            return upsample(x, sizes, factors)  # type: ignore[no-any-return]
+        after = [torch.sym_int(size * factor) for size, factor in zip(before, factors, strict=True)]
+        steps = [torch.full((), 1 / factor, dtype=torch.float32) for factor in factors]
+    else:
+        after = [*sizes]
+        if all(statically_known_true(end % start == 0) for start, end in zip(before, after, strict=True)):
+            return upsample(x, sizes, factors)  # type: ignore[no-any-return]
+        ends = [
+            [torch.full((), size, dtype=torch.float32) for size in pair] for pair in zip(before, after, strict=True)
+        ]
+        steps = [start / end for start, end in ends]
+    for axis, (size, step) in enumerate(zip(after, steps, strict=True), start=2):
+        places = (torch.arange(size, dtype=torch.float32) * step).long().clamp(max=x.shape[axis] - 1)
         x = x.index_select(axis, places)
     return x
 

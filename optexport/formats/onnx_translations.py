@@ -60,6 +60,23 @@ def _atan2(y: Any, x: Any) -> Any:
     return op.Where(is_left, op.Where(is_below, op.Sub(angle, pi), op.Add(angle, pi)), angle)
 
 
+def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """The elements of a diagonal alone.
+
+    ``torch.onnx`` multiplies by 0 what lies beside it, and sums: of an infinite number anywhere it makes NaN.
+    """
+    axes = list(range(len(x.shape)))
+    last = [axes[dim1], axes[dim2]]
+    x = op.Transpose(x, perm=[axis for axis in axes if axis not in last] + last)
+    rows, columns = op.Shape(x, start=-2, end=-1), op.Shape(x, start=-1)
+    zero, one, above, below = (op.Constant(value_ints=[n]) for n in (0, 1, max(offset, 0), max(-offset, 0)))
+    length = op.Max(op.Min(op.Sub(rows, below), op.Sub(columns, above)), zero)
+    steps = op.Range(*(op.Squeeze(n) for n in (zero, length, one)))
+    places = op.Add(op.Mul(steps, op.Add(columns, one)), op.Add(op.Mul(below, columns), above))
+    sizes = op.Concat(op.Shape(x, end=-2), op.Mul(rows, columns), axis=0)
+    return op.Gather(op.Reshape(x, sizes, allowzero=1), places, axis=-1)
+
+
 TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     aten.scalar_tensor.default: exactly(core.aten_scalar_tensor),
     aten.full.default: exactly(core.aten_full),
@@ -68,4 +85,5 @@ TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     aten.new_full.default: exactly(core.aten_new_full),
     aten.fill.Scalar: exactly(core.aten_fill),
     aten.atan2.default: _atan2,
+    aten.diagonal.default: _diagonal,
 }

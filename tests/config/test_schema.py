@@ -43,7 +43,7 @@ def test_configs_of_the_repository_follow_it(path: Path) -> None:
 GOOD: list[dict[str, Any]] = [
     {},
     {"inputs": {"tensors": {"x": {"shape": ["batch", 3], "low": 0.0}}, "dynamic": {"batch": [1, 8]}}},
-    {"inputs": {"constants": {"a": True, "b": 1, "c": 0.5, "d": "x"}}},
+    {"inputs": {"constants": {"a": True, "b": 1, "c": 0.5, "d": "x", "e": [[1, 2], [3, 4]], "f": []}}},
     {"parity": {"decisions": {"cosine": 0.99, "top_k_agreement": {"min": 1, "k": 3}}}},
     {"gate": {"max_size_mb": 20, "min_speedup": {"onnx": 1.1}}},
     {"processing": {"normalize": True, "outputs": "top_k", "k": 3}},
@@ -61,6 +61,7 @@ BAD: list[dict[str, Any]] = [
     {"processing": {"outputs": "max"}},
     {"inputs": {"tensors": {"x": {"shape": [1.5]}}}},
     {"inputs": {"dynamic": {"batch": [1]}}},
+    {"inputs": {"constants": {"a": {"b": 1}}}},
     {"parity": {"multiple": 0.5}},
     {"parity": {"effort": "lots"}},
     {"parity": {"decisions": {"cosine": "high"}}},

@@ -183,15 +183,6 @@ def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) ->
     files.runs(made, tmp_path / "model.onnx", {"x": x})
 
 
-def test_zeros_that_are_padded_before_a_maximum_are_zeros(tmp_path: Path) -> None:
-    """Of a Pad and a MaxPool the runtime makes a MaxPool, to whose padding every number is larger."""
-    model = Program(lambda m, x: nn.functional.max_pool2d(nn.functional.pad(x, (1, 1, 1, 1)), 3, 2))
-    x = -1 - torch.rand(2, 3, 8, 8)
-    made = files.prepare(model, {"x": x}, BATCH)
-    files.save_onnx(made, tmp_path / "model.onnx", example={"x": x})
-    files.runs(made, tmp_path / "model.onnx", {"x": x})
-
-
 @pytest.mark.parametrize(
     "forward",
     [

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from optexport.signature import Dim
 from tests.formats import files
 from tests.transformations.programs import Program
 
@@ -99,6 +100,14 @@ def test_nearest_neighbours_are_those_that_torch_reads(tmp_path: Path) -> None:
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size)} for size in sizes))
 
 
+def test_a_factor_that_adds_no_place_yet_moves_them(tmp_path: Path) -> None:
+    """The runtime copies what it makes as long as it was."""
+    model = Program(lambda m, x: [functional.interpolate(x, scale_factor=factor) for factor in (1.3, 1.5, 0.75, 2)])
+    made = files.prepare(model, {"x": torch.randn(2, 3, 9)}, {"x": {0: "batch", 2: Dim("length", 2, 64)}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, size)} for size in (2, 3, 4, 7, 32)))
+
+
 def _floors(m: nn.Module, x: torch.Tensor) -> Any:
     whole = x.round().long()
     fractions = [x // 0.7, x.double() // 0.7, torch.div(x, torch.tensor(-0.7), rounding_mode="floor"), whole // 0.7]
@@ -113,7 +122,8 @@ def test_a_quotient_is_rounded_down_from_where_torch_does(tmp_path: Path) -> Non
 
 
 def _logarithms(m: nn.Module, x: torch.Tensor) -> Any:
-    return functional.logsigmoid(x), torch.logaddexp(x, x.flip(1)), torch.logaddexp(x, x)
+    sums = [of(x, y) for of in (torch.logaddexp, torch.logaddexp2) for y in (x.flip(1), x)]
+    return functional.logsigmoid(x), *sums
 
 
 def test_logarithms_of_what_overflows_are_finite(tmp_path: Path) -> None:
@@ -121,3 +131,84 @@ def test_logarithms_of_what_overflows_are_finite(tmp_path: Path) -> None:
     files.save_onnx(made, tmp_path / "model.onnx")
     ends = torch.tensor([[-1e4, -104.0, -88.5, 0.0, 30.0], [1e4, 104.0, 88.5, -1.0, -1e4]])
     files.runs(made, tmp_path / "model.onnx", {"x": ends}, {"x": torch.tensor([[-torch.inf, 2, 3, 2, -torch.inf]])})
+
+
+def _rests(m: nn.Module, x: torch.Tensor) -> Any:
+    whole = x.round().long()
+    return (
+        x % 0.1,
+        x % -0.7,
+        2.5 % x,
+        x % x.flip(1),
+        whole % 3,
+        whole % 0.7,
+        x.double() % 0.1,
+        x % x.shape[1],
+        whole % x.shape[0],
+    )
+
+
+def test_the_rest_of_a_division_is_exact(tmp_path: Path) -> None:
+    """``torch.onnx`` subtracts a rounded product from numbers that may be large."""
+    made = files.prepare(Program(_rests), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    whole = torch.arange(1, 81).reshape(8, 10).float()
+    files.runs(made, tmp_path / "model.onnx", {"x": whole}, {"x": -whole * 1e5}, {"x": torch.randn(3, 7) * 1e6})
+
+
+def test_a_rest_of_a_division_by_infinity_is_what_was_divided(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: x % x[:1].exp()), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.tensor([[100.0] * 5, [-2.0, -0.5, 0.0, 0.5, 2.0]])})
+
+
+def _reduced(m: nn.Module, x: torch.Tensor) -> Any:
+    index = (x.abs() * 3).long().clamp(max=4)
+    kinds = [(kind, itself) for kind in ("sum", "mean", "amax", "amin", "prod") for itself in (True, False)]
+    fractions = [(x + 1).scatter_reduce(1, index, x, kind, include_self=itself) for kind, itself in kinds]
+    whole = torch.arange(-2, 3) + index
+    return fractions, [whole.scatter_reduce(1, index, whole - 5, kind, include_self=itself) for kind, itself in kinds]
+
+
+def test_what_is_scattered_is_reduced_with_what_is_there_and_without(tmp_path: Path) -> None:
+    """Of means, which ONNX has not, too."""
+    made = files.prepare(Program(_reduced), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(7, 5)}, {"x": torch.zeros(2, 5)})
+
+
+def _extremes(m: nn.Module, x: torch.Tensor) -> Any:
+    index = torch.tensor([0, 0, 2, 4, 4]).expand(x.shape)
+    return [torch.ones_like(x).scatter_reduce(1, index, x, kind, include_self=False) for kind in ("amax", "amin")]
+
+
+def test_the_extreme_of_infinite_numbers_alone_is_infinite(tmp_path: Path) -> None:
+    made = files.prepare(Program(_extremes), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    infinite = torch.tensor([-torch.inf, -torch.inf, torch.inf, -torch.inf, torch.inf])[None]
+    files.runs(made, tmp_path / "model.onnx", {"x": infinite}, {"x": -infinite}, {"x": torch.randn(3, 5)})
+
+
+def test_a_running_extreme_may_be_infinite(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: (x.cummax(1), x.cummin(0))), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    low = torch.tensor([[-torch.inf, -torch.inf, -torch.finfo(torch.float32).max, 1.0, torch.inf]])
+    files.runs(made, tmp_path / "model.onnx", {"x": low}, {"x": -low}, {"x": torch.cat([-low, low.flip(1), low])})
+
+
+def _turned(m: nn.Module, x: torch.Tensor) -> Any:
+    half = x.shape[1] // 2
+    return x.roll(-7, 1), x.roll(half, 1), x.roll((2, -7), (1, 0)), x.roll(3), x[:, :5].roll(2, 1)
+
+
+def test_what_is_rolled_is_rolled_at_every_size(tmp_path: Path) -> None:
+    """Of 7 places by 7 nothing changes, which says nothing of other sizes."""
+    made = files.prepare(Program(_turned), {"x": torch.randn(4, 7)}, {"x": {0: "rows", 1: Dim("columns", 5, 40)}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(2, size)} for size in (5, 6, 8, 10)))
+
+
+def test_what_is_rolled_by_all_of_its_places_is_an_output_of_its_own(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: (x.roll(5, 1), x + 1)), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(2, 5)})

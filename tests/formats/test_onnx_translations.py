@@ -49,6 +49,24 @@ def test_the_angle_of_a_point_is_that_of_torch_whatever_the_sign_of_its_zeros(tm
     files.runs(made, tmp_path / "model.onnx", {"x": points[:, points.isfinite().any(0)]})
 
 
+def _diagonals(m: nn.Module, x: torch.Tensor) -> Any:
+    within = [x.diagonal(offset, 1, 2) for offset in (0, 1, -2, 9)]
+    return within, x.diagonal(-1, -1, 0), x.diagonal(), (x > 0).diagonal(0, 1, 2), x.round().long().diagonal(1, 2, 1)
+
+
+def test_a_diagonal_is_that_of_torch_at_other_sizes(tmp_path: Path) -> None:
+    made = files.prepare(Program(_diagonals), {"x": torch.randn(2, 4, 3)}, {"x": {0: "batch", 1: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(3, 5, 3)}, {"x": torch.randn(4, 1, 3)})
+
+
+def test_a_diagonal_beside_infinity_is_finite(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: x.diagonal(0, 1, 2)), {"x": torch.randn(2, 4, 4)}, {"x": {0: "batch"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    masked = torch.randn(3, 4, 4).masked_fill(~torch.eye(4, dtype=torch.bool), -torch.inf)
+    files.runs(made, tmp_path / "model.onnx", {"x": masked})
+
+
 def test_fourier_transforms_are_as_exact_as_float64(tmp_path: Path) -> None:
     def there_and_back(m: nn.Module, x: torch.Tensor) -> Any:
         half = fft.rfft(x)

@@ -129,25 +129,6 @@ def make_grids() -> nn.Module:
     return Grids().eval()
 
 
-@pytest.mark.parametrize("grid", ["[[1, 2], [3]]", '["a", "b"]'])
-def test_a_list_that_makes_no_tensor_is_one_clear_message(tmp_path, grid):
-    config = tmp_path / "run.toml"
-    config.write_text(
-        f"""
-        [model]
-        source = "python:tests.tracing.test_known_values:make_grids"
-        [inputs.tensors.pixels]
-        shape = [14, 4]
-        [inputs.constants]
-        grid = {grid}
-        [tracking]
-        enabled = false
-        """
-    )
-    with pytest.raises(ConfigError, match=r"inputs\.constants\.grid: it makes no tensor"):
-        optexport.run(config)
-
-
 class Overwritten(nn.Module):
     """Overwrites numbers that were known with ones that are not, through a view."""
 

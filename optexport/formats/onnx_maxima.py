@@ -1,0 +1,103 @@
+"""Maxima over windows that ONNX Runtime computes otherwise than torch, said with more nodes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir
+
+# What these give is finite, but for what overflows.
+_FINITE = frozenset(
+    {
+        *("Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization", "InstanceNormalization"),
+        *("GroupNormalization", "LayerNormalization", "Relu", "Clip", "Sigmoid", "HardSigmoid", "Tanh", "Softmax"),
+    }
+)
+# What these give is finite where all that they are given is.
+_HANDING_ON = frozenset(
+    {
+        *("MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Split", "Slice", "Pad", "Transpose", "Reshape"),
+        *("Unsqueeze", "Squeeze", "Flatten", "Identity", "Cast", "Add", "Sub", "Mul", "Neg", "Abs", "Resize"),
+        *("LeakyRelu", "PRelu", "Elu", "Selu", "Celu", "Gelu", "HardSwish", "Mish", "Softplus", "Erf"),
+    }
+)
+
+
+def mend(model: onnx_ir.Model) -> None:
+    """Has every MaxPool give what torch gives, in place."""
+    for node in list(model.graph.all_nodes()):
+        if node.op_type == "MaxPool" and not node.domain:
+            _pad_before(node)
+            if len(node.outputs) == 1 and not _is_finite(node.inputs[0]):
+                _keep_infinity(node)
+
+
+def _pad_before(node: onnx_ir.Node) -> None:
+    """Names the axes of a Pad before a MaxPool, all of them.
+
+    ONNX Runtime 1.31 makes one MaxPool of the two, which pads with minus infinity where the Pad does with zeros, but
+    leaves a Pad that names its axes alone.
+    """
+    pad = node.inputs[0].producer() if node.inputs[0] is not None else None
+    padded = pad.inputs[0] if pad is not None and pad.op_type == "Pad" and len(pad.inputs) < 4 else None
+    if pad is None or padded is None or padded.shape is None:
+        return
+    tape = onnx_ir.tape.Tape()
+    axes = tape.op("Constant", [], {"value_ints": list(range(len(padded.shape)))})
+    assert pad.graph is not None
+    pad.graph.insert_before(pad, list(tape.nodes))
+    pad.resize_inputs(4)
+    pad.replace_input_with(3, axes)
+
+
+def _keep_infinity(node: onnx_ir.Node) -> None:
+    """Gives minus infinity for a window that holds nothing else, for which ONNX Runtime 1.31 gives -3.4e38.
+
+    With the indices, which are another kernel, it gives infinity too, and takes 60 times as long.
+    """
+    x, largest = node.inputs[0], node.outputs[0]
+    if x is None or x.dtype not in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
+        return
+    assert node.graph is not None
+    tape = onnx_ir.tape.Tape()
+    is_above = tape.op("Not", [tape.op("IsInf", [x], {"detect_positive": 0})])
+    found = tape.op("MaxPool", [tape.op("Cast", [is_above], {"to": onnx_ir.DataType.FLOAT})], node.attributes)
+    low = tape.op("Constant", [], {"value": onnx_ir.tensor(-math.inf, dtype=x.dtype)})
+    kept = tape.op("Where", [tape.op("Cast", [found], {"to": onnx_ir.DataType.BOOL}), largest, low])
+    kept.type, kept.shape = largest.type, largest.shape
+    users = [(user, index) for user, index in largest.uses() if user is not kept.producer()]
+    node.graph.insert_after(node, list(tape.nodes))
+    for user, index in users:
+        user.replace_input_with(index, kept)
+    for index, output in enumerate(node.graph.outputs):
+        if output is largest:
+            node.graph.outputs[index] = kept
+
+
+def _is_finite(value: onnx_ir.Value | None) -> bool:
+    """Whether nothing that a value is computed of may be minus infinity, so far as the operators tell."""
+    waiting, seen = [value], set[onnx_ir.Value]()
+    while waiting:
+        value = waiting.pop()
+        if value is None or value in seen:
+            continue
+        seen.add(value)
+        node = value.producer()
+        if node is None or node.op_type == "Constant":
+            if value.const_value is None or not _holds_finite(value.const_value):
+                return False
+        elif node.domain or node.op_type not in _FINITE | _HANDING_ON:
+            return False
+        elif node.op_type in _HANDING_ON:
+            waiting += node.inputs[:1] if node.op_type in _BY_THE_FIRST else node.inputs
+    return True
+
+
+# Whose other inputs are sizes and places.
+_BY_THE_FIRST = frozenset({"Split", "Slice", "Reshape", "Unsqueeze", "Squeeze", "Resize"})
+
+
+def _holds_finite(tensor: onnx_ir.TensorProtocol) -> bool:
+    numbers = tensor.numpy()
+    return numbers.dtype.kind not in "fV" or bool(np.isfinite(numbers.astype(np.float64)).all())
