@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -15,6 +14,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from optexport.batch import processes
 from optexport.batch.ended import Ended
 from optexport.batch.tasks import Task
 from optexport.errors import OptexportError
@@ -95,7 +95,8 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     peak, why = 0, None
     try:
         while not _has_ended(process, _EVERY_SECONDS):
-            peak = max(peak, used := _used(process.pid, limits.memory))
+            used = processes.used(processes.below(process.pid), limits.memory)
+            peak = max(peak, used)
             if used > limits.memory:
                 why = f"it took more than {limits.memory / 2**30:.1f} GiB of memory"
             elif time.monotonic() - start > limits.seconds:
@@ -145,22 +146,13 @@ def _read(document: Path) -> dict[str, Any] | None:
 
 
 def _end(process: Any, *, at_once: bool) -> None:
-    """Ends a process and all of its session, politely where there is time."""
+    """Ends a process and all below it, politely where there is time; the one that guards it sees to the rest."""
     if not at_once and not _has_ended(process, 0):
-        _kill(process.pid, signal.SIGTERM)
+        processes.tell(process.pid, signal.SIGTERM)
         _has_ended(process, _GRACE_SECONDS)
-    if not _has_ended(process, 0):  # it may lead no session yet
-        _kill(process.pid, signal.SIGKILL)
-    while left := _session(process.pid):
-        for pid in left:
-            _kill(pid, signal.SIGKILL)
-        time.sleep(_EVERY_SECONDS / 10)
+    while not _has_ended(process, _EVERY_SECONDS / 10):
+        processes.end(processes.below(process.pid))
     _join(process)
-
-
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _has_ended(process: Any, seconds: float) -> bool:
@@ -172,36 +164,3 @@ def _join(process: Any) -> None:
     connection.wait([process.sentinel])
     with _LOCK:
         process.join()
-
-
-def _session(leader: int) -> dict[int, int]:
-    """The processes of a session that are alive, and the bytes resident of each."""
-    found = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                # What follows the name, which may hold spaces: state, parent, group, session, ...
-                told = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
-                fields = told.rpartition(")")[2].split()
-                # Not by its own number, which may be that of another by now, but by that of its session.
-                if int(fields[3]) == leader and fields[0] not in "ZX":
-                    found[int(entry.name)] = int(fields[21]) * _PAGE
-    return found
-
-
-def _used(leader: int, limit: int) -> int:
-    """Bytes resident of a session; where it seems too much, pages that several share are counted once among them."""
-    resident = _session(leader)
-    if sum(resident.values()) <= limit:
-        return sum(resident.values())
-    used = 0
-    for pid, alone in resident.items():
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-            used += next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-        except (OSError, StopIteration):
-            used += alone
-    return used
-
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")

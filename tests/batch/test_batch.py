@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -102,11 +101,30 @@ def test_only_what_tells_of_itself_has_ended_well(tmp_path: Path) -> None:
     assert found["prints.toml"]["output"] == str(tmp_path / "out" / "prints")
 
 
-def test_what_a_config_started_ends_with_it(tmp_path: Path) -> None:
-    fleets.config(tmp_path, "moves", "moves_away")
-    document("moves.toml", "--retries", "0")
+@pytest.mark.parametrize(
+    "how",
+    [
+        "moves_away",
+        "leaves_its_session",
+        "leaves_its_session_and_crashes",
+        "leaves_its_session_and_eats",
+    ],
+)
+def test_what_a_config_started_ends_with_it(tmp_path: Path, how: str) -> None:
+    fleets.config(tmp_path, "moves", how)
+    row = document("moves.toml", "--retries", "0", "--memory", "2")["configs"][0]
+    assert (row["exit_code"] == 0) is (how in ("moves_away", "leaves_its_session"))
+    assert ("it took more than 2.0 GiB" in str(row["error"])) is how.endswith("eats")
     moved = int((tmp_path / "moved").read_text(encoding="utf-8"))
     assert not _is_alive(moved)
+
+
+def test_what_a_config_started_ends_though_it_is_another_every_moment(tmp_path: Path) -> None:
+    fleets.config(tmp_path, "hops", "hops")
+    document("hops.toml", "--retries", "0", "--timeout", "2s")
+    last = (tmp_path / "moved").read_bytes()
+    time.sleep(0.5)
+    assert (tmp_path / "moved").read_bytes() == last
 
 
 @pytest.mark.parametrize(
@@ -207,14 +225,16 @@ def test_one_run_of_mlflow_holds_those_of_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, number: int, code: int) -> None:
-    fleets.config(tmp_path, "hangs", "hangs")
+    fleets.config(tmp_path, "hangs", "leaves_its_session_and_hangs")
     program = [sys.executable, "-m", "optexport", "batch", "hangs.toml"]
     with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 120
-        while not (started := _sessions(process.pid)):
+        while not ((tmp_path / "moved").exists() and (tmp_path / "moved").read_bytes()):
             assert time.monotonic() < until
             assert process.poll() is None
             time.sleep(0.2)
+        started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert int((tmp_path / "moved").read_bytes()) in started
         second = call("hangs.toml")
         assert second.exit_code == 2
         assert "another batch is at work in it" in second.output
@@ -233,18 +253,6 @@ def _is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _sessions(pid: int) -> list[int]:
-    """The processes below one that lead a session of their own."""
-    found = []
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            if os.getsid(child.pid) == child.pid:
-                found.append(child.pid)
-        except ProcessLookupError:
-            continue
-    return found
 
 
 @pytest.mark.nightly
