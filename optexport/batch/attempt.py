@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -18,6 +19,7 @@ from optexport.batch import processes
 from optexport.batch.ended import Ended
 from optexport.batch.tasks import Task
 from optexport.errors import OptexportError
+from optexport.tracking.run import ATTEMPT_VARIABLE, LATER_VARIABLE
 
 _EVERY_SECONDS = 0.1
 # What a process has to end by itself, once it was asked to.
@@ -85,7 +87,8 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     document, log = (folder / f"{log_name(task)}{suffix}" for suffix in (".json", ".log"))
     document.unlink(missing_ok=True)  # of an earlier one
     start = time.monotonic()
-    environment = dict(os.environ)
+    attempt = uuid.uuid4().hex
+    environment = {**os.environ, ATTEMPT_VARIABLE: attempt}
     process = _CONTEXT.Process(
         target=_run, args=(["run", str(task.path), "--json"], str(document), str(log), environment)
     )
@@ -113,10 +116,24 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
         error = told.get("error") or told.get("tracking_failure")
         code, output, run_id = int(told["exit_code"]), told.get("output"), told.get("mlflow_run_id")
     else:  # however it ended, it was no end of its own
-        error = f"{why or _how(process.exitcode)}\n  Its log: {log}"
-        code, output, run_id = 1, None, None
+        reason = why or _how(process.exitcode)
+        run_id, told_of_run = _lost_run(task, attempt, reason, "FAILED" if why is None else "KILLED")
+        code, output, error = 1, None, f"{reason}\n  Its log: {log}{told_of_run}"
     ended = Ended(task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak)
     return ended, told is None and peak <= limits.memory
+
+
+def _lost_run(task: Task, attempt: str, reason: str, status: str) -> tuple[str | None, str]:
+    """Ends the MLflow run of an attempt that did not end it; its id, and what is to be told of it."""
+    if task.config is None or not task.config.tracking.enabled or os.environ.get(LATER_VARIABLE):
+        return None, ""
+    from optexport.tracking.batch import end_lost
+
+    try:
+        lost = end_lost(task.config.tracking, task.path, attempt, reason, status)
+    except OptexportError as error:
+        return None, f"\n  {error}"
+    return next(iter(lost), None), "".join(f"\n  Its MLflow run {run_id} was ended as {status}." for run_id in lost)
 
 
 def _run(*arguments: Any) -> None:

@@ -203,24 +203,28 @@ def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> 
     assert "--folder file/batch: nothing can be written there" in folder.output
 
 
-def test_one_run_of_mlflow_holds_those_of_all(tmp_path: Path) -> None:
+def test_one_run_of_mlflow_holds_those_of_all_and_those_of_what_was_killed_are_ended(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    for name in ("a", "b"):
-        fleets.config(tmp_path, name, tracking=f'uri = "{uri}"\nexperiment = "fleet"')
-    fleets.config(tmp_path, "c", "crashes")
-    found = document("[abc].toml", "--retries", "0")
+    for name, factory in (("a", "good"), ("b", "crashes"), ("c", "eats")):
+        fleets.config(tmp_path, name, factory, f'uri = "{uri}"\nexperiment = "fleet"')
+    found = document("[abc].toml", "--memory", "2")
     import mlflow
 
     client = mlflow.MlflowClient(uri)
     experiment = client.get_experiment_by_name("fleet").experiment_id
     runs = {run.info.run_id: run for run in client.search_runs([experiment])}
     parent = runs.pop(found["mlflow_run_id"])
-    assert (parent.info.status, parent.data.metrics["configs"], parent.data.metrics["failed"]) == ("FAILED", 3, 1)
-    assert parent.data.tags["optexport.blame.failure"] == "1 of 3 configs failed"
-    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
-    assert set(runs) == {row["run_id"] for row in found["configs"]} - {None}
+    assert (parent.info.status, parent.data.metrics["configs"], parent.data.metrics["failed"]) == ("FAILED", 3, 2)
+    assert parent.data.tags["optexport.blame.failure"] == "2 of 3 configs failed"
     table = mlflow.artifacts.load_dict(f"runs:/{parent.info.run_id}/batch.json")
-    assert [row[table["columns"].index("result")] for row in table["data"]] == ["proven", "proven", "ended badly"]
+    assert [row[table["columns"].index("result")] for row in table["data"]] == ["proven", "ended badly", "ended badly"]
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
+    assert sorted(run.info.status for run in runs.values()) == ["FAILED", "FAILED", "FINISHED", "KILLED"]
+    for name, status, why in (("b", "FAILED", "it crashed by SIGSEGV"), ("c", "KILLED", "it took more than 2.0 GiB")):
+        row = found["rows"][f"{name}.toml"]
+        assert f"Its MLflow run {row['run_id']} was ended as {status}." in row["error"]
+        assert runs[row["run_id"]].info.status == status
+        assert runs[row["run_id"]].data.tags["optexport.blame.failure"].startswith(why)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
