@@ -7,11 +7,14 @@ import gc
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 # What a run imports, and a fork has from the start.
 import optexport.pipeline
@@ -29,9 +32,10 @@ _EVERY_SECONDS = 0.01
 
 
 def run(arguments: Sequence[str], document: str, log: str, environment: dict[str, str]) -> None:
-    """Runs a command of optexport's in a process of its own, and ends as that does, with no process left below.
+    """Runs a command of optexport's in a process of its own, and ends as that does, with none and no file of it left.
 
-    Processes whose parents have ended come to this one, though they be of another session, and end with it.
+    Processes below it whose parents have ended come to this one, though they be of another session, and are ended.
+    Its folder for temporary files is its own, and goes.
 
     Args:
         document: The file that takes what the command prints.
@@ -39,31 +43,36 @@ def run(arguments: Sequence[str], document: str, log: str, environment: dict[str
         environment: That of the one who asks; that of the process which is forked may be older.
     """
     os.setsid()  # what a terminal sends is for the batch
-    libc = ctypes.CDLL(None)
-    libc.prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
-    pid = os.fork()
-    if pid == 0:
-        libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-        _run(arguments, document, log, environment)
-    else:
-        _guard(pid)
-
-
-def _run(arguments: Sequence[str], document: str, log: str, environment: dict[str, str]) -> None:
-    """Runs a command as a program of its own would; what code in C prints at the same place goes to the log."""
-    os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     with open(os.devnull) as nothing, open(log, "w") as said:
         for descriptor, file in ((0, nothing), (1, said), (2, said)):
             os.dup2(file.fileno(), descriptor)
+    tempfile.tempdir = None  # that of the environment from now on
+    temporary = tempfile.mkdtemp(prefix="optexport-attempt-")
+    libc = ctypes.CDLL(None)
+    libc.prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    pid = os.fork()
+    if pid == 0:
+        libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        os.setsid()
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary
+        _run(arguments, document)
+    else:
+        code = _guard(pid)
+        shutil.rmtree(temporary, ignore_errors=True)  # what one that was killed has left there
+        _end_as(code)
+
+
+def _run(arguments: Sequence[str], document: str) -> None:
+    """Runs a command as a program of its own would; what code in C prints at the same place goes to the log."""
     sys.stdin, sys.stdout, sys.stderr = open(0), open(document, "w"), open(2, "w", buffering=1)  # noqa: SIM115 - to the end
     sys.argv = ["optexport", *arguments]
     main()
 
 
-def _guard(pid: int) -> None:
-    """Waits for the end of a process, ends all that it has left, and ends as it did."""
+def _guard(pid: int) -> int:
+    """Waits for the end of a process, and ends all that it has left; its exit code, or minus the signal it died of."""
     signal.signal(signal.SIGTERM, lambda *_: processes.tell(pid, signal.SIGTERM))
     threading.Thread(target=_end_with_the_batch, args=(pid,), daemon=True).start()
     while (ended := os.wait())[0] != pid:
@@ -72,13 +81,17 @@ def _guard(pid: int) -> None:
     while _are_left():
         processes.end(processes.below(os.getpid()))
         time.sleep(_EVERY_SECONDS)
-    code = os.waitstatus_to_exitcode(ended[1])
-    if code >= 0:
-        os._exit(code)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # there is one of the process itself
-    if -code != signal.SIGKILL:
-        signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def _end_as(code: int) -> NoReturn:
+    """Ends this process as another one did."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # there is one of the other
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _are_left() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -110,13 +111,16 @@ def test_only_what_tells_of_itself_has_ended_well(tmp_path: Path) -> None:
         "leaves_its_session_and_eats",
     ],
 )
-def test_what_a_config_started_ends_with_it(tmp_path: Path, how: str) -> None:
+def test_what_a_config_started_ends_with_it(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     fleets.config(tmp_path, "moves", how)
     row = document("moves.toml", "--retries", "0", "--memory", "2")["configs"][0]
     assert (row["exit_code"] == 0) is (how in ("moves_away", "leaves_its_session"))
     assert ("it took more than 2.0 GiB" in str(row["error"])) is how.endswith("eats")
     moved = int((tmp_path / "moved").read_text(encoding="utf-8"))
     assert not _is_alive(moved)
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_what_a_config_started_ends_though_it_is_another_every_moment(tmp_path: Path) -> None:
@@ -230,8 +234,12 @@ def test_one_run_of_mlflow_holds_those_of_all_and_those_of_what_was_killed_are_e
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, number: int, code: int) -> None:
     fleets.config(tmp_path, "hangs", "leaves_its_session_and_hangs")
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     program = [sys.executable, "-m", "optexport", "batch", "hangs.toml"]
-    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         until = time.monotonic() + 120
         while not ((tmp_path / "moved").exists() and (tmp_path / "moved").read_bytes()):
             assert time.monotonic() < until
@@ -250,6 +258,9 @@ def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, number: int,
         assert time.monotonic() < until
         time.sleep(0.2)
     assert not (tmp_path / "out" / "hangs").exists()
+    while left := [path.name for path in (tmp_path / "temporary").iterdir() if not path.name.startswith("pymp-")]:
+        assert time.monotonic() < until, left
+        time.sleep(0.2)
 
 
 def _is_alive(pid: int) -> bool:
