@@ -49,6 +49,12 @@ def prints():
     return good()
 
 
+def changes_its_config():
+    for path in Path(__file__).parent.glob("*.toml"):
+        path.write_text("[modle]")
+    return good()
+
+
 def moves_away():
     if os.fork() == 0:
         os.setpgid(0, 0)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from click.testing import CliRunner, Result
 
 from optexport import verify
 from optexport.batch import attempt
+from optexport.batch.ended import Ended
+from optexport.batch.run import run
+from optexport.batch.tasks import Task, tasks_of
 from optexport.cli.main import cli
 from tests import stores
 from tests.batch import fleets
@@ -157,6 +161,14 @@ def test_what_is_not_so_any_more_is_not_done(tmp_path: Path, what: str) -> None:
     assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [1]
 
 
+def test_a_config_that_is_changed_meanwhile_is_not_what_the_bundle_holds(tmp_path: Path) -> None:
+    path = fleets.config(tmp_path, "a", "changes_its_config")
+    text = path.read_text(encoding="utf-8")
+    assert call("a.toml", "--retries", "0").exit_code == 0
+    assert path.read_text(encoding="utf-8") != text
+    assert (tmp_path / "out" / "a" / "config.toml").read_text(encoding="utf-8") == text
+
+
 def test_a_link_to_a_config_lies_where_it_lies(tmp_path: Path) -> None:
     fleets.config(tmp_path, "a")
     (module,) = tmp_path.glob("fleet_*.py")
@@ -200,11 +212,35 @@ def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> 
     assert nothing.exit_code == 2
     assert "c*.toml: no file is called so" in nothing.output
     assert call("a.toml", "--timeout", "soon").exit_code == 2
+    for memory in ("0", "nan", "inf", "1e300", "1e-12"):
+        nonsense = call("a.toml", "--memory", memory)
+        assert nonsense.exit_code == 2
+        assert "is not in the range 0.1<=x<=1048576" in nonsense.output
     assert not (tmp_path / "optexport-batch").exists()
     (tmp_path / "file").touch()
     folder = call("a.toml", "--folder", "file/batch")
     assert folder.exit_code == 2
     assert "--folder file/batch: nothing can be written there" in folder.output
+    (tmp_path / "unwritable" / "journal.jsonl").mkdir(parents=True)
+    assert call("a.toml", "--folder", "unwritable").exit_code == 2
+
+
+def test_a_journal_that_cannot_be_written_any_more_stops_no_config(tmp_path: Path) -> None:
+    tasks = tasks_of([str(fleets.config(tmp_path, name)) for name in ("a", "b")])
+
+    def engine(tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, Ended]]:
+        journal = folder.with_name("journal.jsonl")
+        journal.unlink()
+        journal.mkdir()
+        for task, code in zip(tasks, (0, 4), strict=True):
+            yield task, Ended(task.name, str(task.path), task.digest, code, "another" if code else None)
+
+    announced: list[Ended] = []
+    ended = run(tasks, engine, tmp_path / "batch", announce=announced.append)
+    assert ended == announced
+    assert [each.exit_code for each in ended] == [0, 4]
+    assert str(ended[0].error).startswith("The journal does not hold it, so --resume runs it again: ")
+    assert str(ended[1].error).startswith("another\n  The journal does not hold it")
 
 
 def test_one_run_of_mlflow_holds_those_of_all_and_those_of_what_was_killed_are_ended(tmp_path: Path) -> None:
