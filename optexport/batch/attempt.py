@@ -113,8 +113,8 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     seconds = round(time.monotonic() - start, 1)
     told = _read(document) if why is None else None
     if told is not None:
-        error = told.get("error") or told.get("tracking_failure")
-        code, output, run_id = int(told["exit_code"]), told.get("output"), told.get("mlflow_run_id")
+        code, error = int(told["exit_code"]), told.get("error")
+        output, run_id = told.get("output"), told.get("mlflow_run_id")
     else:  # however it ended, it was no end of its own
         reason = why or _how(process.exitcode)
         run_id, told_of_run = _lost_run(task, attempt, reason, "FAILED" if why is None else "KILLED")
