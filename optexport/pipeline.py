@@ -125,6 +125,8 @@ def run(
     """
     stages = stages or Stages()
     config, folder = load_config(path, without), path.parent
+    # As it is now: the work takes its time. A tracking URI may hold a password.
+    text = redact(path.read_text(encoding="utf-8"))
     if config.generation is not None:
         raise ConfigError(
             "it exports the parts of a generative model, of which there is no single result",
@@ -162,7 +164,6 @@ def run(
         job = prepare(config, folder, rules, output, downloads, stages)
         if lock is not None:
             lockfile.check_model(lock, job.loaded, path)
-        text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
         job = replace(job, config_text=text, dump=dump, origin=origin)
         if not keep:
             job = replace(job, output=downloads / "bundle", beside=output)

@@ -193,6 +193,7 @@ def as_json(result: Result) -> dict[str, Any]:
     return {
         "passed": result.passed,
         "exit_code": 0 if result.failure is None else result.failure.exit_code,
+        "error": None if result.failure is None else str(result.failure),
         "tune": outcome.as_json(result.tuned),
         "output": str(result.output),
         "baseline": None if result.baseline is None else str(result.baseline),

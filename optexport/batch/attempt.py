@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -10,14 +9,17 @@ import os
 import signal
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from optexport.batch import processes
 from optexport.batch.ended import Ended
 from optexport.batch.tasks import Task
 from optexport.errors import OptexportError
+from optexport.tracking.run import ATTEMPT_VARIABLE, LATER_VARIABLE
 
 _EVERY_SECONDS = 0.1
 # What a process has to end by itself, once it was asked to.
@@ -85,7 +87,8 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     document, log = (folder / f"{log_name(task)}{suffix}" for suffix in (".json", ".log"))
     document.unlink(missing_ok=True)  # of an earlier one
     start = time.monotonic()
-    environment = dict(os.environ)
+    attempt = uuid.uuid4().hex
+    environment = {**os.environ, ATTEMPT_VARIABLE: attempt}
     process = _CONTEXT.Process(
         target=_run, args=(["run", str(task.path), "--json"], str(document), str(log), environment)
     )
@@ -95,7 +98,8 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     peak, why = 0, None
     try:
         while not _has_ended(process, _EVERY_SECONDS):
-            peak = max(peak, used := _used(process.pid, limits.memory))
+            used = processes.used(processes.below(process.pid), limits.memory)
+            peak = max(peak, used)
             if used > limits.memory:
                 why = f"it took more than {limits.memory / 2**30:.1f} GiB of memory"
             elif time.monotonic() - start > limits.seconds:
@@ -109,13 +113,27 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     seconds = round(time.monotonic() - start, 1)
     told = _read(document) if why is None else None
     if told is not None:
-        error = told.get("error") or told.get("tracking_failure")
-        code, output, run_id = int(told["exit_code"]), told.get("output"), told.get("mlflow_run_id")
+        code, error = int(told["exit_code"]), told.get("error")
+        output, run_id = told.get("output"), told.get("mlflow_run_id")
     else:  # however it ended, it was no end of its own
-        error = f"{why or _how(process.exitcode)}\n  Its log: {log}"
-        code, output, run_id = 1, None, None
+        reason = why or _how(process.exitcode)
+        run_id, told_of_run = _lost_run(task, attempt, reason, "FAILED" if why is None else "KILLED")
+        code, output, error = 1, None, f"{reason}\n  Its log: {log}{told_of_run}"
     ended = Ended(task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak)
     return ended, told is None and peak <= limits.memory
+
+
+def _lost_run(task: Task, attempt: str, reason: str, status: str) -> tuple[str | None, str]:
+    """Ends the MLflow run of an attempt that did not end it; its id, and what is to be told of it."""
+    if task.config is None or not task.config.tracking.enabled or os.environ.get(LATER_VARIABLE):
+        return None, ""
+    from optexport.tracking.batch import end_lost
+
+    try:
+        lost = end_lost(task.config.tracking, task.path, attempt, reason, status)
+    except OptexportError as error:
+        return None, f"\n  {error}"
+    return next(iter(lost), None), "".join(f"\n  Its MLflow run {run_id} was ended as {status}." for run_id in lost)
 
 
 def _run(*arguments: Any) -> None:
@@ -145,22 +163,13 @@ def _read(document: Path) -> dict[str, Any] | None:
 
 
 def _end(process: Any, *, at_once: bool) -> None:
-    """Ends a process and all of its session, politely where there is time."""
+    """Ends a process and all below it, politely where there is time; the one that guards it sees to the rest."""
     if not at_once and not _has_ended(process, 0):
-        _kill(process.pid, signal.SIGTERM)
+        processes.tell(process.pid, signal.SIGTERM)
         _has_ended(process, _GRACE_SECONDS)
-    if not _has_ended(process, 0):  # it may lead no session yet
-        _kill(process.pid, signal.SIGKILL)
-    while left := _session(process.pid):
-        for pid in left:
-            _kill(pid, signal.SIGKILL)
-        time.sleep(_EVERY_SECONDS / 10)
+    while not _has_ended(process, _EVERY_SECONDS / 10):
+        processes.end(processes.below(process.pid))
     _join(process)
-
-
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _has_ended(process: Any, seconds: float) -> bool:
@@ -172,36 +181,3 @@ def _join(process: Any) -> None:
     connection.wait([process.sentinel])
     with _LOCK:
         process.join()
-
-
-def _session(leader: int) -> dict[int, int]:
-    """The processes of a session that are alive, and the bytes resident of each."""
-    found = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                # What follows the name, which may hold spaces: state, parent, group, session, ...
-                told = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
-                fields = told.rpartition(")")[2].split()
-                # Not by its own number, which may be that of another by now, but by that of its session.
-                if int(fields[3]) == leader and fields[0] not in "ZX":
-                    found[int(entry.name)] = int(fields[21]) * _PAGE
-    return found
-
-
-def _used(leader: int, limit: int) -> int:
-    """Bytes resident of a session; where it seems too much, pages that several share are counted once among them."""
-    resident = _session(leader)
-    if sum(resident.values()) <= limit:
-        return sum(resident.values())
-    used = 0
-    for pid, alone in resident.items():
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-            used += next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-        except (OSError, StopIteration):
-            used += alone
-    return used
-
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")

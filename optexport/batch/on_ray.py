@@ -21,6 +21,8 @@ from optexport.errors import ConfigError
 
 # What the head of a cluster has to answer.
 _ANSWER_SECONDS = 10.0
+# What the nodes have to end what they are at, and to clean up.
+_CLEAN_SECONDS = 20.0
 # How often the cluster starts a task again whose node was lost.
 _LOST_NODES = 5
 # So many configs are on their way for each CPU, and no more: the others' weights wait on the disk.
@@ -56,12 +58,12 @@ def _run(
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"no cluster answers: {error}", place=f"--address {address}") from error
+    pending: dict[Any, Task] = {}
     try:
         remote = ray.remote(num_cpus=1, max_retries=_LOST_NODES)(run_there)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         most = _WAITING * max(1, int(sum(node.get("CPU", 0) for node in nodes)))
         room = int(max(node.get("memory", 0) for node in nodes))
-        pending: dict[Any, Task] = {}
         for task in tasks:
             if task.config is None:  # a mistake in a config is told here
                 yield task, attempts(task, limits, folder, threading.Event())
@@ -79,7 +81,18 @@ def _run(
         while pending:
             yield _next(ray, pending, folder)
     finally:
-        ray.shutdown()
+        try:
+            _interrupt(ray, list(pending))
+        finally:
+            ray.shutdown()
+
+
+def _interrupt(ray: Any, pending: list[Any]) -> None:
+    """Has the nodes end what they are at, where a batch is interrupted, and waits until they have cleaned up."""
+    for reference in pending:
+        ray.cancel(reference)
+    if pending:
+        ray.wait(pending, num_returns=len(pending), timeout=_CLEAN_SECONDS)
 
 
 def _check_address(address: str | None) -> None:

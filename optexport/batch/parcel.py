@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
 import tempfile
 import threading
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from optexport.batch.attempt import Limits, attempts, log_name
 from optexport.batch.ended import Ended
 from optexport.batch.tasks import Task, tasks_of
 from optexport.bundle import drafts, places
+from optexport.bundle.drafts import locked
 from optexport.bundle.lockfile import named_files
 from optexport.bundle.parts import read_bundles
 from optexport.config.file import Config
@@ -28,6 +30,8 @@ from optexport.tracking.store import resolved_uri
 
 # What has a say in the bytes of a bundle, or in what may be run.
 _VARIABLES = ("OMP_NUM_THREADS", "OPTEXPORT_NO_CODE", "HF_HUB_OFFLINE", "HF_ENDPOINT")
+
+_PREFIX = "optexport-parcel-"
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,8 @@ def run_there(parcel: Parcel, limits: Limits) -> Return:
         differ = sorted(name for name in {*here, *parcel.versions} if here.get(name) != parcel.versions.get(name))
         told = ", ".join(f"{n} {here.get(n)} in place of {parcel.versions.get(n)}" for n in differ)
         return Return(Ended("", "", "", 2, f"the node has {told}: its bundle would be another"), b"", {}, "", "")
-    with tempfile.TemporaryDirectory(prefix="optexport-batch-") as place:
-        root = Path(place).resolve() / "files"
+    with _place() as place:
+        root = place / "files"
         with zipfile.ZipFile(io.BytesIO(parcel.files)) as archive:
             archive.extractall(root)  # our own
         before = {name: os.environ.get(name) for name in (*_VARIABLES, LATER_VARIABLE)}
@@ -132,6 +136,21 @@ def run_there(parcel: Parcel, limits: Limits) -> Return:
                     archive.write(path, path.relative_to(output.parent))
         said = {path.suffix: path.read_bytes() for path in logs.iterdir()}
         return Return(ended, content.getvalue(), said, str(logs / log_name(task)), str(root))
+
+
+@contextlib.contextmanager
+def _place() -> Iterator[Path]:
+    """A folder for a parcel, gone afterwards; so are those of workers that were killed, which have locked theirs."""
+    beside = Path(tempfile.gettempdir()).resolve()
+    with contextlib.ExitStack() as own:
+        with locked(beside, wait=True):
+            for other in beside.glob(f"{_PREFIX}*"):
+                with locked(other, wait=False) as was_free:
+                    if was_free:
+                        shutil.rmtree(other, ignore_errors=True)
+            place = Path(own.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=beside)))
+            own.enter_context(locked(place, wait=False))
+        yield place
 
 
 def brought_home(task: Task, folder: Path, found: Return) -> Ended:

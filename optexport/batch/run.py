@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from optexport.batch.ended import Ended, done_before, remember
+from optexport.batch.ended import JOURNAL, Ended, done_before, remember
 from optexport.batch.tasks import Task
 from optexport.bundle.drafts import locked
 from optexport.errors import ConfigError
@@ -45,8 +46,12 @@ def run(
             announce(each)
         left = [task for task in tasks if task.path not in ended]
         for task, found in engine(left, logs) if left else ():
+            try:
+                remember(folder, found)
+            except OSError as error:  # as where the disk is full: the others go on
+                told = f"The journal does not hold it, so --resume runs it again: {error}"
+                found = replace(found, error=f"{found.error}\n  {told}" if found.error else told)
             ended[task.path] = found
-            remember(folder, found)
             announce(found)
     return [ended[task.path] for task in tasks]
 
@@ -56,6 +61,7 @@ def _locked(folder: Path, logs: Path) -> Iterator[None]:
     """Locks the folder of the logs: a run waits for the one that its bundle lies in."""
     try:
         logs.mkdir(parents=True, exist_ok=True)
+        (folder / JOURNAL).open("a").close()
     except OSError as error:
         raise ConfigError(f"nothing can be written there: {error}", place=f"--folder {folder}") from error
     with locked(logs, wait=False) as was_free:

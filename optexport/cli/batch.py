@@ -19,12 +19,23 @@ if TYPE_CHECKING:
     from optexport.batch.run import Engine
     from optexport.batch.tasks import Task
 
+# What --memory may be: less than a process takes that does nothing, or more than there is, is a slip.
+_GIB = (0.1, 2**20)
+
 
 def _seconds(context: click.Context, option: click.Parameter, given: str) -> int:  # noqa: ARG001 - click's
     try:
         return in_seconds(given)
     except ValueError as error:
         raise click.BadParameter(f"{error}.") from None
+
+
+def _bytes(context: click.Context, option: click.Parameter, given: float | None) -> int | None:  # noqa: ARG001 - click's
+    if given is None:
+        return None
+    if not _GIB[0] <= given <= _GIB[1]:  # nor what is no number
+        raise click.BadParameter(f"{given:g} is not in the range {_GIB[0]}<=x<={_GIB[1]}.")
+    return int(given * 2**30)
 
 
 @click.command(cls=Command)
@@ -40,7 +51,8 @@ def _seconds(context: click.Context, option: click.Parameter, given: str) -> int
 @click.option("--address", help="The Ray cluster; by default one of this machine's own.")
 @click.option(
     "--memory",
-    type=click.FloatRange(0, min_open=True),
+    type=float,
+    callback=_bytes,
     metavar="GIB",
     help="What each may take; by default an equal share of what is free.",
 )
@@ -75,7 +87,7 @@ def batch(
     jobs: int | None,
     engine: str,
     address: str | None,
-    memory: float | None,
+    memory: int | None,
     timeout: int,
     retries: int,
     resume: bool,
@@ -110,7 +122,7 @@ def batch(
             except OptexportError as error:  # the others are run all the same
                 failures.append(error)
 
-    chosen = _engine(engine, address, jobs or 1, None if memory is None else int(memory * 2**30), timeout, retries)
+    chosen = _engine(engine, address, jobs or 1, memory, timeout, retries)
     # What libraries print is none of our result.
     with _tracked(tasks) as parent, contextlib.redirect_stdout(sys.stderr):
         ended = run(tasks, chosen, folder, resume=resume, announce=tell)

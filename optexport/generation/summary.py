@@ -39,7 +39,9 @@ def as_json(result: GenerationResult) -> dict[str, Any]:
     return {
         "passed": all(part["passed"] for part in parts.values()),
         "exit_code": max(part["exit_code"] for part in parts.values()),
+        "error": next((part["error"] for part in parts.values() if part["error"]), None),
         "output": str(result.output),
+        "mlflow_run_id": next(iter(parts.values()))["mlflow_run_id"],
         "parts": parts,
         "tokens": [asdict(compared) for compared in result.tokens],
     }

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from optexport.config.file import TrackingConfig
-from optexport.errors import TrackingError
+from optexport.errors import TrackingError, redact
 from optexport.tracking import store
-from optexport.tracking.run import PARENT_VARIABLE, give_up, new_run
+from optexport.tracking.run import ATTEMPT_TAG, PARENT_VARIABLE, REASON_TAG, give_up, new_run
 
 
 class BatchRun:
@@ -70,3 +70,29 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
             give_up(client, run.run_id, run.reason)
     except Exception as error:
         run.failure = run.failure or store.failure(error, config.uri, "The bundles' own runs are there.")
+
+
+def end_lost(config: TrackingConfig, path: Path, attempt: str, reason: str, status: str) -> list[str]:
+    """Ends the runs of an attempt whose process could not end them itself; returns their ids.
+
+    Args:
+        path: The config's, which a relative path in the URI is taken from.
+        attempt: What its runs are known by.
+        status: ``KILLED`` or ``FAILED``.
+
+    Raises:
+        TrackingError: The store cannot be reached.
+    """
+    try:
+        client = store.open_store(config.uri, path.parent)
+        experiment = client.get_experiment_by_name(config.experiment)
+        if experiment is None:
+            return []
+        query = f"attributes.status = 'RUNNING' and tags.`{ATTEMPT_TAG}` = '{attempt}'"
+        lost = [str(run.info.run_id) for run in client.search_runs([experiment.experiment_id], query)]
+        for run_id in lost:
+            client.set_terminated(run_id, status)
+            client.set_tag(run_id, REASON_TAG, redact(reason))
+        return lost
+    except Exception as error:
+        raise store.failure(error, config.uri, "An MLflow run that it had begun stays RUNNING.") from error

@@ -23,6 +23,9 @@ from optexport.tracking.sending import send, send_params
 REASON_TAG = "optexport.blame.failure"
 # The environment variable with the id of a run that others are nested under, as those of a batch are.
 PARENT_VARIABLE = "OPTEXPORT_PARENT_RUN"
+# That with what the runs of an attempt of a batch are known by, so that they can be ended where its process cannot.
+ATTEMPT_VARIABLE = "OPTEXPORT_ATTEMPT"
+ATTEMPT_TAG = "optexport.attempt"
 # Where it is set nothing is tracked: someone else sends the bundle.
 LATER_VARIABLE = "OPTEXPORT_LOG_LATER"
 
@@ -98,7 +101,9 @@ def new_run(client: Any, experiment: str, tags: Mapping[str, str]) -> str:
         user["mlflow.user"] = getpass.getuser()
     parent = os.environ.get(PARENT_VARIABLE)
     nested = {"mlflow.parentRunId": parent} if parent else {}
-    return str(client.create_run(experiment, tags={**user, **nested, **tags}).info.run_id)
+    attempt = os.environ.get(ATTEMPT_VARIABLE)
+    known = {ATTEMPT_TAG: attempt} if attempt else {}
+    return str(client.create_run(experiment, tags={**user, **nested, **known, **tags}).info.run_id)
 
 
 def give_up(client: Any, run_id: str, reason: str) -> None:

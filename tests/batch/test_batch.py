@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from click.testing import CliRunner, Result
 
 from optexport import verify
 from optexport.batch import attempt
+from optexport.batch.ended import Ended
+from optexport.batch.run import run
+from optexport.batch.tasks import Task, tasks_of
 from optexport.cli.main import cli
 from tests import stores
 from tests.batch import fleets
@@ -102,11 +106,33 @@ def test_only_what_tells_of_itself_has_ended_well(tmp_path: Path) -> None:
     assert found["prints.toml"]["output"] == str(tmp_path / "out" / "prints")
 
 
-def test_what_a_config_started_ends_with_it(tmp_path: Path) -> None:
-    fleets.config(tmp_path, "moves", "moves_away")
-    document("moves.toml", "--retries", "0")
+@pytest.mark.parametrize(
+    "how",
+    [
+        "moves_away",
+        "leaves_its_session",
+        "leaves_its_session_and_crashes",
+        "leaves_its_session_and_eats",
+    ],
+)
+def test_what_a_config_started_ends_with_it(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    fleets.config(tmp_path, "moves", how)
+    row = document("moves.toml", "--retries", "0", "--memory", "2")["configs"][0]
+    assert (row["exit_code"] == 0) is (how in ("moves_away", "leaves_its_session"))
+    assert ("it took more than 2.0 GiB" in str(row["error"])) is how.endswith("eats")
     moved = int((tmp_path / "moved").read_text(encoding="utf-8"))
     assert not _is_alive(moved)
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_what_a_config_started_ends_though_it_is_another_every_moment(tmp_path: Path) -> None:
+    fleets.config(tmp_path, "hops", "hops")
+    document("hops.toml", "--retries", "0", "--timeout", "2s")
+    last = (tmp_path / "moved").read_bytes()
+    time.sleep(0.5)
+    assert (tmp_path / "moved").read_bytes() == last
 
 
 @pytest.mark.parametrize(
@@ -133,6 +159,14 @@ def test_what_is_not_so_any_more_is_not_done(tmp_path: Path, what: str) -> None:
     else:
         (tmp_path / "out" / "a" / "model.onnx").write_bytes(b"another")
     assert [row["attempts"] for row in document("a.toml", "--resume")["configs"]] == [1]
+
+
+def test_a_config_that_is_changed_meanwhile_is_not_what_the_bundle_holds(tmp_path: Path) -> None:
+    path = fleets.config(tmp_path, "a", "changes_its_config")
+    text = path.read_text(encoding="utf-8")
+    assert call("a.toml", "--retries", "0").exit_code == 0
+    assert path.read_text(encoding="utf-8") != text
+    assert (tmp_path / "out" / "a" / "config.toml").read_text(encoding="utf-8") == text
 
 
 def test_a_link_to_a_config_lies_where_it_lies(tmp_path: Path) -> None:
@@ -178,43 +212,77 @@ def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> 
     assert nothing.exit_code == 2
     assert "c*.toml: no file is called so" in nothing.output
     assert call("a.toml", "--timeout", "soon").exit_code == 2
+    for memory in ("0", "nan", "inf", "1e300", "1e-12"):
+        nonsense = call("a.toml", "--memory", memory)
+        assert nonsense.exit_code == 2
+        assert "is not in the range 0.1<=x<=1048576" in nonsense.output
     assert not (tmp_path / "optexport-batch").exists()
     (tmp_path / "file").touch()
     folder = call("a.toml", "--folder", "file/batch")
     assert folder.exit_code == 2
     assert "--folder file/batch: nothing can be written there" in folder.output
+    (tmp_path / "unwritable" / "journal.jsonl").mkdir(parents=True)
+    assert call("a.toml", "--folder", "unwritable").exit_code == 2
 
 
-def test_one_run_of_mlflow_holds_those_of_all(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_written_any_more_stops_no_config(tmp_path: Path) -> None:
+    tasks = tasks_of([str(fleets.config(tmp_path, name)) for name in ("a", "b")])
+
+    def engine(tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, Ended]]:
+        journal = folder.with_name("journal.jsonl")
+        journal.unlink()
+        journal.mkdir()
+        for task, code in zip(tasks, (0, 4), strict=True):
+            yield task, Ended(task.name, str(task.path), task.digest, code, "another" if code else None)
+
+    announced: list[Ended] = []
+    ended = run(tasks, engine, tmp_path / "batch", announce=announced.append)
+    assert ended == announced
+    assert [each.exit_code for each in ended] == [0, 4]
+    assert str(ended[0].error).startswith("The journal does not hold it, so --resume runs it again: ")
+    assert str(ended[1].error).startswith("another\n  The journal does not hold it")
+
+
+def test_one_run_of_mlflow_holds_those_of_all_and_those_of_what_was_killed_are_ended(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
-    for name in ("a", "b"):
-        fleets.config(tmp_path, name, tracking=f'uri = "{uri}"\nexperiment = "fleet"')
-    fleets.config(tmp_path, "c", "crashes")
-    found = document("[abc].toml", "--retries", "0")
+    for name, factory in (("a", "good"), ("b", "crashes"), ("c", "eats")):
+        fleets.config(tmp_path, name, factory, f'uri = "{uri}"\nexperiment = "fleet"')
+    found = document("[abc].toml", "--memory", "2")
     import mlflow
 
     client = mlflow.MlflowClient(uri)
     experiment = client.get_experiment_by_name("fleet").experiment_id
     runs = {run.info.run_id: run for run in client.search_runs([experiment])}
     parent = runs.pop(found["mlflow_run_id"])
-    assert (parent.info.status, parent.data.metrics["configs"], parent.data.metrics["failed"]) == ("FAILED", 3, 1)
-    assert parent.data.tags["optexport.blame.failure"] == "1 of 3 configs failed"
-    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
-    assert set(runs) == {row["run_id"] for row in found["configs"]} - {None}
+    assert (parent.info.status, parent.data.metrics["configs"], parent.data.metrics["failed"]) == ("FAILED", 3, 2)
+    assert parent.data.tags["optexport.blame.failure"] == "2 of 3 configs failed"
     table = mlflow.artifacts.load_dict(f"runs:/{parent.info.run_id}/batch.json")
-    assert [row[table["columns"].index("result")] for row in table["data"]] == ["proven", "proven", "ended badly"]
+    assert [row[table["columns"].index("result")] for row in table["data"]] == ["proven", "ended badly", "ended badly"]
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
+    assert sorted(run.info.status for run in runs.values()) == ["FAILED", "FAILED", "FINISHED", "KILLED"]
+    for name, status, why in (("b", "FAILED", "it crashed by SIGSEGV"), ("c", "KILLED", "it took more than 2.0 GiB")):
+        row = found["rows"][f"{name}.toml"]
+        assert f"Its MLflow run {row['run_id']} was ended as {status}." in row["error"]
+        assert runs[row["run_id"]].info.status == status
+        assert runs[row["run_id"]].data.tags["optexport.blame.failure"].startswith(why)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, number: int, code: int) -> None:
-    fleets.config(tmp_path, "hangs", "hangs")
+    fleets.config(tmp_path, "hangs", "leaves_its_session_and_hangs")
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     program = [sys.executable, "-m", "optexport", "batch", "hangs.toml"]
-    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         until = time.monotonic() + 120
-        while not (started := _sessions(process.pid)):
+        while not ((tmp_path / "moved").exists() and (tmp_path / "moved").read_bytes()):
             assert time.monotonic() < until
             assert process.poll() is None
             time.sleep(0.2)
+        started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert int((tmp_path / "moved").read_bytes()) in started
         second = call("hangs.toml")
         assert second.exit_code == 2
         assert "another batch is at work in it" in second.output
@@ -226,6 +294,9 @@ def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, number: int,
         assert time.monotonic() < until
         time.sleep(0.2)
     assert not (tmp_path / "out" / "hangs").exists()
+    while left := [path.name for path in (tmp_path / "temporary").iterdir() if not path.name.startswith("pymp-")]:
+        assert time.monotonic() < until, left
+        time.sleep(0.2)
 
 
 def _is_alive(pid: int) -> bool:
@@ -233,18 +304,6 @@ def _is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _sessions(pid: int) -> list[int]:
-    """The processes below one that lead a session of their own."""
-    found = []
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            if os.getsid(child.pid) == child.pid:
-                found.append(child.pid)
-        except ProcessLookupError:
-            continue
-    return found
 
 
 @pytest.mark.nightly

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -104,6 +108,26 @@ def test_runs_are_tracked_from_here(cluster: Any, tmp_path: Path, monkeypatch: p
 
     run = mlflow.MlflowClient(uri).get_run(found["a.toml"]["run_id"])
     assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", found[""]["mlflow_run_id"])
+
+
+def test_a_batch_that_is_interrupted_leaves_nothing_on_the_nodes(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    fleets.config(tmp_path, "hangs", "hangs")
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary")}
+    environment["RAY_TMPDIR"] = "/tmp"  # the names of its sockets may not be long
+    program = [sys.executable, "-m", "optexport", "batch", "hangs.toml", "--engine", "ray", "--memory", "1"]
+    with subprocess.Popen(program, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 240
+        while not list((tmp_path / "temporary").glob("optexport-attempt-*")):
+            assert time.monotonic() < until
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert "interrupted" in told
+    assert not list((tmp_path / "temporary").glob("optexport-*"))
 
 
 def test_what_a_cluster_cannot_have_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

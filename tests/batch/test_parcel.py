@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from optexport import verify
 from optexport.batch.attempt import Limits
 from optexport.batch.parcel import brought_home, check_portable, packed, run_there
 from optexport.batch.tasks import Task, tasks_of
+from optexport.bundle.drafts import locked
 from optexport.errors import ConfigError
 from tests.batch import fleets
 
@@ -59,6 +61,18 @@ def test_a_node_with_other_packages_is_refused_by_name(task: Task, tmp_path: Pat
     ended = brought_home(task, tmp_path, run_there(other, _LIMITS))
     assert ended.exit_code == 2
     assert f"the node has torch {parcel.versions['torch']} in place of 0.1" in str(ended.error)
+
+
+def test_what_a_worker_that_was_killed_has_left_goes(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    killed, at_work = (tmp_path / "temporary" / f"optexport-parcel-{name}" for name in ("killed", "at-work"))
+    for each in (killed, at_work):
+        (each / "files").mkdir(parents=True)
+    with locked(at_work, wait=False):
+        assert run_there(packed(task), _LIMITS).ended.error is None
+    assert list((tmp_path / "temporary").iterdir()) == [at_work]
 
 
 def test_a_place_of_this_machine_does_not_travel(task: Task, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_a_run_registers_its_model_and_the_alias_moves_only_to_a_better_one(uri:
     document = json.loads(result.stdout)
     assert (result.exit_code, document["exit_code"]) == (6, 6), result.stderr
     assert document["registered"]["version"] == "2"
+    assert document["error"].startswith("register: block version 2 is registered, and best is at version 1")
     assert "size: onnx takes " in result.stderr
     assert (tmp_path / "out" / "block" / "manifest.json").is_file()
     assert holder(uri, alias="best") == "1"

@@ -194,6 +194,7 @@ def test_machines_read_one_document_where_only_tracking_failed(call: Caller) -> 
     read = json.loads(result.stdout)
     assert (read["passed"], read["exit_code"], result.exit_code) == (True, 7, 7)
     assert "nonsense" in read["tracking_failure"]
+    assert read["error"] == read["tracking_failure"]
 
 
 def test_a_rule_can_be_left_out_and_an_unknown_one_is_told(call: Caller) -> None:

@@ -51,6 +51,7 @@ def test_a_run_writes_parts_that_generate_and_tells_of_the_tokens(tmp_path: Path
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["passed"]
+    assert (told["error"], told["mlflow_run_id"]) == (None, None)
     assert [(each["format"], each["rows"], each["compared"]) for each in told["tokens"]] == [
         ("onnx", 2, 16),
         ("onnx", 1, 8),
