@@ -244,7 +244,9 @@ def check(name: str, options: Mapping[str, Any], place: str) -> None:
     for option, value in options.items():
         if option not in (allowed := RULES[known].options):
             raise ConfigError(
-                f"{known} has no such option", place=f"{place}.{option}", mend=did_you_mean(option, allowed)
+                f"{known} has no such option",
+                place=f"{place}.{option}",
+                mend=did_you_mean(option, allowed) if allowed else "It has no options.",
             )
         if type(value) is not allowed[option].type or (type(value) is tuple and not all(type(v) is str for v in value)):
             kind = "list of names" if allowed[option].type is tuple else allowed[option].type.__name__

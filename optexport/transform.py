@@ -159,7 +159,7 @@ def _check_expectation(rule: NamedRule, report: Report) -> None:
     if len(report.changes) < rule.least:
         misses = "".join(f"\n  skipped at {miss.node}: {miss.reason}" for miss in report.near_misses)
         raise GateError(
-            f"it found work in {len(report.changes)} places, where at least {rule.least} are expected{misses}",
+            f"it found work in fewer places than expected: {len(report.changes)} of at least {rule.least}{misses}",
             place=rule.name,
             mend="Mend the model, or lower expect.min of the rule.",
         )

@@ -44,6 +44,12 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
             place=str(bundle),
             mend="Run its config again, and compare: optexport diff",
         )
+    if not (bundle / "config.toml").is_file():
+        raise ConfigError(
+            "it was made of a model in Python, and not by a config, so that nothing says how to make that model again",
+            place=str(bundle),
+            mend="Call optexport.export again, and compare: optexport diff",
+        )
     config = unmeasured(checked_settings(_in_order(manifest), str(bundle)))
     with store.off(), interrupts.temporary_folder() as scratch:
         job = pipeline.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)

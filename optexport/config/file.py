@@ -223,7 +223,7 @@ def _tracking_uri(uri: str) -> str:
     kind = kind.partition("+")[0]
     if separator and kind not in _STORES and (hint := did_you_mean(kind, _STORES)).startswith("Did"):
         raise ValueError(f"MLflow has no stores of the kind {kind}. {hint}")
-    if kind in ("http", "https") and not rest.strip("/"):
+    if kind.partition(":")[0] in ("http", "https") and not rest.strip("/"):
         raise ValueError(f"{redact(uri)} names no host")
     return uri
 

@@ -68,6 +68,12 @@ def check_source(config: Config, path: Path) -> None:
         if not module or not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
         check_module(rest, folder, place)
+    if kind is SourceKind.MLFLOW and any(word in rest for word in ("{name}", "{version}")):
+        raise ConfigError(
+            f'"{source}" stands for the models of a registry, which a batch fills in',
+            place=place,
+            mend=f"Run: optexport batch {path.name} --from-registry FILTER",
+        )
     if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
         raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
     if kind in (SourceKind.PT2, SourceKind.TORCHSCRIPT) and not _is_file(folder, source):

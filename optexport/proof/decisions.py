@@ -266,7 +266,7 @@ def judge(gate: Gate, results: Sequence[Outputs | str], reference: Reference) ->
         failure=failure,
     )
     if failure is None and not decision.value >= gate.min:
-        failure = f"{gate.name} is {described(decision)}, and the gate {gate.min:g}"
+        failure = f"{gate.name} is {described(decision)}, and the gate {str(gate.min).removesuffix('.0')}"
     return replace(decision, failure=failure)
 
 
@@ -294,14 +294,17 @@ def described(decision: Decision) -> str:
         return "measured nowhere, since there is nothing to count"
     counted = _COUNTED.get(measure, "batches") + ("" if decision.gate.real else " of made-up inputs")
     interval = "" if decision.low is None else f", 95 % interval {decision.low:.6g} to {decision.high:.6g}"
+    shown = f"{decision.value:.{6 if measure in _SHARES else 9}g}"
+    if float(shown) >= decision.gate.min > decision.value:  # it must not look as if it passed
+        shown = repr(decision.value)
     if measure == "cosine":
-        return f"{decision.value:.9g} (the smallest of {count} {counted}; their mean {decision.mean:.9g}{interval})"
+        return f"{shown} (the smallest of {count} {counted}; their mean {decision.mean:.9g}{interval})"
     ties = f", {decision.ties} of them by ties" if measure in _SHARES and decision.ties else ""
     ties = f"; {decision.ties} positions are ties" if measure == "iou" and decision.ties else ties
     if measure in _SHARES:
         hits = round(math.fsum(case.total for case in decision.cases))
-        return f"{decision.value:.6g} ({hits} of {count} {counted} agree{ties}{interval})"
-    return f"{decision.value:.9g} (the mean of {count} {counted}{interval}{ties})"
+        return f"{shown} ({hits} of {count} {counted} agree{ties}{interval})"
+    return f"{shown} (the mean of {count} {counted}{interval}{ties})"
 
 
 def _measure(gate: Gate, result: Outputs | str, reference: Reference, index: int) -> Tally | str:

@@ -12,6 +12,8 @@ import pytest
 
 from optexport.bundle import reproduction
 from optexport.bundle.places import MANIFEST
+from optexport.errors import ConfigError
+from optexport.stages import Stages
 from tests import exports
 from tests.calling import CliRunner, cli, message
 
@@ -107,6 +109,11 @@ def test_versions_that_changed_are_named(project: Path) -> None:
     )
     told = message(reproduce(project), 4)
     assert "torch was 2.11.0, and is 2" in told
+
+
+def test_a_bundle_of_a_model_in_python_cannot_be_made_again_and_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it was made of a model in Python, and not by a config"):
+        reproduction.reproduce(exports.exported().output, tmp_path, Stages())
 
 
 def test_a_bundle_whose_source_is_gone_is_one_clear_error(project: Path) -> None:

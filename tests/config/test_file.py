@@ -111,6 +111,7 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
         (table("inputs.dynamic", "batch = [1, 99999999999999999999]"), "inputs.dynamic.batch[1]"),
         (table("inputs.tensors", ""), "inputs.tensors"),
         (table("tracking", 'uri = ""'), "tracking.uri"),
+        (table("tracking", 'uri = "http:/host"'), "tracking.uri"),
     ],
     ids=[
         "multiple inf",
@@ -124,6 +125,7 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
         "range beyond reason",
         "no tensors",
         "empty uri",
+        "uri without its slashes",
     ],
 )
 def test_a_value_that_no_run_can_use_is_refused_before_one(text: str, key: str, tmp_path: Path) -> None:
@@ -348,3 +350,11 @@ def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Pa
     assert first == "mine.toml: 4 mistakes"
     places = [line.strip().partition(": ")[0] for line in lines]
     assert places == ["transformations[0].use", "export.layout", "model.source", "inputs.images"]
+
+
+def test_a_template_of_a_batch_says_that_only_a_batch_can_run_it(tmp_path: Path) -> None:
+    text = '[model]\nsource = "mlflow:models:/{name}/{version}"'
+    with pytest.raises(
+        ConfigError, match=r"mine\.toml: model\.source: .*\n  Run: optexport batch mine\.toml --from-registry"
+    ):
+        parse_config(text, tmp_path / "mine.toml")

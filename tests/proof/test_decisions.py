@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from optexport.config.decisions import DecisionConfig
 from optexport.errors import ConfigError
 from optexport.proof.cases import Case
-from optexport.proof.decisions import Decision, Gate, Metric, check_usable, judge, make_gates
+from optexport.proof.decisions import Decision, Gate, Metric, check_usable, described, judge, make_gates
 from optexport.proof.floor import bounds
 from optexport.proof.parity import Proof
 from optexport.proof.reference import Reference
@@ -59,6 +60,13 @@ def test_a_gate_passes_at_its_very_value_and_fails_below(wrong: int, passes: boo
     decision = decide(reference({"y": original}), {"y": candidate}, argmax_agreement=0.999)
     assert decision.passed is passes
     assert (decision.value, decision.count, decision.ties) == ((1000 - wrong) / 1000, 1000, 0)
+
+
+def test_a_value_that_misses_its_gate_by_its_last_digit_does_not_look_as_if_it_passed() -> None:
+    known = reference(torch.ones(2, 3))
+    (gate,) = gates(known, cosine=1)
+    nearly = replace(judge(gate, [{"y": torch.ones(2, 3)}], known), value=1 - 2.0**-40)
+    assert described(nearly).startswith("0.9999999999990905 (the smallest of 2")
 
 
 def test_a_failure_tells_output_value_count_interval_and_gate() -> None:
