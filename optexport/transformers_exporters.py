@@ -138,6 +138,7 @@ def export_program(
 _PATCHES = [
     (torch.nn.Module, "to", patches.unless_it_is),
     (AttentionInterface, "_global_mapping", patches.of_unknown_length),
+    (masking_utils.AttentionMaskInterface, "_global_mapping", patches.that_know_their_padding),
     # Masks that are made under torch.vmap, and how it has them index tensors.
     (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),

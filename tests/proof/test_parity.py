@@ -234,6 +234,18 @@ def test_masked_elements_hide_no_fault_where_they_are_the_most() -> None:
     assert not compare(known, wrong).passed
 
 
+def test_large_results_beyond_a_gap_are_no_marks_though_some_are_rounded_well() -> None:
+    original = torch.cat([torch.full((8,), -0.375), 1e6 * torch.arange(1.0, 9.0)])
+    exact = original.double()
+    exact[-1] += 80
+    known = reference(original, exact=(exact,))
+    moved = original.clone()
+    moved[-2] += 80
+    assert compare(known, moved).passed
+    moved[-2] += 400
+    assert not compare(known, moved).passed
+
+
 def test_argmax_agreement_is_the_share_of_rows_with_the_same_largest_element() -> None:
     known = reference(torch.eye(4), torch.eye(4))
     assert compare(known, torch.eye(4), torch.eye(4)[[1, 0, 2, 3]]).argmax_agreement == 0.75
