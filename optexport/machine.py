@@ -33,6 +33,15 @@ def free_memory() -> int | None:
     return min([*left, *([] if free is None else [free])], default=None)
 
 
+# How the allocators of torch and ONNX Runtime say so, in errors that are of the same types as all their others.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "Failed to allocate memory", "bad_alloc", "bad allocation")
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory left."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
+
+
 # Of control groups, of version 2 and of version 1: what is allowed, what is used, and what of that can be given back.
 _CONTAINERS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),

@@ -33,6 +33,7 @@ from transformers.exporters.utils import (
 
 from optexport.arguments import held_tensors
 from optexport.formats import onnx_functions
+from optexport.formats.onnx_erfinv import inverse_of_erf
 from optexport.formats.onnx_translations import TRANSLATIONS, as_int64, exactly, op
 from optexport.tracing import patches
 from optexport.tracing.expert_loops import over_all_experts
@@ -75,6 +76,7 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.searchsorted.Tensor: lambda *a, **kw: torch.searchsorted(*a, **kw),
     aten.histc.default: onnx_functions.histogram,
     aten.log_sigmoid.default: onnx_functions.log_sigmoid,
+    aten.erfinv.default: inverse_of_erf,
     aten.logaddexp.default: onnx_functions.logaddexp,
     aten.logaddexp2.default: onnx_functions.logaddexp2,
     aten.remainder.Tensor: onnx_functions.remainder,
@@ -138,6 +140,7 @@ def export_program(
 _PATCHES = [
     (torch.nn.Module, "to", patches.unless_it_is),
     (AttentionInterface, "_global_mapping", patches.of_unknown_length),
+    (masking_utils.AttentionMaskInterface, "_global_mapping", patches.that_know_their_padding),
     # Masks that are made under torch.vmap, and how it has them index tensors.
     (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),

@@ -31,18 +31,22 @@ def known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Which values are marks: far above the others, and the same in float64, or there the mark of float64."""
+    """Which values are marks: far above the others, and all the same in float64, or there the mark of float64."""
     if _all_below(original, 2.0**_LEAST_MARK_EXPONENT):
         return torch.zeros_like(original, dtype=torch.bool)
     magnitude = finite(original).abs()
     exponents = torch.frexp(magnitude[magnitude > 0]).exponent.unique()
-    above_gap = exponents[1:][(exponents.diff() > _GAP_EXPONENTS) & (exponents[1:] > _LEAST_MARK_EXPONENT)]
-    if not above_gap.numel():
+    gaps = exponents[1:][(exponents.diff() > _GAP_EXPONENTS) & (exponents[1:] > _LEAST_MARK_EXPONENT)]
+    if not gaps.numel():
         return torch.zeros_like(magnitude, dtype=torch.bool)
     exact = exact.double()
     same = (exact - original.double()).abs() <= 2 * LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
     other = ~torch.isfinite(exact) | (exact.abs() > 2.0**_GAP_EXPONENTS * magnitude)
-    return (magnitude >= 2.0 ** (int(above_gap[0]) - 1)) & (same | other)
+    # Of large results some happen to be rounded well: where any beyond a gap is rounded as results are, all may be.
+    for beyond in (magnitude >= 2.0 ** (int(gap) - 1) for gap in gaps):
+        if bool((same | other)[beyond].all()):
+            return beyond
+    return torch.zeros_like(magnitude, dtype=torch.bool)
 
 
 def why_incomparable(candidate: torch.Tensor | None, original: torch.Tensor) -> str | None:

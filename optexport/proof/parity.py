@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from optexport.errors import first_line
+from optexport.errors import ExportError, first_line
+from optexport.machine import is_of_memory
 from optexport.proof import distances
 from optexport.proof.decisions import Decision, Gate, judge
 from optexport.proof.floor import Bound, of_lower_precision
@@ -153,6 +154,9 @@ class Proof:
 
         Args:
             precision: What it was lowered to. Then distances are limited by atol and rtol only, if these are given.
+
+        Raises:
+            ExportError: There is not enough memory to run it, which says nothing of its results.
         """
         reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
         results: list[Outputs | str] = []
@@ -161,6 +165,8 @@ class Proof:
                 try:
                     result = run(case.batch)
                 except Exception as error:  # each runtime raises kinds of its own
+                    if is_of_memory(error):
+                        raise _memory_error(place, case.name) from error
                     results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
                 else:
                     results.append(kept(case, result))
@@ -208,6 +214,14 @@ class Proof:
         self.places = [checked for checked in self.places if checked.place != place]
         self.places.append(PlaceParity(place, tuple(outputs), made_from, decided, precision))
         return self.places[-1]
+
+
+def _memory_error(place: str, case: str) -> ExportError:
+    return ExportError(
+        f"there was not enough memory to run it at {case}, where the original ran",
+        place=place,
+        mend='Free memory, or prove less at a time: parity.effort = "quick", or smaller ranges in inputs.dynamic.',
+    )
 
 
 def _compare(

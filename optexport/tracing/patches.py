@@ -30,16 +30,47 @@ def unless_it_is(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.M
     return patched
 
 
+# A causal mask bears under this name what padding it holds: a mask of tokens, or None.
+_PADDING = "padding"
+
+
+def that_know_their_padding(masks: dict[str, Any]) -> dict[str, Any]:
+    """Makers of masks, of which causal ones tell attention what they hide for being padding.
+
+    Where that is nothing the model makes none, when it is not traced. Attention that is not causal by itself computes
+    something else then; and a mask of another number of rows, which would be none of the batch's, is not looked at.
+    """
+    make = masks["sdpa"]
+
+    def patched(
+        *args: Any, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, **kw: Any
+    ) -> Any:
+        if attention_mask is not None and "batch_size" in kw:
+            torch._check(attention_mask.shape[0] == kw["batch_size"])
+        mask = make(*args, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **kw)
+        first = kw.get("q_offset", 0)
+        is_whole = isinstance(first, int) and first == 0 and kw.get("local_size") is None
+        if mask is not None and is_whole and allow_is_causal_skip:
+            vars(mask)[_PADDING] = attention_mask
+        return mask
+
+    return {**masks, "sdpa": patched}
+
+
 def of_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
     """Attention whose queries' number only running it tells, as that of windows cut by values: it is not causal.
 
-    That of transformers asks whether there is more than one query, though nothing hangs on it here.
+    That of transformers asks whether there is more than one query, though nothing hangs on it here. A causal mask
+    that the model leaves out where nothing is padded is left out there, if attention is not causal by itself.
     """
     attend = functions["sdpa"]
 
     def patched(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kw: Any) -> tuple[Any, None]:
         given = kw.get("is_causal")
         causal = getattr(module, "is_causal", True) if given is None else given
+        if not causal and attention_mask is not None and _PADDING in vars(attention_mask):
+            padding = vars(attention_mask)[_PADDING]
+            attention_mask = None if padding is None else attention_mask | padding.all()
         length = query.shape[2]
         is_known = not isinstance(length, torch.SymInt) or not free_unbacked_symbols(length)
         if is_known or (causal and attention_mask is None) or kw.get("position_bias") is not None:

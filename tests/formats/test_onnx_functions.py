@@ -212,3 +212,14 @@ def test_what_is_rolled_by_all_of_its_places_is_an_output_of_its_own(tmp_path: P
     made = files.prepare(Program(lambda m, x: (x.roll(5, 1), x + 1)), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
     files.save_onnx(made, tmp_path / "model.onnx")
     files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(2, 5)})
+
+
+def _inverses(m: nn.Module, x: torch.Tensor) -> Any:
+    return torch.erfinv(x), torch.erfinv(x.double())
+
+
+def test_the_inverse_of_the_error_function_is_written_in_both_precisions(tmp_path: Path) -> None:
+    made = files.prepare(Program(_inverses), {"x": torch.rand(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    ends = torch.tensor([[-1.0, -0.9999999, -0.85, -0.1, 0.0], [1.0, 0.9999999, 0.8500001, 1e-20, 0.5]])
+    files.runs(made, tmp_path / "model.onnx", {"x": ends}, {"x": torch.linspace(-1, 1, 300).reshape(60, 5)})

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from optexport.errors import ExportError
 from optexport.proof import parity
 from optexport.proof.cases import Case
 from optexport.proof.distances import LEAST_FLOOR_ULPS
@@ -232,6 +233,26 @@ def test_masked_elements_hide_no_fault_where_they_are_the_most() -> None:
     wrong[2, 1] += 0.5
     assert compare(known, original.clone()).passed
     assert not compare(known, wrong).passed
+
+
+def test_large_results_beyond_a_gap_are_no_marks_though_some_are_rounded_well() -> None:
+    original = torch.cat([torch.full((8,), -0.375), 1e6 * torch.arange(1.0, 9.0)])
+    exact = original.double()
+    exact[-1] += 80
+    known = reference(original, exact=(exact,))
+    moved = original.clone()
+    moved[-2] += 80
+    assert compare(known, moved).passed
+    moved[-2] += 400
+    assert not compare(known, moved).passed
+
+
+def test_what_finds_no_memory_is_said_to_and_is_no_wrong_result() -> None:
+    known = reference(torch.ones(3))
+    with pytest.raises(ExportError, match="not enough memory to run it at case 0") as raised:
+        Proof(known, bounds(known, 4.0)).check("pt2", lambda batch: {"y": torch.ones(1 << 50)})
+    assert raised.value.exit_code == 5
+    assert raised.value.place == "pt2"
 
 
 def test_argmax_agreement_is_the_share_of_rows_with_the_same_largest_element() -> None:
