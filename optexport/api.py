@@ -180,11 +180,12 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
     for name, axes in dynamic.items():
         rank = batches[0][name].dim() if name in batches[0] else 0
         for dim in axes.values():
-            if not isinstance(dim, str | Dim) or not str(getattr(dim, "name", dim)).isidentifier():
+            names = dim.split(" + ") if isinstance(dim, str) else [getattr(dim, "name", "")]
+            if not all(isinstance(each, str) and each.isidentifier() for each in names):
                 raise ConfigError(
                     f"{dim!r} is no dimension",
                     place=f"dynamic: {name}",
-                    mend='Give a name, as in {0: "batch"}, or a Dim.',
+                    mend='Give a name, as in {0: "batch"}, the sum of two, or a Dim.',
                 )
         if any(type(axis) is not int or not 0 <= axis < rank for axis in axes):
             raise ConfigError(

@@ -216,7 +216,11 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "transformations[0].exakt",
         'Did you mean "exact"?',
     ),
-    "option of a rule without": (rule('use = "merge-linears"', "exact = true"), "transformations[0].exact", "None"),
+    "option of a rule without": (
+        rule('use = "merge-linears"', "exact = true"),
+        "transformations[0].exact",
+        "It has no options.",
+    ),
     "option of wrong type": (
         rule('use = "change-true-div-to-mul-by-inverse"', "exact = 1"),
         "transformations[0].exact",

@@ -108,6 +108,7 @@ def test_the_hook_of_pre_commit_is_a_command_that_takes_many_files() -> None:
     assert program == "optexport"
     done = CliRunner().invoke(cli, [command, *options, *map(str, sorted(ROOT.glob("pipelines/*.toml")))])
     assert done.exit_code == 0, done.output
+    assert "It is a template: optexport batch CONFIG --from-registry FILTER runs it" in done.output
 
 
 def test_the_bundle_that_they_keep_is_the_output_of_their_config() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from optexport.batch.ended import Ended
 from optexport.config.file import parse_config
+from optexport.config.source import NAME, VERSION
 from optexport.errors import ConfigError
 from optexport.tracking import wanted
 from optexport.tracking.wanted import Version
-
-NAME, VERSION = "{name}", "{version}"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from optexport import registry
 from optexport.bundle.places import check_place, output_of
-from optexport.config.source import check_module
+from optexport.config.source import check_module, is_template
 from optexport.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -145,7 +145,9 @@ def check_output(config: Config, folder: Path) -> None:
 
 
 def open_question(config: Config) -> str | None:
-    """What a run may yet refuse, and only the model can tell."""
+    """What a run may yet refuse, which only the model can tell, or who else has to run it."""
+    if is_template(config.model.source):
+        return "It is a template: optexport batch CONFIG --from-registry FILTER runs it, for each model of a registry."
     inputs = config.inputs
     given = any(getattr(inputs, key) is not None for key in ("texts", "images", "data", "tensors"))
     if given or not config.model.source.startswith("python:"):

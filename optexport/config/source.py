@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")
 
 
+# What stands for each model of a registry, in the template of a batch.
+NAME, VERSION = "{name}", "{version}"
+
+
 class SourceKind(StrEnum):
     """Where a model comes from."""
 
@@ -41,6 +45,11 @@ def source_kind(source: str, folder: Path) -> SourceKind:
     if source.startswith((".", "/", "~")) or _is_dir(folder, source):
         return SourceKind.FOLDER
     return SourceKind.HUB
+
+
+def is_template(source: str) -> bool:
+    """Whether a source stands for many models, which a batch takes from a registry."""
+    return source.startswith("mlflow:") and (NAME in source or VERSION in source)
 
 
 def check_source(config: Config, path: Path) -> None:
@@ -68,12 +77,6 @@ def check_source(config: Config, path: Path) -> None:
         if not module or not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
         check_module(rest, folder, place)
-    if kind is SourceKind.MLFLOW and any(word in rest for word in ("{name}", "{version}")):
-        raise ConfigError(
-            f'"{source}" stands for the models of a registry, which a batch fills in',
-            place=place,
-            mend=f"Run: optexport batch {path.name} --from-registry FILTER",
-        )
     if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
         raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
     if kind in (SourceKind.PT2, SourceKind.TORCHSCRIPT) and not _is_file(folder, source):

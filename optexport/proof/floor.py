@@ -16,7 +16,7 @@ import torch
 
 from optexport.errors import ParityError
 from optexport.proof import distances
-from optexport.proof.reference import LARGEST_LIMIT, Reference
+from optexport.proof.reference import Reference
 
 # Where float64 could not be had, so many units stand in for the floor.
 FALLBACK_ULPS = 64
@@ -26,6 +26,8 @@ _EXTREME_TIMES = 16
 # An ordinary case whose values are so many times as large as those of most has a limit of its own: what it rounds by
 # would let faults pass everywhere else.
 _OUTLIER_TIMES = 32
+# A limit above this share of the largest value would let anything pass.
+LARGEST_LIMIT = 0.1
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     scales = [_scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     ordinary, outliers = _apart(reference, scales)
     floor, scale = (max(values[index] for index in ordinary) for values in (noise, scales))
-    limit = _measured_limit(reference.is_guided(name), dtype, multiple, floor, scale)
+    limit = _measured_limit(reference, dtype, multiple, floor, scale)
     if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
         raise ParityError(
             f"nothing can be proven: {multiple:g} times the noise floor is {limit:.2g}, the largest value {scale:.2g}",
@@ -97,7 +99,7 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
         extremes[reference.cases[index].name] = math.inf if drowned else own
     if atol is None and rtol is None:
         for index in outliers:
-            own = max(limit, _measured_limit(reference.is_guided(name), dtype, multiple, noise[index], scales[index]))
+            own = max(limit, _measured_limit(reference, dtype, multiple, noise[index], scales[index]))
             extremes[reference.cases[index].name] = own
     else:
         limit = (atol or 0.0) + (rtol or 0.0) * scale
@@ -124,11 +126,11 @@ def rounding(name: str, reference: Reference, bound: Bound, multiple: float) -> 
         return bound.limit
     scales = [_scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     scale = max(scales[index] for index in _apart(reference, scales)[0])
-    return _measured_limit(reference.is_guided(name), dtype, multiple, bound.floor, scale)
+    return _measured_limit(reference, dtype, multiple, bound.floor, scale)
 
 
-def _measured_limit(is_guided: bool, dtype: torch.dtype, multiple: float, floor: float, scale: float) -> float:
-    ulps = distances.LEAST_FLOOR_ULPS if is_guided else FALLBACK_ULPS
+def _measured_limit(reference: Reference, dtype: torch.dtype, multiple: float, floor: float, scale: float) -> float:
+    ulps = distances.LEAST_FLOOR_ULPS if reference.fallback is None else FALLBACK_ULPS
     return multiple * max(floor, ulps * torch.finfo(dtype).eps * scale)
 
 

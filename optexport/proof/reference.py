@@ -23,8 +23,6 @@ Outputs = dict[str, torch.Tensor]
 # Runs a model, or a graph of it, on a batch, and names its outputs.
 Call = Callable[[nn.Module, Batch], Outputs]
 
-# A limit above this share of the largest value would let anything pass.
-LARGEST_LIMIT = 0.1
 # The results of more of the user's data than this are not kept, and compared: every place has as many, in files.
 _DATA_BYTES = 1 << 30
 # Noise this many times that of a quiet case that leaves fewer than half the digits is no noise: float64 goes another
@@ -67,11 +65,6 @@ class Reference:
             {name: max(_noise(tensor, exact[name]), other.get(name, 0.0)) for name, tensor in outputs.items()}
             for outputs, exact, other in zip(self.outputs, self.exact, others, strict=True)
         )
-
-    def is_guided(self, output: str) -> bool:
-        """Whether float64 says of any ordinary case what an output should be."""
-        cases = [case for case in self.cases if not case.extreme]
-        return self.fallback is None and any(_where(output, case) not in self.unguided for case in cases)
 
     def at_traced_shape(self) -> Reference:
         """Only the cases shaped as the first, the traced one: all that a file of fixed shape can be asked for."""
@@ -307,8 +300,7 @@ def _guided(reference: Reference) -> Reference:
     """The same, but compared with the original itself where float64 computes something else.
 
     A mask of -1e9 on a whole row is all that is left of the scores in float32, but not in float64. The distance there
-    is no rounding, and as a floor it would let faults pass everywhere else. Where it is so large in all of several
-    cases that nothing could be proven, float64 is no guide at all.
+    is no rounding, and as a floor it would let faults pass everywhere else.
     """
     exact, unguided = [dict(outputs) for outputs in reference.exact], []
     for name, traced in reference.outputs[0].items():
@@ -317,17 +309,11 @@ def _guided(reference: Reference) -> Reference:
         noise = [_relative_noise(o[name], e[name]) for o, e in zip(reference.outputs, exact, strict=True)]
         ordinary = [value for value, case in zip(noise, reference.cases, strict=True) if not case.extreme]
         quiet, half_the_digits = sorted(ordinary)[len(ordinary) // 4], torch.finfo(traced.dtype).eps ** 0.5
-        everywhere = len(ordinary) > 1 and min(ordinary) > LARGEST_LIMIT
         for index, case in enumerate(reference.cases):
-            is_far = everywhere or noise[index] > max(_UNGUIDED_TIMES * quiet, half_the_digits)
-            if not case.extreme and is_far:
+            if not case.extreme and noise[index] > max(_UNGUIDED_TIMES * quiet, half_the_digits):
                 exact[index][name] = reference.outputs[index][name].double()
-                unguided.append(_where(name, case))
+                unguided.append(f"{name} at {case.name}")
     return replace(reference, exact=tuple(exact), unguided=tuple(unguided))
-
-
-def _where(output: str, case: Case) -> str:
-    return f"{output} at {case.name}"
 
 
 def _noise(original: torch.Tensor, exact: torch.Tensor) -> float:

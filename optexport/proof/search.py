@@ -20,9 +20,9 @@ from optexport import interrupts
 from optexport.inputs.resizing import resize
 from optexport.proof import distances
 from optexport.proof.cases import Case, cut_to, is_padding_mask, with_padding
-from optexport.proof.floor import FALLBACK_ULPS, Bound
+from optexport.proof.floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
 from optexport.proof.parity import Proof
-from optexport.proof.reference import LARGEST_LIMIT, Call, Reference, in_double
+from optexport.proof.reference import Call, Reference, in_double
 from optexport.runtimes import Run
 from optexport.signature import Batch, Signature
 

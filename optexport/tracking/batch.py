@@ -44,7 +44,7 @@ def batch_run(config: TrackingConfig, path: Path, size: int) -> Iterator[BatchRu
     try:
         client = store.open_store(config.uri, path.parent)
         experiment = store.experiment_id(client, config.experiment, path.parent)
-        run.run_id = new_run(client, experiment, {"mlflow.runName": "batch"})
+        run.run_id = new_run(client, experiment, "batch", {})
         client.log_param(run.run_id, "configs", size)
     except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
         run.failure = store.failure(error, config.uri, "The bundles' own runs are tried all the same.")

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 from optexport.config.file import TrackingConfig
-from optexport.errors import SourceError, first_line
+from optexport.config.source import is_template
+from optexport.errors import ConfigError, SourceError, first_line
 from optexport.tracking.store import import_mlflow, resolved_uri
 
 
@@ -18,8 +19,15 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
         place: The folder to put it in.
 
     Raises:
+        ConfigError: It stands for many models.
         SourceError: It is not there, or is kept in a form that only running its code could load.
     """
+    if is_template(f"mlflow:{uri}"):
+        raise ConfigError(
+            "it stands for the models of a registry, which a batch fills in",
+            place=f"model.source: mlflow:{uri}",
+            mend="Run: optexport batch CONFIG --from-registry FILTER",
+        )
     mlflow = import_mlflow()
     mlflow.set_tracking_uri(resolved_uri(tracking.uri, folder))
     try:

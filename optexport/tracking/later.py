@@ -106,7 +106,7 @@ def _started(client: Any, experiment: str, finished: Finished) -> str:
     manifest = finished.manifest
     origin = facts.tags(manifest.model.source, manifest.versions, finished.origin)
     # The tags come with the run, so that it is found again whatever happens next.
-    return new_run(client, experiment, {**origin, **finished.identity})
+    return new_run(client, experiment, Path(manifest.config["export"]["output"]).name, {**origin, **finished.identity})
 
 
 def _resumed(client: Any, run: Any) -> str:

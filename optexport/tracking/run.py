@@ -61,7 +61,7 @@ class Tracker:
             folder = self._path.parent
             self._client = store.open_store(self._config.uri, folder)
             experiment = store.experiment_id(self._client, self._config.experiment, folder)
-            self.run_id = new_run(self._client, experiment, tags)
+            self.run_id = new_run(self._client, experiment, self._bundle.name, tags)
             self.page = store.page(self._client.tracking_uri, experiment, self.run_id)
             send_params(self._client, self.run_id, settings)
 
@@ -94,7 +94,7 @@ class Tracker:
             self.failure = store.failure(error, self._config.uri, mend)
 
 
-def new_run(client: Any, experiment: str, tags: Mapping[str, str]) -> str:
+def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) -> str:
     """Starts a run; returns its id. mlflow itself would tag it with the commit of this program, not of the config."""
     user = {}
     with contextlib.suppress(OSError, KeyError):  # a user id that the system does not know, as containers give
@@ -103,7 +103,8 @@ def new_run(client: Any, experiment: str, tags: Mapping[str, str]) -> str:
     nested = {"mlflow.parentRunId": parent} if parent else {}
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     known = {ATTEMPT_TAG: attempt} if attempt else {}
-    return str(client.create_run(experiment, tags={**user, **nested, **known, **tags}).info.run_id)
+    named = {"mlflow.runName": name, **user, **nested, **known, **tags}
+    return str(client.create_run(experiment, tags=named).info.run_id)
 
 
 def give_up(client: Any, run_id: str, reason: str) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -267,11 +268,17 @@ def test_one_run_of_mlflow_holds_those_of_all_and_those_of_what_was_killed_are_e
         assert runs[row["run_id"]].data.tags["optexport.blame.failure"].startswith(why)
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder of a short name: that of a socket, which multiprocessing makes there, may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="optexport-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, number: int, code: int) -> None:
+def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, temporary: Path, number: int, code: int) -> None:
     fleets.config(tmp_path, "hangs", "leaves_its_session_and_hangs")
-    (tmp_path / "temporary").mkdir()
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    environment = {**os.environ, "TMPDIR": str(temporary)}
     program = [sys.executable, "-m", "optexport", "batch", "hangs.toml"]
     with subprocess.Popen(
         program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
@@ -294,7 +301,7 @@ def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, number: int,
         assert time.monotonic() < until
         time.sleep(0.2)
     assert not (tmp_path / "out" / "hangs").exists()
-    while left := [path.name for path in (tmp_path / "temporary").iterdir() if not path.name.startswith("pymp-")]:
+    while left := [path.name for path in temporary.iterdir() if not path.name.startswith("pymp-")]:
         assert time.monotonic() < until, left
         time.sleep(0.2)
 

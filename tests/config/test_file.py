@@ -350,11 +350,3 @@ def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Pa
     assert first == "mine.toml: 4 mistakes"
     places = [line.strip().partition(": ")[0] for line in lines]
     assert places == ["transformations[0].use", "export.layout", "model.source", "inputs.images"]
-
-
-def test_a_template_of_a_batch_says_that_only_a_batch_can_run_it(tmp_path: Path) -> None:
-    text = '[model]\nsource = "mlflow:models:/{name}/{version}"'
-    with pytest.raises(
-        ConfigError, match=r"mine\.toml: model\.source: .*\n  Run: optexport batch mine\.toml --from-registry"
-    ):
-        parse_config(text, tmp_path / "mine.toml")

@@ -63,8 +63,8 @@ def test_a_gate_passes_at_its_very_value_and_fails_below(wrong: int, passes: boo
 
 
 def test_a_value_that_misses_its_gate_by_its_last_digit_does_not_look_as_if_it_passed() -> None:
-    known = reference(torch.ones(2, 3))
-    (gate,) = gates(known, cosine=1)
+    known = reference({"y": torch.ones(2, 3)})
+    (gate,) = gates(known, cosine=1.0)
     nearly = replace(judge(gate, [{"y": torch.ones(2, 3)}], known), value=1 - 2.0**-40)
     assert described(nearly).startswith("0.9999999999990905 (the smallest of 2")
 

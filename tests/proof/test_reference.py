@@ -67,21 +67,6 @@ def test_noise_that_differs_by_case_is_the_floor_while_half_the_digits_are_left(
     assert known.unguided == (() if guided else (f"y at of {size}",))
 
 
-class LosesScores(nn.Module):
-    """Beside -1e9 float32 keeps nothing of a number, and float64 all."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x - 1e9, -1)
-
-
-def test_where_float64_goes_another_way_in_all_cases_the_original_itself_is_met_to_rounding() -> None:
-    cases = [Case(name, {"x": 3 * torch.randn(4, 6)}) for name in ("traced", "other")]
-    known = run_original(call, randomise(LosesScores()), cases)
-    assert known.unguided == ("y at traced", "y at other")
-    assert torch.equal(known.exact[0]["y"], known.outputs[0]["y"].double())
-    assert bounds(known, 4.0)["y"].limit == pytest.approx(4 * FALLBACK_ULPS * EPS / 6)
-
-
 def test_a_model_of_integers_alone_needs_no_float64() -> None:
     class Shift(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ def test_a_bundle_is_sent_whole_and_stays_as_it_is(tmp_path: Path) -> None:
     (run,) = runs(uri)
     assert (run.info.run_id, run.info.status, logged.before) == (logged.run_id, "FINISHED", False)
     assert run.data.tags["torch"] == exports.exported().manifest.versions["torch"]
+    assert run.info.run_name == exports.exported().output.name
     assert run.data.params["export.formats"]
     assert run.data.metrics["bench.onnx.batch_1.p50_ms"] == 1.25
     downloaded = Path(mlflow.MlflowClient(uri).download_artifacts(logged.run_id, "bundle", str(tmp_path)))

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from optexport.config.file import ModelConfig, TrackingConfig
-from optexport.errors import SourceError
+from optexport.errors import ConfigError, SourceError
 from optexport.sources.loading import load
 from optexport.tracking import download_model
 from tests import models, stores
@@ -93,3 +93,10 @@ def test_a_model_that_is_not_there_is_one_clear_error(tmp_path: Path, uri: str) 
     store = stores.store(tmp_path)
     with pytest.raises(SourceError, match=f"model.source: mlflow:{uri}"):
         download_model(uri, TrackingConfig(uri=store), tmp_path, tmp_path)
+
+
+def test_a_template_of_a_batch_says_that_only_a_batch_runs_it(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="which a batch fills in\n  Run: optexport batch CONFIG --from-registry FILTER"
+    ):
+        download_model("models:/{name}/{version}", TrackingConfig(), tmp_path, tmp_path)

@@ -68,6 +68,7 @@ def test_the_params_are_the_flattened_config(tracked: Tracked) -> None:
 
 
 def test_the_tags_tell_commit_branch_versions_and_source(tracked: Tracked) -> None:
+    assert tracked.run.info.run_name == tracked.result.output.name
     tags = tracked.run.data.tags
     assert tags["mlflow.source.git.commit"] == tracked.commit.stdout.strip()
     assert tags["mlflow.source.git.branch"] == "work"
