@@ -126,7 +126,8 @@ def portable(config: Config) -> dict[str, Any]:
     """The config as it was resolved, without secrets, and without paths that only this machine knows."""
     document = config.model_dump(mode="json", exclude_none=True)
     document["transformations"] = [rule.model_dump(mode="json") for rule in config.rules()]
-    document["tracking"]["uri"] = redact(config.tracking.uri)
+    for table in ("model", "tracking"):
+        document[table] = _redacted(document[table])
     for table, key in (("model", "source"), ("export", "output"), ("inputs", "data")):
         value = document[table].get(key)
         if value is not None and Path(value).is_absolute():
@@ -134,3 +135,12 @@ def portable(config: Config) -> dict[str, Any]:
     if document["tracking"]["uri"].startswith("sqlite:////"):
         document["tracking"]["uri"] = f"sqlite:///{Path(document['tracking']['uri']).name}"
     return document
+
+
+def _redacted(value: Any) -> Any:
+    """The same without the secrets that URIs in it carry, however deep they lie."""
+    if isinstance(value, dict):
+        return {key: _redacted(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_redacted(each) for each in value]
+    return redact(value) if isinstance(value, str) else value

@@ -16,8 +16,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from optexport.bundle import manifest
+from optexport.bundle import manifest, records
 from optexport.bundle.manifest import Manifest
+from optexport.config.file import checked_settings
 from optexport.registry import PRESET
 from optexport.sources.loading import Loaded
 from tests import exports
@@ -141,3 +142,17 @@ def test_the_versions_are_those_that_ran(document: dict[str, Any]) -> None:
 def test_reading_the_manifest_needs_no_torch() -> None:
     code = "import sys, optexport.bundle.manifest; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_password_in_the_arguments_of_a_model_gets_into_a_manifest() -> None:
+    document = {
+        "model": {
+            "source": "python:a:b",
+            "arguments": {"uri": "postgresql://me:secret@host/db", "more": [{"uri": "https://me:secret@host"}], "n": 1},
+        },
+        "tracking": {"uri": "http://me:secret@mlflow:5000"},
+    }
+    portable = records.portable(checked_settings(document, "mine.toml"))
+    assert "secret" not in json.dumps(portable)
+    assert portable["model"]["arguments"]["uri"] == "postgresql://***@host/db"
+    assert portable["model"]["arguments"]["n"] == 1
