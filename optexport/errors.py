@@ -49,8 +49,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"Known are: {', '.join(names)}." if names else "None are known."
 
 
-# A password may hold what a URI should not: SQLAlchemy takes it as it is. What follows a host's port is none.
-_CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s\"'<>]*|[^/\s\"'<>:@\[]*:(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))\S*)@")
+# A password may hold what a URI should not, spaces too: SQLAlchemy takes it as it is. What follows a host's port is none.
+_CREDENTIALS = re.compile(
+    r"(?<=://)(?:"
+    r"[^/\s\"'<>:@\[]*:(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))(?!\s)\S*(?:(?<![\"'>])[ \t](?:(?!://)[^\"\n])*)?"
+    r"|[^/\s\"'<>]*)@"
+)
 # A value ends where the next one begins, which is encoded where its own "=" is, or in the braces of ODBC.
 _SECRETS = re.compile(
     r"((?:password|passwd|pwd|token|secret|api[_-]?key|access[_-]?key)(?:=|(%3D)))"

@@ -32,6 +32,9 @@ SECRET_URIS = [
     f"postgresql://127.0.0.1:9/db?password=a%26{SECRET}&user=me",
     f"postgresql://someone:a/{SECRET}@127.0.0.1:9/db",
     f"postgresql://someone:it's{SECRET}@127.0.0.1:9/db",
+    f"postgresql://someone:my {SECRET}@127.0.0.1:9/db",
+    f"postgresql://someone:{SECRET} is mine@127.0.0.1:9/db",
+    f"postgresql://someone:a@b {SECRET}@127.0.0.1:9/db",
 ]
 
 
@@ -52,6 +55,8 @@ def test_no_secret_of_a_uri_stays_in_a_text(uri: str) -> None:
         '{"uri":"http://127.0.0.1:5000","model":"name@alias"}',
         "mlflow:models:/name@alias",
         "user@example.org",
+        "http://127.0.0.1:5000 does not know user@example.org",
+        "http://localhost: no such host, ask user@example.org",
         "a=b",
     ],
 )
