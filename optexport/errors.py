@@ -50,9 +50,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 # A password may hold what a URI should not, spaces too: SQLAlchemy takes it as it is. What follows a host's port is none.
+# The lengths keep the time linear in that of a text made to take long.
 _CREDENTIALS = re.compile(
     r"(?<=://)(?:"
-    r"[^/\s\"'<>:@\[]*:(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))(?!\s)\S*(?:(?<![\"'>])[ \t](?:(?!://)[^\"\n])*)?"
+    r"[^/\s\"'<>:@\[]*:(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))(?!\s)\S{0,2048}(?:(?<![\"'>])[ \t](?:(?!://)[^\"\n]){0,256})?"
     r"|[^/\s\"'<>]*)@"
 )
 # A value ends where the next one begins, which is encoded where its own "=" is, or in the braces of ODBC.
