@@ -49,8 +49,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"Known are: {', '.join(names)}." if names else "None are known."
 
 
-# A password may hold what a URI should not, spaces too: SQLAlchemy takes it as it is. What follows a host's port is none.
-# The lengths keep the time linear in that of a text made to take long.
+# A password may hold what a URI should not, spaces too: SQLAlchemy takes it as it is. What follows the port of a host
+# is none. The lengths keep the time linear in that of the text.
 _CREDENTIALS = re.compile(
     r"(?<=://)(?:"
     r"[^/\s\"'<>:@\[]*:(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))(?!\s)\S{0,2048}(?:(?<![\"'>])[ \t](?:(?!://)[^\"\n]){0,256})?"
