@@ -256,7 +256,7 @@ def test_verify_tells_machines_of_a_failure_in_one_document(tmp_path: Path) -> N
     assert json.loads(changed.stdout) == {
         "passed": False,
         "exit_code": 4,
-        "error": "model.onnx: it is missing",
+        "error": f"{bundle}/model.onnx: it is missing",
         "parity": None,
     }
 

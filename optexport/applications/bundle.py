@@ -341,7 +341,7 @@ def _open_onnx(path: Path, _: str, outputs: Sequence[str]) -> Run:
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the runtime's exceptions share no base class
-        raise BundleError(f"ONNX Runtime refuses the file: {first_line(error)}", place=path.name) from error
+        raise BundleError(f"ONNX Runtime refuses the file: {first_line(error)}", place=str(path)) from error
     wanted = [given.name for given in session.get_inputs()]
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:

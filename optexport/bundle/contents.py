@@ -86,7 +86,7 @@ def read_reference(path: Path, case_names: Sequence[str], output_names: Sequence
         with safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
-        raise BundleError(f"it cannot be read: {error}", place=path.name) from error
+        raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
 
     def part(index: int, kind: str) -> dict[str, torch.Tensor]:
         prefix = f"{index}.{kind}."
@@ -99,5 +99,5 @@ def read_reference(path: Path, case_names: Sequence[str], output_names: Sequence
         exact=tuple(part(index, "float64") for index in indices),
     )
     if not indices or any(set(part) != set(output_names) for part in (*reference.outputs, *reference.exact)):
-        raise BundleError("it does not hold the outputs that the manifest names", place=path.name)
+        raise BundleError("it does not hold the outputs that the manifest names", place=str(path))
     return reference

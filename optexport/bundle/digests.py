@@ -42,32 +42,33 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
         raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder))
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            name = path.relative_to(folder).as_posix()
-            raise BundleError("it is a link or no file, which no bundle holds", place=name, mend="Remove it.")
+            raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend="Remove it.")
     document = sealed_json.read(folder / MANIFEST)
     if (version := document.get("manifest_version")) != 1:
         raise BundleError(
-            f"its version is {version}, and this program reads 1", place=MANIFEST, mend="Upgrade optexport."
+            f"its version is {version}, and this program reads 1",
+            place=str(folder / MANIFEST),
+            mend="Upgrade optexport.",
         )
     try:
         manifest = Manifest.model_validate(document)
     except ValueError as error:
-        raise BundleError(f"it does not follow the schema: {error}", place=MANIFEST) from error
+        raise BundleError(f"it does not follow the schema: {error}", place=str(folder / MANIFEST)) from error
     measurements = sealed_json.read(folder / MEASUREMENTS)
     if measurements.get("manifest") != manifest.digest:
-        raise BundleError("it belongs to another bundle", place=MEASUREMENTS)
+        raise BundleError("it belongs to another bundle", place=str(folder / MEASUREMENTS))
     if not manifest.artifacts or set(manifest.parity.bounds) != {output.name for output in manifest.outputs}:
-        raise BundleError("it names no file, or not a bound for every output", place=MANIFEST)
+        raise BundleError("it names no file, or not a bound for every output", place=str(folder / MANIFEST))
     expected = {record.path: record for record in manifest.files}
     for name in [*expected, *(artifact.path for artifact in manifest.artifacts)]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in expected:
-            raise BundleError(f"it names {name!r}, which is no file of the bundle", place=MANIFEST)
+            raise BundleError(f"it names {name!r}, which is no file of the bundle", place=str(folder / MANIFEST))
     folders = {parent.as_posix() for name in expected for parent in PurePosixPath(name).parents}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if name not in folders if path.is_dir() else name not in expected and name not in UNLISTED:
             what = "folder" if path.is_dir() else "file"
-            raise BundleError(f"the manifest does not know this {what}", place=name, mend="Remove it.")
+            raise BundleError(f"the manifest does not know this {what}", place=str(path), mend="Remove it.")
     for name, record in expected.items():
         _check_file(folder / name, record)
     if report:
@@ -78,11 +79,11 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
 def _check_file(path: Path, record: FileRecord) -> None:
     try:
         if not path.is_file():
-            raise BundleError("it is missing", place=record.path)
+            raise BundleError("it is missing", place=str(path))
         if path.stat().st_size != record.size or sha256(path) != record.sha256:
-            raise BundleError("it was changed since the bundle was written", place=record.path)
+            raise BundleError("it was changed since the bundle was written", place=str(path))
     except OSError as error:
-        raise BundleError(f"it cannot be read: {error}", place=record.path) from error
+        raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
 
 
 def _check_report(folder: Path, digest: object) -> None:
@@ -91,7 +92,7 @@ def _check_report(folder: Path, digest: object) -> None:
     try:
         found = sha256(path) if path.is_file() else None
     except OSError as error:
-        raise BundleError(f"it cannot be read: {error}", place=REPORT) from error
+        raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
     if found != digest:
         what = "missing" if found is None else "of no run" if digest is None else "not the one that was written"
-        raise BundleError(f"it is {what}", place=REPORT, mend="Write it again: optexport report BUNDLE")
+        raise BundleError(f"it is {what}", place=str(path), mend="Write it again: optexport report BUNDLE")

@@ -34,23 +34,21 @@ def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
     document = sealed_json.read(folder / GENERATION)
     parts = document.get("parts")
     if not isinstance(parts, dict) or "decoder" not in parts or not parts.keys() <= set(PARTS):
-        raise BundleError("it does not name the parts of a model", place=GENERATION)
+        raise BundleError("it does not name the parts of a model", place=str(folder / GENERATION))
     for path in sorted(folder.iterdir()):
         if path.name not in {GENERATION, *parts, *SIGNED}:
-            raise BundleError("the export does not know it", place=path.name, mend="Remove it.")
+            raise BundleError("the export does not know it", place=str(path), mend="Remove it.")
         if path.is_symlink() or path.is_dir() != (path.name in parts):
-            raise BundleError("it is a link, or no file of an export", place=path.name, mend="Remove it.")
+            raise BundleError("it is a link, or no file of an export", place=str(path), mend="Remove it.")
     manifests = {name: _read_part(folder / name) for name in parts}
     for name, digest in parts.items():
         if manifests[name].digest != digest:
-            raise BundleError("it belongs to another export", place=name)
+            raise BundleError("it belongs to another export", place=str(folder / name))
     return document, manifests
 
 
 def _read_part(folder: Path) -> Manifest:
     try:
         return digests.read_manifest(folder)
-    except BundleError as error:
-        raise BundleError(error.cause, place=f"{folder.name}/{error.place}", mend=error.mend) from error
     except ConfigError as error:
-        raise BundleError(error.cause, place=folder.name) from error
+        raise BundleError(error.cause, place=str(folder)) from error

@@ -28,7 +28,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > LARGEST:
-            raise BundleError(f"it is larger than {LARGEST} bytes", place=path.name, mend=_MEND)
+            raise BundleError(f"it is larger than {LARGEST} bytes", place=str(path), mend=_MEND)
         content = path.read_bytes()
         document = json.loads(content)
         whole = (
@@ -37,11 +37,11 @@ def read(path: Path) -> dict[str, Any]:
             and content == _canonical(document)
         )
     except FileNotFoundError as error:
-        raise BundleError("it is missing", place=path.name, mend=_MEND) from error
+        raise BundleError("it is missing", place=str(path), mend=_MEND) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise BundleError(f"it cannot be read: {error}", place=path.name, mend=_MEND) from error
+        raise BundleError(f"it cannot be read: {error}", place=str(path), mend=_MEND) from error
     if not whole:
-        raise BundleError("it does not match its own digest", place=path.name, mend=_MEND)
+        raise BundleError("it does not match its own digest", place=str(path), mend=_MEND)
     assert isinstance(document, dict)
     return document
 

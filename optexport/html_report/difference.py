@@ -16,7 +16,7 @@ from rich.table import Table
 
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ChangeRecord, Manifest, TensorRecord
-from optexport.errors import BundleError, on_one_line
+from optexport.errors import on_one_line
 from optexport.html_report.contents import named
 from optexport.html_report.measured import FigureRecord, Measured, read_measured
 
@@ -78,12 +78,9 @@ def read_side(folder: Path) -> Side:
 
     Raises:
         ConfigError: The folder is no bundle.
-        BundleError: It is damaged; says which of the two it is.
+        BundleError: It is damaged.
     """
-    try:
-        return Side(folder, read_manifest(folder), read_measured(folder))
-    except BundleError as error:
-        raise BundleError(error.cause, place=f"{folder}: {error.place}", mend=error.mend) from error
+    return Side(folder, read_manifest(folder), read_measured(folder))
 
 
 def compare(one: Side, other: Side) -> Difference:

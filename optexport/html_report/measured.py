@@ -91,4 +91,4 @@ def read_measured(folder: Path) -> Measured:
     try:
         return Measured.model_validate(sealed_json.read(folder / MEASUREMENTS))
     except ValueError as error:
-        raise BundleError(f"it does not hold what a report shows: {error}", place=MEASUREMENTS) from error
+        raise BundleError(f"it does not hold what a report shows: {error}", place=str(folder / MEASUREMENTS)) from error

@@ -43,8 +43,7 @@ class _Hashing(hashing.Config):
             there = None if files_to_hash is None else [p for p in files_to_hash if Path(os.fsdecode(p)).is_file()]
             manifest = super().hash(model_path, files_to_hash=there)
         except OSError as error:
-            name = Path(error.filename or SIGNATURE).name
-            raise BundleError(f"it cannot be read: {error.strerror}", place=name) from error
+            raise BundleError(f"it cannot be read: {error.strerror}", place=str(error.filename or SIGNATURE)) from error
         self.found = {each.identifier: each.digest.digest_hex for each in manifest.resource_descriptors()}
         return manifest
 
@@ -130,7 +129,7 @@ def _files(folder: Path) -> set[str]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BundleError("it is a link or no file, which no bundle holds", place=name, mend="Remove it.")
+            raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend="Remove it.")
         if path.is_file():
             names.add(name)
     return names
@@ -144,7 +143,7 @@ def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str]
     """
     payload, made_with = _read(folder / SIGNATURE)
     if made_with != fingerprint:
-        raise BundleError(f"another key than that of {key} made it", place=SIGNATURE, mend=_AGAIN)
+        raise BundleError(f"another key than that of {key} made it", place=str(folder / SIGNATURE), mend=_AGAIN)
     hashed = _hashing()
     try:
         config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(hashed)
@@ -155,11 +154,13 @@ def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str]
     except Exception as error:  # the library, pydantic and cryptography each raise their own
         # Where files were hashed the signature is the key's; which of them are others is told by name.
         if hashed.found is None:
-            raise BundleError(f"it is not the key's: {first_line(error)}", place=SIGNATURE, mend=_AGAIN) from error
+            raise BundleError(
+                f"it is not the key's: {first_line(error)}", place=str(folder / SIGNATURE), mend=_AGAIN
+            ) from error
     assert hashed.found is not None
     predicate = json.loads(payload).get("predicate", {})
     if predicate.get("serialization") != _WHOLE:  # a key may have signed with other tools, and less
-        raise BundleError("it is not of the whole folder", place=SIGNATURE, mend=_AGAIN)
+        raise BundleError("it is not of the whole folder", place=str(folder / SIGNATURE), mend=_AGAIN)
     return {resource["name"]: resource["digest"] for resource in predicate["resources"]}, hashed.found
 
 
@@ -191,11 +192,11 @@ def _read(path: Path) -> tuple[bytes, str]:
         }
         whole = content == json.dumps(written, separators=(",", ":")).encode()
     except FileNotFoundError as error:
-        raise BundleError("it is missing: nobody signed this", place=SIGNATURE, mend=_AGAIN) from error
+        raise BundleError("it is missing: nobody signed this", place=str(path), mend=_AGAIN) from error
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise BundleError(f"it cannot be read: {first_line(error)}", place=SIGNATURE, mend=_AGAIN) from error
+        raise BundleError(f"it cannot be read: {first_line(error)}", place=str(path), mend=_AGAIN) from error
     if not whole:
-        raise BundleError("it was changed since it was written", place=SIGNATURE, mend=_AGAIN)
+        raise BundleError("it was changed since it was written", place=str(path), mend=_AGAIN)
     return payload, str(made_with)
 
 

@@ -39,7 +39,7 @@ def make(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str
         document = _document(folder, bundles, files)
         _parse(document)
     except (LookupError, TypeError, AttributeError, json_format.Error) as error:
-        raise BundleError("it does not hold what a statement tells", place=MEASUREMENTS) from error
+        raise BundleError("it does not hold what a statement tells", place=str(folder / MEASUREMENTS)) from error
     return f"{json.dumps(document, indent=2, ensure_ascii=False)}\n"
 
 
@@ -59,11 +59,11 @@ def check(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, st
         dependencies = document["predicate"]["buildDefinition"]["resolvedDependencies"]
         models = [dependency for dependency in dependencies if dependency.get("name") == "model"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, json_format.Error) as error:
-        raise BundleError(f"it is no statement of a bundle: {error}", place=STATEMENT) from error
+        raise BundleError(f"it is no statement of a bundle: {error}", place=str(folder / STATEMENT)) from error
     if len(stated) != len(document["subject"]) or stated != files:
-        raise BundleError("it is of other files than those that are here", place=STATEMENT)
+        raise BundleError("it is of other files than those that are here", place=str(folder / STATEMENT))
     if models != list(_models(folder, bundles)):
-        raise BundleError("it is of another model than the one that the manifest names", place=STATEMENT)
+        raise BundleError("it is of another model than the one that the manifest names", place=str(folder / STATEMENT))
 
 
 def _document(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str]) -> dict[str, Any]:

@@ -128,8 +128,7 @@ def test_a_file_that_may_not_be_read_is_named_and_no_defect(copied: Path, name: 
         [*_AS_ANYBODY, sys.executable, "-m", "optexport", command, *arguments], capture_output=True, text=True
     )
     assert done.returncode == 4, done.stderr
-    place = f"{copied}: {name}" if command == "diff" else name
-    assert done.stderr.startswith(f"Error: {place}: it cannot be read: ")
+    assert done.stderr.startswith(f"Error: {copied / name}: it cannot be read: ")
 
 
 @pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")

@@ -154,7 +154,7 @@ def test_a_bundle_that_is_damaged_or_absent_ends_as_verify_does(one: Path, tmp_p
     (damaged / "model.onnx").write_bytes(b"")
     assert diff(one, damaged).exit_code == 4
     assert diff(damaged, one).exit_code == 4
-    assert f"{damaged}: model.onnx" in diff(one, damaged).stderr
+    assert f"{damaged}/model.onnx: " in diff(one, damaged).stderr
     assert diff(one, tmp_path / "absent").exit_code == 2
     inside = diff(one, one, "--html", one / "diff.html")
     assert inside.exit_code == 2
