@@ -21,7 +21,7 @@ _FOLLOWS = {
     *(aten.hardsigmoid_.default, aten.sigmoid_.default, aten.leaky_relu_.default, aten.add_.Tensor, aten.mul_.Tensor),
     *(aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim),
     *(aten.batch_norm.default, aten.conv2d.default, aten.conv2d.padding, aten.cat.default, CONVOLUTION),
-    *(aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec, aten.constant_pad_nd.default),
+    *(aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec, aten.constant_pad_nd.default, aten.pad.default),
 }
 _READS_SIZES_ONLY = {aten.sym_size.int, aten._assert_tensor_metadata.default}
 

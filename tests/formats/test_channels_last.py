@@ -89,6 +89,18 @@ def test_what_reads_a_result_reads_the_same_numbers(after: Any, tmp_path: Path) 
     assert torch.export.load(lowered).graph.find_nodes(op="call_function", target=CONVOLUTION)
 
 
+def test_padding_between_convolutions_keeps_the_layout(tmp_path: Path) -> None:
+    """EfficientNet pads before each convolution, and copies there took more than oneDNN saved."""
+
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.b(nn.functional.pad(m.a(x), (0, 1, 0, 1)))  # type: ignore[no-any-return]
+
+    made = images(body, a=convolution(4, 8, 3), b=convolution(8, 2, 3))
+    assert moved(made, tmp_path) == 2
+    graph = torch.export.load(save(made, "pt2", tmp_path, ("channels-last",))).graph
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default)) == 1  # of the result
+
+
 def test_results_leave_the_graph_as_they_always_lay(tmp_path: Path) -> None:
     made = images(lambda m, x: (m.a(x), m.a(x).relu()), a=convolution(4, 8, 3))
     path = save(made, "pt2", tmp_path, ("channels-last",))
