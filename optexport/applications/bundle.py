@@ -192,7 +192,7 @@ class Bundle:
             raise ConfigError(
                 f"it holds no {named}" + (f" ({why[0]})" if why else ", as its source had none"),
                 place=str(self._folder),
-                mend=f"Give the inputs themselves. {self._signature}",
+                mend=f"Give the inputs themselves, on the command line with --data. {self._signature}",
             )
 
     def _from_texts(self, texts: Sequence[str]) -> Arrays:
