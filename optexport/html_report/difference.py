@@ -283,7 +283,7 @@ def _latency(one: Side, other: Side) -> Section:
     machines = {(side.measured.processor, side.measured.cpus, side.measured.device) for side in (one, other)}
     threads = {side.measured.bench.threads for side in (one, other) if side.measured.bench is not None}
     if len(machines) > 1 or len(threads) > 1:
-        note = f"Measured on other processors or devices, or with other numbers of threads, which no comparison survives. {note}"
+        note = f"Measured on other processors, devices or numbers of threads, which no comparison survives. {note}"
     columns = ("file", "shape", "ms in A", "95 % interval in A", "ms in B", "95 % interval in B", "intervals")
     return Section("Latency", columns, tuple(found), note=note if found else "Not measured in both.")
 
