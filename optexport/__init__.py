@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from optexport.bundle.verification import verify as verify
     from optexport.errors import BundleError as BundleError
     from optexport.errors import ConfigError as ConfigError
+    from optexport.errors import DeviceError as DeviceError
     from optexport.errors import ExportError as ExportError
     from optexport.errors import GateError as GateError
     from optexport.errors import OptexportError as OptexportError
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _ERRORS = (
     "BundleError",
     "ConfigError",
+    "DeviceError",
     "ExportError",
     "GateError",
     "OptexportError",

@@ -71,7 +71,8 @@ def produce(
             lowering.check_passed(suspects.check(place, runner, precision=branch.precision), proof)
         transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
     records.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
-    writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied)
+    device = job.config.model.device
+    writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied, device)
     artifacts, kept = _write(branch, writer, suspects, job, draft, stages)
     if lowered is not None:
         artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
@@ -106,7 +107,7 @@ def _write(
             kept += [name] * is_kept
             with stages.stage(f"check {name}"):
                 fixed = artifact.fixed_shape is not None
-                for place, opened in runtimes.ways_to_open(files[name], name, outputs):
+                for place, opened in runtimes.ways_to_open(files[name], name, outputs, writer.device):
                     place = place.replace(ONNX, ONNX_FLOAT32, 1) if later else place
                     parity = suspects.check(
                         place, opened, content=content, traced_shape_only=fixed, precision=branch.precision
@@ -115,7 +116,7 @@ def _write(
                     if freeing.is_large(job.loaded.model):
                         freeing.collect()
         if not proof.passed:
-            find = partial(blame_files, writer.flat, files, proof)
+            find = partial(blame_files, writer.flat, files, proof, writer.device)
             raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
         if precision is not None:
             with stages.stage("lower onnx"):
@@ -136,5 +137,5 @@ def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tens
 def export_plain(job: Job, formats: Sequence[Format], folder: Path) -> list[ArtifactRecord]:
     """Exports the model as it was traced, without any rule or lowering, to be measured and thrown away."""
     traced, _ = trace_original(replace(job, rules=()))
-    writer = Writer(traced.graph_module, traced.signature, job.example, job.loaded, ())
+    writer = Writer(traced.graph_module, traced.signature, job.example, job.loaded, (), job.config.model.device)
     return [writer.write(name, folder, (), job.config.export.opset) for name in formats]

@@ -111,6 +111,12 @@ class SourceError(OptexportError):
     exit_code = 3
 
 
+class DeviceError(OptexportError):
+    """The device that the model is to run on cannot be had here."""
+
+    exit_code = 3
+
+
 class TraceError(OptexportError):
     """The model was loaded, but could not be traced to a graph as asked for."""
 

@@ -33,8 +33,11 @@ def free_memory() -> int | None:
     return min([*left, *([] if free is None else [free])], default=None)
 
 
-# How the allocators of torch and ONNX Runtime say so, in errors that are of the same types as all their others.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "Failed to allocate memory", "bad_alloc", "bad allocation")
+# How the allocators of torch, ONNX Runtime and CUDA say so, in errors that are of the same types as all their others.
+_NO_MEMORY = (
+    *("can't allocate memory", "not enough memory", "Failed to allocate memory", "bad_alloc", "bad allocation"),
+    "out of memory",
+)
 
 
 def is_of_memory(error: BaseException) -> bool:

@@ -55,6 +55,7 @@ def run_reference(job: Job, traced: Traced, call: Call, ids: Mapping[str, int]) 
         declared=job.sizes_declared,
         batched=signature.batched,
         in_other_ways=effort != "quick",
+        device=job.config.model.device,
     )
     unchecked = shards.why_unchecked(job.real, job.rows, reference.cases)
     return replace(reference, left_out=(*unchecked, *reference.left_out))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from optexport import branch, interrupts, tracking
+from optexport import branch, devices, interrupts, tracking
 from optexport.applications.describe import describe
 from optexport.applications.processing import built_in
 from optexport.arguments import arguments_of, as_constants
@@ -133,6 +133,7 @@ def run(
             place=f"{path.name}: generation",
             mend="Call optexport.run_generation(path), or: optexport run",
         )
+    devices.check(config.model.device, config.export.formats, f"{path.name}: model.device")
     lock = lockfile.read(path) if locked else None
     if lock is not None:
         lockfile.check_surroundings(lock, config, path, versions())
@@ -255,7 +256,8 @@ def produce(job: Job, stages: Stages) -> Result:
                 update={"application": application, "artifacts": artifacts, "files": digests.file_records(draft)}
             )
             contents.write_manifest(draft, manifest)
-        measured: dict[str, Any] = {} if bench is None else {"bench": report.as_json(bench)}
+        measured: dict[str, Any] = {"device": devices.described(job.config.model.device)}
+        measured |= {} if bench is None else {"bench": report.as_json(bench)}
         measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
         measured |= {"kept": kept} if kept else {}
         measured |= {"origin": dict(job.origin)} if job.origin else {}

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from optexport.errors import ExportError, SourceError, first_line
+from optexport import devices
+from optexport.devices import Device
+from optexport.errors import DeviceError, ExportError, SourceError, first_line
 from optexport.signature import as_arguments
 from optexport.sources import archives
 
@@ -22,33 +24,41 @@ import onnxruntime
 Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-def open_file(path: Path, file_format: str, outputs: Sequence[str]) -> Iterator[tuple[str, Run]]:
+def open_file(
+    path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
+) -> Iterator[tuple[str, Run]]:
     """Opens an exported file in each way that it is proven, one after the other.
 
     Raises:
-        ExportError: As for `ways_to_open`.
+        ExportError: As for `ways_to_open`, and so the other.
+        DeviceError: There is no such device here.
     """
-    for place, opened in ways_to_open(path, file_format, outputs):
+    for place, opened in ways_to_open(path, file_format, outputs, device):
         yield place, opened()
 
 
-def ways_to_open(path: Path, file_format: str, outputs: Sequence[str]) -> list[tuple[str, Callable[[], Run]]]:
+def ways_to_open(
+    path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
+) -> list[tuple[str, Callable[[], Run]]]:
     """Each way in which an exported file is proven: the place's name, and what opens the file and tells how to run it.
 
     The latter raises ExportError where the runtime refuses the file, whose folder is not named: a draft is gone when
-    that is read.
+    that is read; and DeviceError where there is no such device here.
+
+    Args:
+        device: The one that the file was made for. What runs it there takes tensors of the CPU, and gives such.
     """
     ways: list[tuple[str, Callable[[], Run]]] = []
     match file_format:
         case "onnx":
             ways = [
-                ("onnx", partial(open_onnx, path, outputs, optimised=False)),
-                ("onnx, optimised", partial(open_onnx, path, outputs, optimised=True)),
+                ("onnx", partial(open_onnx, path, outputs, device, optimised=False)),
+                ("onnx, optimised", partial(open_onnx, path, outputs, device, optimised=True)),
             ]
         case "torchscript":
-            ways = [("torchscript", partial(open_torchscript, path, outputs))]
+            ways = [("torchscript", partial(open_torchscript, path, outputs, device))]
         case "pt2":
-            ways = [("pt2", partial(open_pt2, path, outputs))]
+            ways = [("pt2", partial(open_pt2, path, outputs, device))]
     return [(place, partial(_opened, open_it, path, file_format)) for place, open_it in ways]
 
 
@@ -62,8 +72,10 @@ def _opened(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
         raise ExportError(cause, place=place, mend=mend) from error
 
 
-def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool, level: str = "ORT_ENABLE_ALL") -> Run:
-    """Opens an ONNX file in ONNX Runtime on the CPU.
+def open_onnx(
+    path: Path, outputs: Sequence[str], device: Device = "cpu", *, optimised: bool, level: str = "ORT_ENABLE_ALL"
+) -> Run:
+    """Opens an ONNX file in ONNX Runtime.
 
     Args:
         outputs: The names of its outputs.
@@ -72,6 +84,7 @@ def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool, level: str
 
     Raises:
         ExportError: The runtime refuses the file.
+        DeviceError: It cannot run it on that device here.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what it refuses, it raises too
@@ -79,7 +92,9 @@ def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool, level: str
         onnxruntime.GraphOptimizationLevel, level if optimised else "ORT_DISABLE_ALL"
     )
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        session = devices.onnx_session(path, options, device)
+    except DeviceError:
+        raise
     except Exception as error:  # the runtime's exceptions share no base class
         raise ExportError(
             f"ONNX Runtime refuses the file: {first_line(error)}",
@@ -95,31 +110,36 @@ def open_onnx(path: Path, outputs: Sequence[str], *, optimised: bool, level: str
     return run
 
 
-def open_torchscript(path: Path, outputs: Sequence[str]) -> Run:
+def open_torchscript(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
     """Opens a TorchScript file, after checking that it does nothing but compute.
 
     Raises:
         SourceError: It does more, or cannot be loaded.
+        DeviceError: There is no such device here.
     """
+    devices.check_torch(device, path.name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
-        return _runner(archives.load_torchscript(path), outputs)
+        return _runner(archives.load_torchscript(path), outputs, device)
 
 
-def open_pt2(path: Path, outputs: Sequence[str]) -> Run:
+def open_pt2(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
     """Opens a ``.pt2`` file, after checking that it holds no code.
 
     Raises:
         SourceError: It holds what could run code, or cannot be loaded.
+        DeviceError: There is no such device here.
     """
-    return _runner(archives.load_pt2(path).module(), outputs)
+    devices.check_torch(device, path.name)
+    return _runner(archives.load_pt2(path).module(), outputs, device)
 
 
-def _runner(module: Callable[..., Sequence[torch.Tensor]], outputs: Sequence[str]) -> Run:
+def _runner(module: Callable[..., Sequence[torch.Tensor]], outputs: Sequence[str], device: Device) -> Run:
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with torch.no_grad():
-            results = module(**copy.deepcopy(as_arguments(inputs)))  # a model may change its inputs in place
-        return dict(zip(outputs, results, strict=True))
+        copied = copy.deepcopy(as_arguments(inputs))  # a model may change its inputs in place
+        with torch.no_grad(), devices.whole_float32():
+            results = module(**{name: tensor.to(device) for name, tensor in copied.items()})
+        return {name: result.cpu() for name, result in zip(outputs, results, strict=True)}
 
     return run

@@ -11,9 +11,10 @@ import onnx_ir
 from torch import fx
 from torch.export import ExportedProgram
 
-from optexport import __version__
+from optexport import __version__, moving
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.config.file import Format
+from optexport.devices import Device
 from optexport.formats import exported_program, onnx, onnx_lowerings, torchscript
 from optexport.formats.lowerings import of_format
 from optexport.signature import Batch, Signature
@@ -28,8 +29,9 @@ class Writer:
     """Writes a graph in any format.
 
     Args:
-        example: Inputs at the traced sizes.
+        example: Inputs at the traced sizes, on the CPU.
         applied: What was done to the graph, for what files say of their making.
+        device: Where the files are to run. The graph is on the CPU.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class Writer:
         example: Batch,
         loaded: Loaded,
         applied: Sequence[Applied],
+        device: Device = "cpu",
     ) -> None:
-        self.signature, self.example = signature, example
+        self.signature, self.example, self.device = signature, example, device
         self._loaded, self._applied = loaded, applied
         self.flat = exported_program.flatten(graph_module, signature)
         self._onnx_model = cache(self._convert)
@@ -54,7 +57,7 @@ class Writer:
         """
         program = exported_program.to_program(self.flat, self.signature, self.example)
         drop_unfounded(program, self.flat, self.signature, self.example)
-        return program
+        return program if self.device == "cpu" else moving.program_to(program, self.device)
 
     def write(
         self, file_format: Format, folder: Path, lowerings: Sequence[str], opset: int | None = None
@@ -72,11 +75,14 @@ class Writer:
         if file_format == "pt2":
             exported_program.save(self.program, path, lowerings=lowerings)
         elif file_format == "torchscript":
-            fixed_shape = torchscript.save(self.program, self.signature, self.example, path, lowerings=lowerings)
+            example = {name: tensor.to(self.device) for name, tensor in self.example.items()}
+            fixed_shape = torchscript.save(self.program, self.signature, example, path, lowerings=lowerings)
         else:
             model = self._onnx_model(onnx_lowerings.opset(lowerings, opset))
             onnx.write(model, path, metadata=self.metadata(lowerings), lowerings=lowerings)
-        return ArtifactRecord(format=file_format, path=path.name, fixed_shape=fixed_shape, lowerings=lowerings)
+        return ArtifactRecord(
+            format=file_format, path=path.name, device=self.device, fixed_shape=fixed_shape, lowerings=lowerings
+        )
 
     def metadata(self, lowerings: Sequence[str]) -> dict[str, Any]:
         """What an ONNX file says of its own making, in its ``metadata_props``."""

@@ -190,6 +190,25 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "transformations[1]",
         "cast-precision changes the numbers",
     ),
+    # a card
+    "device that nobody knows": (model('device = "gpu"'), "model.device", "not 'gpu'"),
+    "precision of files for a card": (
+        model('device = "cuda"\n[precision]\npt2 = "float16"\n[parity]\ndecisions.cosine = 0.9'),
+        "precision",
+        'it is done for the CPU alone, and model.device is "cuda"',
+    ),
+    "generation on a card": (model('device = "cuda"\n[generation]'), "generation", "for the CPU alone"),
+    "registering files for a card": (model('device = "cuda"\n[register]\nname = "m"'), "register", "for the CPU alone"),
+    "files for a card in a repository": (
+        model('device = "cuda"\n[export]\nlayout = "triton"'),
+        "export.layout",
+        "for the CPU alone",
+    ),
+    "lowering of the CPU for a card": (
+        model('device = "cuda"\n[export.lowerings]\ntorchscript = ["freeze", "onednn-linear"]'),
+        "export.lowerings.torchscript: onednn-linear",
+        "for the CPU alone",
+    ),
     "rules in one table": (table("transformations", 'use = "merge-linears"'), "transformations", "list"),
     "rules that are a number": ("transformations = 3\n" + MODEL, "transformations", "not 3"),
     "rule that is a name": ('transformations = ["merge-linears"]\n' + MODEL, "transformations[0]", "'merge-linears'"),

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from optexport import devices
 from optexport.applications import images, preprocessors, sounds
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
-from optexport.errors import BundleError, ConfigError, OptexportError, did_you_mean, first_line
+from optexport.errors import BundleError, ConfigError, DeviceError, OptexportError, did_you_mean, first_line
 
 Arrays = dict[str, npt.NDArray[Any]]
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
@@ -51,6 +52,7 @@ class Bundle:
         Raises:
             ConfigError: The folder is no bundle, or holds no file of that format.
             BundleError: A file is missing, added, changed, or cannot be loaded.
+            DeviceError: There is no such device here as the file is for.
         """
         folder = Path(path)
         manifest = read_manifest(folder)
@@ -61,7 +63,9 @@ class Bundle:
             raise ConfigError(f"it holds no {wanted} file", place=str(folder), mend=f"It holds {', '.join(held)}.")
         outputs = [output.name for output in manifest.outputs]
         try:
-            run = (_open_onnx if wanted == "onnx" else _open_torch)(folder / artifact.path, wanted, outputs)
+            run = (_open_onnx if wanted == "onnx" else _open_torch)(folder, artifact, outputs)
+        except DeviceError:
+            raise
         except OptexportError as error:
             raise BundleError(error.cause, place=error.place) from error
         return cls(folder, manifest, artifact, run)
@@ -332,16 +336,19 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     return np.ascontiguousarray(array, dtype=wanted).reshape(array.shape)
 
 
-def _open_onnx(path: Path, _: str, outputs: Sequence[str]) -> Run:
+def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -> Run:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what it refuses, it raises too
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        session = devices.onnx_session(folder / artifact.path, options, artifact.device)
+    except DeviceError:
+        raise
     except Exception as error:  # the runtime's exceptions share no base class
-        raise BundleError(f"ONNX Runtime refuses the file: {first_line(error)}", place=str(path)) from error
+        place = str(folder / artifact.path)
+        raise BundleError(f"ONNX Runtime refuses the file: {first_line(error)}", place=place) from error
     wanted = [given.name for given in session.get_inputs()]
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
@@ -351,12 +358,13 @@ def _open_onnx(path: Path, _: str, outputs: Sequence[str]) -> Run:
     return run
 
 
-def _open_torch(path: Path, file_format: str, outputs: Sequence[str]) -> Run:
+def _open_torch(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -> Run:
     import torch
 
     from optexport import runtimes
 
-    opened = (runtimes.open_torchscript if file_format == "torchscript" else runtimes.open_pt2)(path, outputs)
+    open_it = runtimes.open_torchscript if artifact.format == "torchscript" else runtimes.open_pt2
+    opened = open_it(folder / artifact.path, outputs, artifact.device)
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         results = opened({name: torch.from_numpy(array) for name, array in inputs.items()})

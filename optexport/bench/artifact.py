@@ -10,6 +10,7 @@ from typing import Any
 
 from optexport.bundle.manifest import ArtifactRecord, Manifest
 from optexport.bundle.places import MANIFEST
+from optexport.devices import Device
 from optexport.errors import BenchError, ConfigError, first_line
 
 _FORMATS = {".onnx": "onnx", ".pt": "torchscript", ".pt2": "pt2"}
@@ -27,6 +28,7 @@ class Artifact:
         inputs: The names of its inputs; None where only its runtime knows.
         fixed: Whether it takes no sizes but the traced ones.
         precision: What it was lowered to, where it was.
+        device: Where it runs.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Artifact:
     inputs: tuple[str, ...] | None = None
     fixed: bool = False
     precision: str | None = None
+    device: Device = "cpu"
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def exported(
             inputs=tuple(inputs),
             fixed=record.fixed_shape is not None,
             precision=None if record.precision is None else record.precision.precision,
+            device=record.device,
         )
         for record in records
     ]

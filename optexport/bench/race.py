@@ -55,7 +55,8 @@ class Timing:
     Attributes:
         turns: Seconds of each call, of shape [launches, rounds, calls]; as many calls as fit into a turn.
         load_seconds: From the file to a model that can be called, by launch.
-        peak_memory: Bytes resident at the peak beyond those before loading; None where the system does not tell.
+        peak_memory: Bytes resident at the peak beyond those before loading, those on a card not counted; None where the
+            system does not tell.
     """
 
     artifact: Artifact
@@ -159,7 +160,8 @@ def race(artifacts: Sequence[Artifact], workload: Workload, settings: Settings) 
         with ExitStack() as stack:
             workers = [stack.enter_context(_working(artifact, settings.threads)) for artifact in artifacts]
             for artifact, worker in zip(artifacts, workers, strict=True):
-                worker.tell(Task(artifact.path, artifact.format, workload.file, artifact.inputs, settings.threads))
+                names, threads = artifact.inputs, settings.threads
+                worker.tell(Task(artifact.path, artifact.format, workload.file, names, threads, artifact.device))
             for worker in workers:  # they import their runtimes all at once, and load their files one by one
                 worker.answer()
             for index, worker in enumerate(workers):

@@ -20,7 +20,10 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "threads": report.settings.threads,
         "rounds": report.settings.rounds,
-        "artifacts": [{"name": a.name, "format": a.format, "bytes": a.size, "proven": a.proven} for a in artifacts],
+        "artifacts": [
+            {"name": a.name, "format": a.format, "device": a.device, "bytes": a.size, "proven": a.proven}
+            for a in artifacts
+        ],
         "figures": [_row(figures) for figures in report.figures],
         "comparisons": [
             {

@@ -45,7 +45,7 @@ def blame_bundle(folder: Path) -> str:
     for artifact in manifest.artifacts:
         fixed = artifact.fixed_shape is not None
         try:
-            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
+            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
                 proof.check(place, run, traced_shape_only=fixed, precision=precision)
         except ExportError as error:  # whose mends are for those who export
@@ -53,7 +53,7 @@ def blame_bundle(folder: Path) -> str:
     if not proof.passed:
 
         def find() -> Finding:
-            found = blame_files(_passing_graph(files, proof), files, proof)
+            found = blame_files(_passing_graph(files, proof), files, proof, manifest.artifacts[0].device)
             note = "" if damage is None else f"{damage.place}: {damage.cause}.\n"
             return Finding(found.place, found.case, note + found.explanation, found.reproductions)
 

@@ -15,6 +15,7 @@ from optexport.blame.cutting import cut_onnx
 from optexport.blame.failure import Finding, Reproduction, failing_case, incomparable, outputs_at
 from optexport.blame.parting import Comparison, compare, lost, told
 from optexport.blame.values import Observed, observe_graph, observe_onnx, observe_torchscript
+from optexport.devices import Device
 from optexport.proof import parity
 from optexport.proof.parity import Proof
 from optexport.signature import Batch
@@ -27,8 +28,17 @@ _OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
 }
 
 
-def blame_files(graph_module: fx.GraphModule | None, files: Mapping[str, Path], proof: Proof) -> Finding:
+_ON_THE_CPU = (
+    "Where its values part is looked for on the CPU alone: leave out model.device to see whether they do there."
+)
+
+
+def blame_files(
+    graph_module: fx.GraphModule | None, files: Mapping[str, Path], proof: Proof, device: Device
+) -> Finding:
     """Finds where the first file that fails parts from a graph that passes.
+
+    Values inside of a file are looked at on the CPU alone: of files for another device nothing but the case is told.
 
     Args:
         graph_module: Flat: tensors in, the outputs in their order out. None where there is none that passes.
@@ -38,6 +48,8 @@ def blame_files(graph_module: fx.GraphModule | None, files: Mapping[str, Path], 
     file_format = place.place.partition(",")[0].removesuffix(" in float32")
     path, index = files[file_format], failing_case(proof, place)
     case = proof.reference.cases[index]
+    if device != "cpu":
+        return Finding(place.place, index, f"{path.name} fails on {device}, at {case.name}. {_ON_THE_CPU}")
     outputs, expected = outputs_at(proof, place, index)
 
     def write(folder: Path) -> None:

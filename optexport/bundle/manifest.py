@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from optexport.devices import Device
+
 VERSION: Literal[1] = 1
 SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
 
@@ -240,11 +242,12 @@ class ArtifactRecord(_Record):
     """One exported model, and the lowerings that were applied to its file, whether or not they found work.
 
     ``fixed_shape`` says why it works at the traced shape only, where it does. ``precision`` is null where the file is
-    of the model's own.
+    of the model's own. ``device`` is the one that it was made for, and proven on.
     """
 
     format: Literal["torchscript", "onnx", "pt2"]
     path: str
+    device: Device = "cpu"
     fixed_shape: str | None
     lowerings: list[str] = []
     precision: PrecisionRecord | None = None

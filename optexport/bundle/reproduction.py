@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from optexport import interrupts, pipeline
+from optexport import devices, interrupts, pipeline
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.config.file import checked_settings
@@ -51,6 +51,7 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
             mend="Call optexport.export again, and compare: optexport diff",
         )
     config = unmeasured(checked_settings(_in_order(manifest), str(bundle)))
+    devices.check(config.model.device, config.export.formats, str(bundle))
     with store.off(), interrupts.temporary_folder() as scratch:
         job = pipeline.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)
         made = pipeline.produce(replace(job, beside=bundle.resolve()), stages).manifest

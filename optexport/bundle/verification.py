@@ -31,6 +31,7 @@ def verify(folder: Path) -> Proof:
     Raises:
         ConfigError: The folder is no bundle.
         BundleError: A file is missing, added, changed, or cannot be loaded.
+        DeviceError: There is no such device here as the files are for.
     """
     return prove(folder, digests.read_manifest(folder))
 
@@ -40,6 +41,7 @@ def prove(folder: Path, manifest: Manifest) -> Proof:
 
     Raises:
         BundleError: A file cannot be loaded.
+        DeviceError: As for `verify`.
     """
     _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
@@ -48,7 +50,7 @@ def prove(folder: Path, manifest: Manifest) -> Proof:
     proof = Proof(reference, bounds, gates_of(manifest))
     try:
         for artifact in manifest.artifacts:
-            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs):
+            for place, run in runtimes.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
                 proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
                 del run  # before the next is opened: each holds the weights

@@ -11,6 +11,7 @@ from optexport import registry
 from optexport.bundle.places import check_place, output_of
 from optexport.config.source import check_module, is_template
 from optexport.errors import ConfigError, did_you_mean
+from optexport.formats import lowerings
 
 if TYPE_CHECKING:
     from optexport.config.file import Config, InputsConfig, TransformationConfig
@@ -130,6 +131,31 @@ def check_tolerance(config: Config, without: Collection[str], place: str) -> Non
                 place=f"{place}: transformations[{index}]",
                 mend="Set parity.atol or parity.rtol, or leave the rule out.",
             )
+
+
+def check_device(config: Config, place: str) -> None:
+    """Checks that nothing is asked for that is done for the CPU alone, where the files are for another device.
+
+    Raises:
+        ConfigError: Something is.
+    """
+    if config.model.device == "cpu":
+        return
+    asked = {
+        "generation": config.generation is not None,
+        "precision": config.precision is not None,
+        "register": config.registering is not None,
+        "export.layout": config.export.layout is not None,
+    }
+    for file_format, names in config.export.lowerings.items():
+        known = lowerings.of_format(file_format, config.model.device)
+        asked |= {f"export.lowerings.{file_format}: {name}": name not in known for name in names}
+    for key in [key for key, value in asked.items() if value]:
+        raise ConfigError(
+            f'it is done for the CPU alone, and model.device is "{config.model.device}"',
+            place=f"{place}: {key}",
+            mend="Leave it out, or leave out model.device.",
+        )
 
 
 def check_output(config: Config, folder: Path) -> None:

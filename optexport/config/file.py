@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from optexport import registry
-from optexport.config.checks import check_formats, check_inputs, check_rule, check_tolerance
+from optexport.config.checks import check_device, check_formats, check_inputs, check_rule, check_tolerance
 from optexport.config.decisions import METRIC, Decisions
 from optexport.config.generation import GenerationConfig, check_generation
 from optexport.config.measuring import BenchConfig, GateConfig, TuneConfig, check_measuring
@@ -31,6 +31,7 @@ from optexport.config.precision import PrecisionConfig, check_precision
 from optexport.config.processing import ProcessingConfig, check_processing
 from optexport.config.registering import RegisterConfig, check_register
 from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
+from optexport.devices import Device
 from optexport.errors import ConfigError, did_you_mean, redact
 from optexport.formats import lowerings
 from optexport.sources.foreign_code import check_foreign_code
@@ -106,6 +107,7 @@ class ModelConfig(_Table):
     task: str | None = None
     revision: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None
+    device: Device = "cpu"
     attn_implementation: str | None = None
     adapter: str | None = Field(default=None, min_length=1)
     trust_remote_code: bool = False
@@ -336,7 +338,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     mistakes.of(check_inputs, config.inputs, of_program=of_program, place=path.name)
     mistakes.of(check_tolerance, config, without, path.name)
     mistakes.of(check_processing, config, path.parent, path.name)
-    for check in (check_precision, check_generation, check_register):
+    for check in (check_precision, check_generation, check_register, check_device):
         mistakes.of(check, config, path.name)
     mistakes.tell()
     return config

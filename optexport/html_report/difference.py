@@ -238,6 +238,7 @@ def _made(side: Side) -> dict[str, Cell]:
     found |= {path: digest[:12] for path, digest in graphs.items()}
     for artifact in manifest.artifacts:
         found[artifact.path] = "; ".join(digest[:12] for digest in _digest(manifest, artifact.path))
+        found[f"{artifact.path}, device"] = artifact.device
         found[f"{artifact.path}, lowerings"] = ", ".join(artifact.lowerings) or "none"
         precision = artifact.precision
         found[f"{artifact.path}, precision"] = "the model's" if precision is None else precision.precision
@@ -279,10 +280,10 @@ def _latency(one: Side, other: Side) -> Section:
         if (ours.artifact, ours.shape) == (theirs.artifact, theirs.shape):
             found.append((ours.artifact, ours.shape, *_times(ours), *_times(theirs), _overlap(ours, theirs)))
     note = "Of each run by itself: bench A --against B lets the files take turns, which tells smaller differences."
-    machines = {(side.measured.processor, side.measured.cpus) for side in (one, other)}
+    machines = {(side.measured.processor, side.measured.cpus, side.measured.device) for side in (one, other)}
     threads = {side.measured.bench.threads for side in (one, other) if side.measured.bench is not None}
     if len(machines) > 1 or len(threads) > 1:
-        note = f"Measured on other processors, or with other numbers of threads, which no comparison survives. {note}"
+        note = f"Measured on other processors, devices or numbers of threads, which no comparison survives. {note}"
     columns = ("file", "shape", "ms in A", "95 % interval in A", "ms in B", "95 % interval in B", "intervals")
     return Section("Latency", columns, tuple(found), note=note if found else "Not measured in both.")
 

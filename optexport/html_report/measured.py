@@ -76,6 +76,7 @@ class Measured(_Record):
     platform: str = ""
     processor: str = ""
     cpus: int | None = None
+    device: str = "cpu"
     threads: int | None = None
     seconds: dict[str, float] = {}
     bench: BenchRecord | None = None

@@ -58,4 +58,4 @@ def _name(writer: Writer, file_format: Format, lowerings: Sequence[str], opset: 
     if (graph := of_graph(writer.flat)) is None:
         return None
     made_of = [content.of_tensors([writer.example]), str(writer.signature), writer.metadata(lowerings)]
-    return store.name("export", graph, file_format, lowerings, opset, made_of)
+    return store.name("export", graph, file_format, writer.device, lowerings, opset, made_of)

@@ -16,6 +16,8 @@ import optexport
 from optexport.machine import machine
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
+# Another package with the same modules.
+_IN_PLACE_OF = {"onnxruntime": "onnxruntime-gpu"}
 
 
 def versions() -> dict[str, str]:
@@ -23,8 +25,15 @@ def versions() -> dict[str, str]:
     return {
         "optexport": optexport.__version__,
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        **{name: _version(name) for name in _PACKAGES},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(_IN_PLACE_OF[package])
 
 
 def surroundings() -> dict[str, Any]:

@@ -10,7 +10,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from optexport import freeing
+from optexport import devices, freeing, moving
+from optexport.devices import Device
 from optexport.errors import TraceError, first_line
 from optexport.kept import content, results, store
 from optexport.machine import free_memory
@@ -104,12 +105,14 @@ def run_original(
     declared: bool = True,
     batched: Collection[str] = (),
     in_other_ways: bool = True,
+    device: Device = "cpu",
 ) -> Reference:
     """Runs the original on all cases, in its own precision and in float64.
 
     How it rounds depends on the number of threads, and on how many rows are computed at once, so it is also run with
     one thread only, and on each half of the rows of the first case; the latter where float64 shows that no row has a
-    say in another's result.
+    say in another's result. Where files are for another device than the CPU it is always run there too: what it rounds
+    by where they run is part of its floor.
 
     Optional cases that the original refuses are left out, and so are extreme ones of which it makes NaN or infinity,
     and the user's data beyond what there is room for.
@@ -120,9 +123,10 @@ def run_original(
         declared: Whether the user declared the sizes. If not, those that the original itself refuses are left out.
         batched: The inputs whose first axis is the batch, if it is that of all outputs too.
         in_other_ways: Whether it is also run with one thread and by halves.
+        device: Where the files run.
 
     Raises:
-        TraceError: The original itself fails on a case that the user declared.
+        TraceError: The original itself fails on a case that the user declared, or on the device.
     """
     with torch.no_grad(), _buffers_kept(model):
         before = upcasting.versions(model)
@@ -132,13 +136,15 @@ def run_original(
             return own
         large = not writes and freeing.is_large(model)
         why_no_room = _why_no_room(model, copied=not large)
-        name = "" if why_no_room else _name(model, own, sorted(batched), in_other_ways)
+        name = "" if why_no_room else _name(model, own, sorted(batched), in_other_ways, devices.described(device))
         if name and (stored := results.read(name)) is not None:
             exact, notes = stored
             unguided, ways, noise = (tuple(notes[key]) for key in ("unguided", "ways", "other_noise"))
             return replace(own, exact=tuple(exact), unguided=unguided, ways=ways, other_noise=noise, name=name)
         rows = batched if in_other_ways else None
         found = _run_in_float64(run, model, replace(own, fallback=why_no_room), rows, upcast=large)
+        if device != "cpu":
+            found = _run_on(device, run, model, found)
         if name and found.fallback is None:
             notes = {"unguided": found.unguided, "ways": found.ways, "other_noise": found.other_noise}
             results.write(name, found.exact, notes)
@@ -253,6 +259,26 @@ def _run_in_other_ways(
             ways.append(HALVES)
             measure(0, outputs)
     return replace(reference, ways=tuple(ways), other_noise=tuple(noise))
+
+
+def _run_on(device: Device, run: Call, model: nn.Module, reference: Reference) -> Reference:
+    """Runs the original on a device too, and takes down how it rounds there."""
+    noise = [dict(known) for known in reference.other_noise or [{} for _ in reference.cases]]
+    try:
+        moved = moving.model_to(model, device)
+        with devices.whole_float32():
+            for index, case in enumerate(reference.cases):
+                outputs = run(moved, {name: tensor.to(device) for name, tensor in case.batch.items()})
+                for name, tensor in outputs.items():
+                    there = _noise(tensor.cpu(), reference.exact[index][name])
+                    noise[index][name] = max(noise[index].get(name, 0.0), there)
+    except Exception as error:  # a model's own code may raise anything
+        raise TraceError(
+            f"the model itself fails on {device}: {type(error).__name__}: {first_line(error)}",
+            place=type(model).__name__,
+            mend="Have it make its tensors where its inputs are; or export for the CPU: leave out model.device.",
+        ) from error
+    return replace(reference, ways=(*reference.ways, f"on {device}"), other_noise=tuple(noise))
 
 
 def _is_finite(outputs: Outputs) -> bool:

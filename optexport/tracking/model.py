@@ -13,8 +13,12 @@ _NUMPY_NAMES = {"bool": "bool_"}
 
 
 def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
-    """The id of the run's model, which is logged, or completed, where that was not done yet; None without ONNX file."""
-    path = next((finished.folder / file.path for file in finished.manifest.artifacts if file.format == "onnx"), None)
+    """The id of the run's model, which is logged, or completed, where that was not done yet; None without ONNX file.
+
+    One for a card is none: MLflow's models name providers, and not that these are to compute without TF32.
+    """
+    files = (file for file in finished.manifest.artifacts if (file.format, file.device) == ("onnx", "cpu"))
+    path = next((finished.folder / file.path for file in files), None)
     if path is None:
         return None
     import mlflow.onnx

@@ -86,7 +86,7 @@ class Search:
 
     def _can_be(self, trial: Trial) -> bool:
         """Whether a trial that was kept is one of this search's; a damaged one may say anything."""
-        known = lowerings.of_format(self.format)
+        known = lowerings.of_format(self.format, self.job.config.model.device)
         return set(trial.rules) <= set(range(len(self.job.rules))) and set(trial.lowerings) <= set(known)
 
     def _start_from_what_passes(self) -> None:
@@ -103,7 +103,7 @@ class Search:
     def _single_changes(self) -> list[Recipe]:
         """The start with each lowering that it lacks, or without one it has, and without each rule that finds work."""
         # Those first that change more, should there be no time for all.
-        lowered: list[Ingredient] = [*lowerings.of_format(self.format)]
+        lowered: list[Ingredient] = [*lowerings.of_format(self.format, self.job.config.model.device)]
         rules = [i for i in self.workshop.working(self.start) if i not in self.plain]
         return [self.start ^ {ingredient} for ingredient in [*lowered, *rules]]
 

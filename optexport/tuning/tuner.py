@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from optexport import devices
 from optexport.bench.workload import Workload
 from optexport.job import Job, resolved
 from optexport.kept import store
@@ -64,6 +65,7 @@ def tune(
                 [[rule.name, rule.options, rule.formats, rule.least, _code_of(rule)] for rule in job.rules],
                 job.config.export.lowerings.get(name, []),
                 job.config.export.opset,
+                devices.described(job.config.model.device),
                 job.config.parity.model_dump(mode="json"),
                 {name: [tensor.dtype, tensor.shape] for name, tensor in job.example.items()},
                 [workload.label for workload in workloads],

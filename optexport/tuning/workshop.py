@@ -70,7 +70,8 @@ class Workshop:
         def build() -> Artifact:
             record = writer.write(file_format, folder, lowerings_in(recipe), self.job.config.export.opset)
             (artifact,) = exported([record], list(self.job.example), folder, "")
-            for place, run in runtimes.open_file(artifact.path, file_format, writer.signature.output_names):
+            names = writer.signature.output_names
+            for place, run in runtimes.open_file(artifact.path, file_format, names, writer.device):
                 self._check(place, run, traced_shape_only=artifact.fixed)
             return replace(artifact, name=name)
 
@@ -99,7 +100,10 @@ class Workshop:
     def _transformed(self, chosen: tuple[int, ...]) -> tuple[Writer, tuple[Applied, ...]]:
         done = transform(sharing_copy(self.traced.graph_module), [self.job.rules[i] for i in chosen])
         self._check(GRAPH, graph_runner(done.graph_module, self.call))
-        writer = Writer(done.graph_module, self.traced.signature, self.job.example, self.job.loaded, done.applied)
+        job = self.job
+        writer = Writer(
+            done.graph_module, self.traced.signature, job.example, job.loaded, done.applied, job.config.model.device
+        )
         return writer, done.applied
 
     def _check(self, place: str, run: runtimes.Run, *, traced_shape_only: bool = False) -> None:

@@ -151,7 +151,7 @@ import sys
 from pathlib import Path
 import optexport.bench.race
 from optexport.bench.worker import Task, _onnx
-run = _onnx(Task(Path(sys.argv[1]), "onnx", Path(sys.argv[2]), None, 1))()
+run = _onnx(Task(Path(sys.argv[1]), "onnx", Path(sys.argv[2]), None, 1, "cpu"))()
 print([output.shape for output in run()], "torch" in sys.modules)
 """
 

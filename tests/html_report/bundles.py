@@ -80,7 +80,19 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 
 
 # Where only certain words may stand, or what ties documents together.
-_FIXED = {"format", "precision", "kept", "scores", "preprocessors", "digest", "manifest", "verdict", "path", "sha256"}
+_FIXED = {
+    "format",
+    "device",
+    "precision",
+    "kept",
+    "scores",
+    "preprocessors",
+    "digest",
+    "manifest",
+    "verdict",
+    "path",
+    "sha256",
+}
 
 
 def renamed(value: Any, prefix: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optexport.proof.cases import Case
-from optexport.proof.reference import Reference, run_original
+from optexport.proof.reference import Reference, _name, run_original
 from optexport.signature import Batch
 from tests.proof.measuring import Tensors, call, network
 
@@ -61,6 +61,14 @@ def test_other_weights_inputs_or_ways_are_other_work() -> None:
     with torch.no_grad():
         next(model.parameters()).flatten()[0] += 1e-6
     assert reference(model, cases)[1]
+
+
+def test_what_is_kept_for_one_device_is_for_no_other() -> None:
+    model, cases = network()
+    own = run_original(call, model, cases)
+    assert own.name
+    assert _name(model, own, [], True, "cpu") == own.name
+    assert _name(model, own, [], True, "cuda") != own.name
 
 
 def test_other_code_over_the_same_weights_is_other_work() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from optexport.errors import TraceError
+from optexport.proof import reference
 from optexport.proof.cases import Case
 from optexport.proof.floor import FALLBACK_ULPS, bounds
 from optexport.proof.reference import run_original
@@ -32,6 +34,36 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     run_original(call, model, cases)
     assert all(torch.equal(value, before[name]) and value.dtype is torch.float32
                for name, value in model.state_dict().items())  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_other_ways", [True, False])
+def test_what_the_original_rounds_by_on_a_device_is_part_of_the_floor(in_other_ways: bool) -> None:
+    model, cases = network()
+    known = run_original(call, model, cases, in_other_ways=in_other_ways)
+
+    def coarse(model: nn.Module, batch: Batch) -> Tensors:
+        return {"y": call(model, batch)["y"] + 1e-3}
+
+    there = reference._run_on("cpu", coarse, model, known)
+    assert there.ways == (*known.ways, "on cpu")
+    assert bounds(there, 4.0)["y"].floor == pytest.approx(1e-3, rel=1e-2)
+    assert all(torch.equal(one["y"], other["y"]) for one, other in zip(there.exact, known.exact, strict=True))
+    same = reference._run_on("cpu", call, model, known)
+    assert same.noise == known.noise
+
+
+class Ashore(nn.Module):
+    """A model that makes a tensor on the CPU, wherever its inputs are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(1).expand(3)[torch.arange(3)]
+
+
+def test_a_model_that_does_not_run_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = run_original(call, Ashore(), [Case("only", {"x": torch.ones(3)})])
+    with pytest.raises(TraceError, match=r"Ashore: the model itself fails on meta: .*\n  Have it make its tensors"):
+        reference._run_on("meta", call, Ashore(), known)  # type: ignore[arg-type]
 
 
 class Stubborn(nn.Module):

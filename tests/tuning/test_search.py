@@ -86,12 +86,14 @@ class World:
         configured: Sequence[str] = (),
         expected: Sequence[int] = (),
         most_mb: float | None = None,
+        device: str = "cpu",
     ) -> Outcome:
         rules = [
             SimpleNamespace(name="rule", formats=None, transformation=None, least=int(i in expected))
             for i in range(self.rules)
         ]
         config = SimpleNamespace(
+            model=SimpleNamespace(device=device),
             bench=SimpleNamespace(rounds=20),
             export=SimpleNamespace(lowerings={"torchscript": list(configured)}),
             gate=SimpleNamespace(max_size_mb=None if most_mb is None else BarConfig(every=most_mb)),
@@ -126,6 +128,11 @@ def test_a_rule_that_only_breaks_is_refused_and_the_others_stay(world: Callable[
 def test_lowerings_that_pay_are_put_in_together(world: Callable[..., World]) -> None:
     outcome = world(dict.fromkeys(_LOWERINGS, 1.2)).search()
     assert outcome.chosen.lowerings == _LOWERINGS
+
+
+def test_lowerings_for_the_cpu_are_not_tried_for_a_card(world: Callable[..., World]) -> None:
+    outcome = world(dict.fromkeys(_LOWERINGS, 1.2)).search(device="cuda")
+    assert outcome.chosen.lowerings == lowerings.of_format("torchscript", "cuda") == ("freeze",)
 
 
 @pytest.mark.parametrize("paying", _LOWERINGS)
