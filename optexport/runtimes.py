@@ -138,7 +138,7 @@ def open_pt2(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
 def _runner(module: Callable[..., Sequence[torch.Tensor]], outputs: Sequence[str], device: Device) -> Run:
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copied = copy.deepcopy(as_arguments(inputs))  # a model may change its inputs in place
-        with torch.no_grad(), devices.whole_float32():
+        with torch.no_grad(), devices.whole_float32(device):
             results = module(**{name: tensor.to(device) for name, tensor in copied.items()})
         return {name: result.cpu() for name, result in zip(outputs, results, strict=True)}
 

@@ -123,7 +123,7 @@ def test_tf32_is_off_whatever_the_caller_chose() -> None:
     before, settings.fp32_precision = settings.fp32_precision, "tf32"
     try:
         coarse = (a.cuda() @ b.cuda()).cpu()
-        with devices.whole_float32():
+        with devices.whole_float32("cuda"):
             whole = (a.cuda() @ b.cuda()).cpu()
     finally:
         settings.fp32_precision = before

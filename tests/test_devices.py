@@ -152,10 +152,12 @@ def test_float32_is_whole_within_and_as_it_was_after() -> None:
 
     before = precisions()
     assert "tf32" in before  # of convolutions it is so by default
-    with pytest.raises(LookupError), devices.whole_float32():
+    with pytest.raises(LookupError), devices.whole_float32("cuda"):
         assert precisions() == ["ieee"] * 3
         raise LookupError
     assert precisions() == before
+    with devices.whole_float32("cpu"):
+        assert precisions() == before
 
 
 def test_the_measurements_of_a_run_name_the_device() -> None:

@@ -147,7 +147,8 @@ def _torch(task: Task) -> Loader:
     batch = inputs if task.names is None else _chosen(inputs, task.names)
     devices.check_torch(task.device, task.path.name)
     arguments = {name: tensor.to(task.device) for name, tensor in as_arguments(batch).items()}
-    devices.set_float32_precision()
+    if task.device != "cpu":
+        devices.set_float32_precision()
     synchronize = torch.get_device_module(task.device).synchronize  # a call on a card returns before it is done
 
     def load() -> Run:

@@ -266,7 +266,7 @@ def _run_on(device: Device, run: Call, model: nn.Module, reference: Reference) -
     noise = [dict(known) for known in reference.other_noise or [{} for _ in reference.cases]]
     try:
         moved = moving.model_to(model, device)
-        with devices.whole_float32():
+        with devices.whole_float32(device):
             for index, case in enumerate(reference.cases):
                 outputs = run(moved, {name: tensor.to(device) for name, tensor in case.batch.items()})
                 for name, tensor in outputs.items():

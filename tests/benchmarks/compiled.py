@@ -1,0 +1,126 @@
+"""Times the TorchScript files of a race against what torch's own compiler makes of the same models.
+
+    python -m tests.benchmarks.compiled [MODEL...] [--folder FOLDER] [--launches 3] [--rounds 4] [--threads 1]
+
+Neither AOTInductor's packages nor what `torch.compile` keeps in memory run where TorchScript does, so that they are no
+peers of a format; they are what else a program that has torch may call. The tuned files are those of `race.py`, in the
+same folder. In each launch, a process of its own, all three take turns on whole inputs, without padding. Ratios are
+theirs over ours: above 1 ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optexport.bench.comparison import compare
+from optexport.machine import machine
+from tests.benchmarks.race_models import RACERS, Racer
+
+_OURS, _PACKAGE, _COMPILED = "optexport", "AOTInductor", "torch.compile"
+# A turn lasts at least so long, so that one interruption does not make it.
+_SECONDS = 0.5
+
+Times = dict[str, dict[str, list[float]]]
+
+
+def measured(name: str, folder: Path, rounds: int, threads: int) -> Times:
+    """Median seconds of a call, by shape and by what is called; each list has one of every round."""
+    torch.set_num_threads(threads)
+    racer = RACERS[name]
+    model = racer.load()
+    file = torch.jit.load(json.loads((folder / "ours.json").read_text())["torchscript"]["path"])
+    with torch.no_grad():
+        package = torch._inductor.aoti_load_package(_packed(racer, model, folder))
+        calls: dict[str, Callable[..., Any]] = {_OURS: file, _PACKAGE: package, _COMPILED: torch.compile(model)}
+        times: Times = {}
+        for shape in racer.shapes:
+            inputs = racer.inputs(shape)
+            for call in calls.values():
+                for _ in range(3):  # TorchScript optimises at the second call, the compiler at the first
+                    call(**inputs)
+            found: dict[str, list[float]] = {key: [] for key in calls}
+            for _ in range(rounds):
+                for key in random.sample(list(calls), len(calls)):
+                    found[key].append(_turn(calls[key], inputs))
+            times["x".join(map(str, shape))] = found
+    return times
+
+
+def _packed(racer: Racer, model: torch.nn.Module, folder: Path) -> str:
+    """The package that AOTInductor makes of a model, of dynamic sizes as ours; kept in the folder."""
+    path = folder / "aoti.pt2"
+    if not path.exists():
+        inputs = racer.inputs((4, 17) if racer.kind == "text" else (2,))
+        axes = dict.fromkeys(range(2 if racer.kind == "text" else 1), torch.export.Dim.AUTO)
+        program = torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, axes))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return str(path)
+
+
+def _turn(call: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> float:
+    samples = []
+    end = time.perf_counter() + _SECONDS
+    while not samples or time.perf_counter() < end:
+        start = time.perf_counter()
+        call(**inputs)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def rows(name: str, launches: list[Times]) -> list[str]:
+    """The rows of the table for one model."""
+    told = []
+    for shape in launches[0]:
+        own = [launch[shape][_OURS] for launch in launches]
+        cells = []
+        for peer in (_PACKAGE, _COMPILED):
+            c = compare([launch[shape][peer] for launch in launches], own)
+            cells.append(f"{c.speedup:.2f} ({c.low:.2f} to {c.high:.2f})")
+        milliseconds = statistics.median(time for launch in own for time in launch) * 1e3
+        told.append(f"| {name} | {shape} | {milliseconds:.1f} | {' | '.join(cells)} |")
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(RACERS), metavar="MODEL", help=", ".join(RACERS))
+    parser.add_argument("--folder", type=Path, default=Path("build/race"), help="that of race.py, which ran before")
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--launch", action="store_true", help="measure one model, in this process, and print JSON")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    if arguments.launch:
+        (name,) = arguments.models
+        print(json.dumps(measured(name, folder / name, arguments.rounds, arguments.threads)))
+        return
+    paths = os.pathsep.join([str(folder / "packages"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(arguments.threads)}
+    about = machine()
+    print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s)\n")
+    print(f"| model | shape | ms | {_PACKAGE} / ours | {_COMPILED} / ours |\n|---|---|---|---|---|")
+    options = [f"--{key}={getattr(arguments, key)}" for key in ("folder", "rounds", "threads")]
+    for name in arguments.models:
+        command = [sys.executable, "-m", "tests.benchmarks.compiled", name, "--launch", *options]
+        launches = []
+        for _ in range(arguments.launches):
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+            launches.append(json.loads(done.stdout.splitlines()[-1]))
+        print("\n".join(rows(name, launches)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
