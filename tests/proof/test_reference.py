@@ -84,6 +84,25 @@ def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
     assert bound.limit == pytest.approx(4 * FALLBACK_ULPS * EPS * size)
 
 
+class MasksInFloat32(nn.Module):
+    """Zero times the smallest float64, which float32 has not, is NaN."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(x, -1) / 3
+        mask = torch.zeros(x.shape[-1], dtype=torch.float32)
+        return scores + (mask.float() * torch.finfo(x.dtype).min).to(scores.dtype)
+
+
+def test_a_mask_of_numbers_that_float32_has_not_leaves_a_floor() -> None:
+    """Of NaN throughout the floor was 0, and other ways of rounding were called wrong."""
+    cases = [Case(name, {"x": torch.randn(4, 60)}) for name in ("traced", "other")]
+    known = run_original(call, MasksInFloat32(), cases, batched=["x"])
+    assert known.fallback is None
+    expected = torch.softmax(cases[0].batch["x"].double(), -1) / 3
+    torch.testing.assert_close(known.exact[0]["y"], expected, rtol=1e-14, atol=0)
+    assert 0 < bounds(known, 4.0)["y"].floor < EPS
+
+
 class Cancels(nn.Module):
     """Of a small input rounding leaves little, as of the noise of a trained encoder at some sizes."""
 
