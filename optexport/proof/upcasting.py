@@ -61,10 +61,7 @@ def upcasting(model: nn.Module) -> nn.Module:
 
 
 class FloatIsDouble(TorchFunctionMode):
-    """Within it, code that asks for float32 is given float64.
-
-    Some takes a mask in float32 times ``torch.finfo(dtype).min``, which in float64 is beyond what float32 holds.
-    """
+    """Within it, code that asks for float32 is given float64, as a mask is that is made with ``.float()``."""
 
     def __torch_function__(
         self,

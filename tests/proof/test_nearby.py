@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from optexport.config.file import ParityConfig
 from optexport.proof import nearby
 from optexport.proof.cases import Case
 from optexport.proof.floor import bounds
-from optexport.proof.parity import Proof
+from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.reference import run_original
+from optexport.proof.suspects import Suspects
 from optexport.signature import Batch
+from optexport.tracing.trace import trace
 from tests.proof.measuring import EPS, Tensors, call
 
 
@@ -93,3 +96,26 @@ def test_a_tolerance_that_was_asked_for_stays_it(proof: Proof) -> None:
     fixed = Proof(proof.reference, bounds(proof.reference, 4.0, atol=EPS))
     place = fixed.take("onnx", list(_off(fixed, 1e-5, STEEP).values()))
     assert nearby.bounds(fixed, place, call, Norm(), 4.0, 0) is None
+
+
+def _checked(proof: Proof, by: float) -> PlaceParity:
+    """A place that is off where the original is badly conditioned, as a run checks it."""
+    results = {id(case.batch): _off(proof, by, STEEP)[case.name] for case in proof.reference.cases}
+    signature = trace(Norm(), {"x": torch.randn(2, 8)}).signature
+    suspects = Suspects(proof, call, Norm(), signature, {}, ParityConfig())
+    return suspects.check("onnx", lambda: lambda batch: results[id(batch)])
+
+
+def test_a_run_passes_what_is_explained_and_says_where_it_looked(proof: Proof) -> None:
+    limit = proof.bounds["y"].limit
+    assert _checked(proof, 3 * limit).passed
+    assert proof.passed
+    assert proof.bounds["y"].limit == limit
+    assert proof.reference.ways[-1] == "with weights moved by half their last bit at steep"
+
+
+def test_a_run_fails_what_is_not_and_its_bounds_stay(proof: Proof) -> None:
+    before, ways = dict(proof.bounds), proof.reference.ways
+    assert not _checked(proof, 100 * proof.bounds["y"].limit).passed
+    assert proof.bounds == before
+    assert proof.reference.ways == ways
