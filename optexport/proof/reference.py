@@ -23,6 +23,7 @@ from optexport.signature import Batch
 Outputs = dict[str, torch.Tensor]
 # Runs a model, or a graph of it, on a batch, and names its outputs.
 Call = Callable[[nn.Module, Batch], Outputs]
+_Run = Callable[[Batch], Outputs]
 
 # The results of more of the user's data than this are not kept, and compared: every place has as many, in files.
 _DATA_BYTES = 1 << 30
@@ -208,31 +209,65 @@ def _run_in_float64(
     Args:
         upcast: Whether to make weights float64 one by one, as they are used, rather than a copy of the model.
     """
-    double: nn.Module | None = None
+    in_float64: _Run | None = None
     reference = own
     try:
         if own.fallback is None:
-            double = upcasting.upcasting(model) if upcast else upcasting.copied(model)
-            exact = tuple(kept(case, run(double, in_double(case.batch))) for case in own.cases)
+            in_float64, exact = _in_float64(run, model, own, upcast=upcast)
             if upcast and any(_holds_nan(e) and not _holds_nan(o) for e, o in zip(exact, own.outputs, strict=True)):
                 raise FloatingPointError("there may be code that found no weights")
             reference = _guided(replace(own, exact=exact))
     except Exception as error:  # a model's own code may raise anything; it may also hold a dtype of its own
         if upcast:
             return _run_in_float64(run, model, replace(own, fallback=_why_no_room(model)), batched)
-        reference, double = replace(own, fallback=f"{type(error).__name__}: {first_line(error)}"), None
-    return reference if batched is None else _run_in_other_ways(run, model, double, reference, batched)
+        reference, in_float64 = replace(own, fallback=f"{type(error).__name__}: {first_line(error)}"), None
+    return reference if batched is None else _run_in_other_ways(run, model, in_float64, reference, batched)
+
+
+def _in_float64(run: Call, model: nn.Module, own: Reference, *, upcast: bool) -> tuple[_Run, tuple[Outputs, ...]]:
+    """How to run the original in float64, and what it gives.
+
+    Where that is something else than the original gives, what the model's own code makes float32 is float64 too, if
+    they are then alike: float32 does not hold the smallest float64, and attention of torch 2.13 in float64 makes
+    something else of a mask in float32.
+    """
+    double = upcasting.upcasting(model) if upcast else upcasting.copied(model)
+
+    def plain(batch: Batch) -> Outputs:
+        return run(double, in_double(batch))
+
+    def throughout(batch: Batch) -> Outputs:
+        with upcasting.FloatIsDouble():
+            return plain(batch)
+
+    exact = tuple(kept(case, plain(case.batch)) for case in own.cases)
+    if not _is_lost(exact[0], own.outputs[0]):
+        return plain, exact
+    try:
+        again = tuple(kept(case, throughout(case.batch)) for case in own.cases)
+    except Exception:  # a model's own code may raise anything, where it wants float32
+        return plain, exact
+    return (plain, exact) if _is_lost(again[0], own.outputs[0]) else (throughout, again)
+
+
+def _is_lost(exact: Outputs, original: Outputs) -> bool:
+    """Whether an output in float64 is nothing but NaN, and the original's is not, or shares few of its digits."""
+    return any(
+        bool(exact[name].isnan().all() & ~tensor.isnan().all())
+        or _relative_noise(tensor, exact[name]) > torch.finfo(tensor.dtype).eps ** 0.5
+        for name, tensor in original.items()
+        if tensor.is_floating_point()
+    )
 
 
 def _run_in_other_ways(
-    run: Call,
-    model: nn.Module,
-    double: nn.Module | None,
-    reference: Reference,
-    batched: Collection[str],
+    run: Call, model: nn.Module, in_float64: _Run | None, reference: Reference, batched: Collection[str]
 ) -> Reference:
     ways: list[str] = []
     noise: list[dict[str, float]] = [{} for _ in reference.cases]
+
+    def in_own(batch: Batch) -> Outputs:
+        return run(model, batch)
 
     def measure(index: int, outputs: Outputs) -> None:
         for name, tensor in outputs.items():
@@ -243,16 +278,15 @@ def _run_in_other_ways(
         try:
             torch.set_num_threads(1)
             for index, case in enumerate(reference.cases):
-                measure(index, run(model, case.batch))
+                measure(index, in_own(case.batch))
         finally:
             torch.set_num_threads(threads)
     first = reference.cases[0].batch
-    if double is not None and batched and all(first[name].shape[0] > 1 for name in batched):
+    if in_float64 is not None and batched and all(first[name].shape[0] > 1 for name in batched):
         try:
-            whole = run(double, in_double(first))
-            halves = _in_halves(run, double, in_double(first), batched)
+            whole, halves = in_float64(first), _in_halves(in_float64, first, batched)
             alone = all(_is_close(halves[name], tensor) for name, tensor in whole.items())
-            outputs = _in_halves(run, model, first, batched) if alone else {}
+            outputs = _in_halves(in_own, first, batched) if alone else {}
         except Exception:  # a model need not take fewer rows: nobody declared that
             outputs = {}
         if outputs:
@@ -289,12 +323,12 @@ def _holds_nan(outputs: Outputs) -> bool:
     return any(bool(torch.isnan(tensor).any()) for tensor in outputs.values())
 
 
-def _in_halves(run: Call, model: nn.Module, batch: Batch, batched: Collection[str]) -> Outputs:
-    """Runs a model on either half of a batch's rows, and puts the results together."""
+def _in_halves(run: _Run, batch: Batch, batched: Collection[str]) -> Outputs:
+    """Runs either half of a batch's rows, and puts the results together."""
     parts: list[Outputs] = []
     for half in (0, 1):
         rows = {name: batch[name].tensor_split(2)[half] for name in batched}
-        parts.append(run(model, {**batch, **rows}))
+        parts.append(run({**batch, **rows}))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 

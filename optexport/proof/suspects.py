@@ -9,7 +9,7 @@ from torch import nn
 
 from optexport.config.file import ParityConfig
 from optexport.kept import results, store
-from optexport.proof import search
+from optexport.proof import nearby, search
 from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.reference import Call, Reference
 from optexport.runtimes import Run
@@ -76,12 +76,25 @@ class Suspects:
             del candidate
         if precision is not None:
             return parity
+        if not parity.passed:
+            parity = self._look_closer(parity, traced_shape_only=traced_shape_only)
         signature = self.signature.at(at.cases[0].batch) if traced_shape_only else self.signature
         if parity.passed and self.config.effort == "exhaustive":
             parity = self._search(parity, open_candidate(), signature, traced_shape_only=traced_shape_only)
         if not parity.passed:
             self._failing = self._failing or (parity, open_candidate, signature)
         return parity
+
+    def _look_closer(self, parity: PlaceParity, *, traced_shape_only: bool) -> PlaceParity:
+        """Compares a place that failed anew, where the original itself is no nearer to float64 by rounding alone."""
+        proof = self.proof
+        found = nearby.bounds(proof, parity, self.run, self.model, self.config.multiple, self.config.seed)
+        if found is None:
+            return parity
+        cases = dict.fromkeys(case.case for output in parity.outputs for case in output.cases if case.failure)
+        ways = (*proof.reference.ways, f"with weights moved by half their last bit at {' and '.join(cases)}")
+        proof.reference, proof.bounds = replace(proof.reference, ways=ways), found
+        return proof.take(parity.place, proof.results(parity.place), traced_shape_only=traced_shape_only)
 
     def _entry(self, place: str, content: str | None, reference: Reference) -> str:
         """What the results of a place are kept under; empty where they are not."""

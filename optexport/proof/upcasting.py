@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 # Parameters of fewer bytes are copied.
@@ -57,6 +58,24 @@ def upcasting(model: nn.Module) -> nn.Module:
     for module, name, weight in weights:
         setattr(module, name, weight)
     return double
+
+
+class FloatIsDouble(TorchFunctionMode):
+    """Within it, code that asks for float32 is given float64, as a mask is that is made with ``.float()``."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given, named = pytree.tree_map(_double_for_float, (tuple(args), dict(kwargs or {})))
+        return (_T.double if func is _T.float else func)(*given, **named)
+
+
+def _double_for_float(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

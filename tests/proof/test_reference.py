@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.errors import TraceError
+from optexport.errors import ParityError, TraceError
 from optexport.proof import reference
 from optexport.proof.cases import Case
 from optexport.proof.floor import FALLBACK_ULPS, bounds
@@ -82,6 +82,57 @@ def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
     assert bound.floor == 0.0
     size = float(known.outputs[0]["y"].abs().max())
     assert bound.limit == pytest.approx(4 * FALLBACK_ULPS * EPS * size)
+
+
+class MasksInFloat32(nn.Module):
+    """Zero times the smallest float64, which float32 has not, is NaN."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(x, -1) / 3
+        mask = torch.zeros(x.shape[-1], dtype=torch.float32)
+        return scores + (mask.float() * torch.finfo(x.dtype).min).to(scores.dtype)
+
+
+def test_a_mask_of_numbers_that_float32_has_not_leaves_a_floor() -> None:
+    """Of NaN throughout the floor was 0, and other ways of rounding were called wrong."""
+    cases = [Case(name, {"x": torch.randn(4, 60)}) for name in ("traced", "other")]
+    known = run_original(call, MasksInFloat32(), cases, batched=["x"])
+    assert known.fallback is None
+    expected = torch.softmax(cases[0].batch["x"].double(), -1) / 3
+    torch.testing.assert_close(known.exact[0]["y"], expected, rtol=1e-14, atol=0)
+    assert 0 < bounds(known, 4.0)["y"].floor < EPS
+
+
+class MaskedInFloat32(nn.Module):
+    """Of a mask in float32 torch 2.13 makes something else, on a CPU and in float64, and says nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.eye(33, dtype=torch.bool)
+        mask = hidden.float().masked_fill(hidden, -1e9)
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def test_a_mask_that_attention_in_float64_does_not_take_leaves_a_floor() -> None:
+    cases = [Case(name, {"x": torch.randn(2, 4, 33, 16)}) for name in ("traced", "other")]
+    known = run_original(call, MaskedInFloat32(), cases)
+    assert known.fallback is None
+    assert 0 < bounds(known, 4.0)["y"].floor < 8 * EPS
+
+
+class Unsteady(nn.Module):
+    """In float64 it computes something else, and it wants float32 where it asks for that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.float().dtype != torch.float32:
+            raise TypeError("this is no float32")
+        return x if x.dtype == torch.float32 else -x
+
+
+def test_where_float64_is_something_else_either_way_nothing_is_proven() -> None:
+    known = run_original(call, randomise(Unsteady()), [Case("only", {"x": torch.ones(2, 6)})])
+    assert known.fallback is None
+    with pytest.raises(ParityError, match="nothing can be proven"):
+        bounds(known, 4.0)
 
 
 class Cancels(nn.Module):
