@@ -56,17 +56,26 @@ _CREDENTIALS = re.compile(
     r"[^/\s\"'<>:@\[]*:(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))(?!\s)\S{0,2048}(?:(?<![\"'>])[ \t](?:(?!://)[^\"\n]){0,256})?"
     r"|[^/\s\"'<>]*)@"
 )
-# A value ends where the next one begins, which is encoded where its own "=" is, or in the braces of ODBC.
+# A value ends where the next one begins, which is encoded where its own "=" is, in the braces of ODBC, or in quotes.
 _SECRETS = re.compile(
-    r"((?:password|passwd|pwd|token|secret|api[_-]?key|access[_-]?key)(?:=|(%3D)))"
-    r"(?(2)(?:%7B.*?%7D|(?:(?!%3B|%26)[^&;\s\"'])+)|(?:\{[^}]*\}|[^&;\s\"']+))",
+    r"((?:(?:password|passwd|passphrase|pwd|token|secret|credentials?|signature|api[_-]?key|access[_-]?key)"
+    r"|(?<=[?&])(?:key|sig|auth|authorization|pass))(?:=|(%3D))|authorization:\s*(?:bearer|basic)\s+)"
+    r"(?(2)(?:%7B.*?%7D|(?:(?!%3B|%26)[^&;\s\"'])+)"
+    r"|(?:\{(?:[^}]|\}\})*\}|\"[^\"\n]*\"|'[^'\n]*'|[^&;\s\"']+))",
     re.IGNORECASE,
 )
 
 
 def redact(text: str) -> str:
     """Takes user names, passwords and tokens out of the URIs in a text."""
-    return _SECRETS.sub(r"\1***", _CREDENTIALS.sub("***@", text))
+    return _SECRETS.sub(_hidden, _CREDENTIALS.sub("***@", text))
+
+
+def _hidden(found: re.Match[str]) -> str:
+    """A key whose value is no more, in the quotes that it had: the text may be one that is read again."""
+    last = found[0][-1]
+    quote = last if last in "\"'" else ""
+    return f"{found[1]}{quote}***{quote}"
 
 
 class OptexportError(Exception):

@@ -11,7 +11,8 @@ from torch import fx, nn
 from optexport.job import Job
 from optexport.proof import shards
 from optexport.proof.cases import cases
-from optexport.proof.reference import Call, Reference, run_original
+from optexport.proof.reference import Call, Reference
+from optexport.proof.running import run_original
 from optexport.proof.special_values import special_cases
 from optexport.runtimes import Run
 from optexport.signature import Batch, as_arguments, flatten_outputs

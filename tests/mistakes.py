@@ -83,7 +83,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "constant beyond 64 bits": (
         table("inputs.constants", "grid = [9223372036854775808]"),
-        "inputs.constants.grid",
+        "inputs.constants.grid[0]",
         "64 bits",
     ),
     "constant that is a table": (

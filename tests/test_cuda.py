@@ -14,7 +14,7 @@ import torch
 from optexport import Bundle, devices, moving, runtimes, verify
 from optexport.bundle import reproduction
 from optexport.pipeline import Result, run
-from optexport.proof.reference import run_original
+from optexport.proof.running import run_original
 from optexport.sources import archives
 from optexport.stages import Stages
 from tests import exports

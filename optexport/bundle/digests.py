@@ -10,6 +10,8 @@ from optexport.bundle.manifest import FileRecord, Manifest
 from optexport.bundle.places import MANIFEST, MEASUREMENTS, REPORT, UNLISTED
 from optexport.errors import BundleError, ConfigError
 
+_LINK = "Remove it; and get the bundle again, if it stands for a file of its own."
+
 
 def file_records(folder: Path) -> list[FileRecord]:
     """Path, size and digest of every file that a manifest vouches for."""
@@ -42,7 +44,7 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
         raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder))
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend="Remove it.")
+            raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend=_LINK)
     document = sealed_json.read(folder / MANIFEST)
     if (version := document.get("manifest_version")) != 1:
         raise BundleError(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,8 @@ from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, first_line
 from optexport.sources.loading import Loaded
 
+# What is no code of the model's: versions say which that is.
+_INSTALLED = {"site-packages", "dist-packages", "optexport"}
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
 _MEND = "Go back to what was locked; or see that the change is meant, and lock again: optexport lock {}"
 
@@ -31,7 +34,8 @@ class Lock(BaseModel):
         versions: Of the packages that have a say in the files, of Python, and of optexport.
         revision: The model's commit on the hub, the version of the package that it is from, or its URI in MLflow.
         weights_sha256: Over names, dtypes, shapes and bytes of its state_dict.
-        files: SHA-256 of each file that the config names, by its path as seen from the config.
+        files: SHA-256 of each file that the config names, and of each module beside it that the model's code imports,
+            by its path as seen from the config.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -57,7 +61,7 @@ def make(config: Config, folder: Path, loaded: Loaded, versions: Mapping[str, st
         versions=dict(versions),
         revision=loaded.revision,
         weights_sha256=loaded.weights_sha256,
-        files=_digests(config, folder),
+        files=_digests(config, folder, _imported(folder)),
     )
 
 
@@ -83,6 +87,8 @@ def read(config: Path) -> Lock:
     """
     path = lock_path(config)
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ValueError("it is no file")
         return Lock.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ConfigError(
@@ -111,17 +117,20 @@ def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping
     Raises:
         ConfigError: They are not; all that differ are named.
     """
-    _refuse(_differences(lock.versions, versions) + _differences(lock.files, _digests(config, path.parent), 12), path)
+    files = _digests(config, path.parent, lock.files)
+    _refuse(_differences(lock.versions, versions) + _differences(lock.files, files, 12), path)
 
 
 def check_model(lock: Lock, loaded: Loaded, path: Path) -> None:
-    """Checks that a model is the one that was locked.
+    """Checks that a model is the one that was locked, and that its code imported no other modules beside the config.
 
     Raises:
         ConfigError: It is not.
     """
-    was = {"the model's weights": lock.weights_sha256}
-    _refuse(_differences(was, {"the model's weights": loaded.weights_sha256}, 12), path)
+    was = {"the model's weights": lock.weights_sha256, **lock.files}
+    imported = {name: sha256(path.parent / name) for name in _imported(path.parent)}
+    now = {"the model's weights": loaded.weights_sha256, **lock.files, **imported}
+    _refuse(_differences(was, now, 12), path)
 
 
 def _refuse(differences: list[str], path: Path) -> None:
@@ -141,10 +150,24 @@ def _differences(was: Mapping[str, str], now: Mapping[str, str], shown: int | No
     ]
 
 
-def _digests(config: Config, folder: Path) -> dict[str, str]:
-    """Of all files but weights: of a folder of transformers the digest of its model stands for them."""
-    files = named_files(config, folder)
-    return {name: sha256(path) for name, path in sorted(files) if path.suffix not in _WEIGHTS}
+def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, str]:
+    """Of all files but weights: of a folder of transformers the digest of its model stands for them.
+
+    Args:
+        others: Names of files beside those that the config names.
+    """
+    files = {**{name: folder / name for name in others}, **dict(named_files(config, folder))}
+    return {
+        name: sha256(path) for name, path in sorted(files.items()) if path.suffix not in _WEIGHTS and path.is_file()
+    }
+
+
+def _imported(folder: Path) -> list[str]:
+    """The modules that were imported from a folder, but for packages that are installed in it."""
+    folder = folder.resolve()
+    found = (Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)))
+    beside = (path.resolve().relative_to(folder) for path in found if path.resolve().is_relative_to(folder))
+    return sorted({path.as_posix() for path in beside if not _INSTALLED.intersection(path.parts)})
 
 
 def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:

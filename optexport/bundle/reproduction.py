@@ -19,6 +19,7 @@ from optexport.errors import ConfigError
 from optexport.job import rules_of, unmeasured
 from optexport.kept import store
 from optexport.sources import archives
+from optexport.sources.foreign_code import check_foreign_code
 from optexport.stages import Stages
 
 _SHOWN = 5
@@ -51,6 +52,7 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
             mend="Call optexport.export again, and compare: optexport diff",
         )
     config = unmeasured(checked_settings(_in_order(manifest), str(bundle)))
+    check_foreign_code(config, str(bundle))
     devices.check(config.model.device, config.export.formats, str(bundle))
     with store.off(), interrupts.temporary_folder() as scratch:
         job = pipeline.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +16,16 @@ from typing import Any, NoReturn
 import click
 
 from optexport import interrupts
+from optexport.bundle.places import cache
 from optexport.cli.console import echo
 from optexport.errors import OptexportError, redact
+from optexport.sources import foreign_code
 
 # What a command was asked for, in the part of click's contexts that the program's and the command's share.
 _AS_JSON = "optexport.json"
 _DEBUG = "optexport.debug"
+# A disk with less than this, in bytes, is one that is full.
+_LEAST_ROOM = 64 << 20
 
 
 def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
@@ -44,6 +50,21 @@ debug_option = click.option(
     expose_value=False,
     callback=_remember(_DEBUG),
     help="Show the traceback of an error.",
+)
+
+
+def _forbid_code(context: click.Context, parameter: click.Parameter, given: bool) -> None:  # noqa: ARG001 - click's
+    if given:
+        os.environ[foreign_code.VARIABLE] = "1"
+
+
+no_code_option = click.option(
+    "--no-code",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_forbid_code,
+    help=f"Refuse what runs code of others, as {foreign_code.VARIABLE}=1 does.",
 )
 
 
@@ -108,7 +129,7 @@ class Group(click.Group):
             if isinstance(error, OptexportError):
                 _fail(ctx, str(error), error.exit_code, error)
             if _is_full(error):
-                _fail(ctx, f"{error}\n  Make room, and run again.", 1)
+                _fail(ctx, f"{error}\n  {_room()}", 1)
             if isinstance(error, PermissionError) and error.filename is not None:
                 _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
             if isinstance(error, SystemExit):
@@ -123,6 +144,14 @@ def _is_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in numbers
     return any(os.strerror(number) in str(error) for number in numbers)
+
+
+def _room() -> str:
+    """Where to make room: a library that finds none does not say where."""
+    places = [place for place in (Path.cwd(), cache(), Path(tempfile.gettempdir())) if place is not None]
+    full = [str(place) for place in places if place.is_dir() and shutil.disk_usage(place).free < _LEAST_ROOM]
+    where = f"It is full where these lie: {', '.join(full)}. " if full else "It is the disk of the output. "
+    return f"{where}Make room, and run again."
 
 
 def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> NoReturn:

@@ -18,7 +18,7 @@ from optexport.applications.command import predict
 from optexport.cli.batch import batch
 from optexport.cli.bench import bench
 from optexport.cli.console import console, echo, progress
-from optexport.cli.group import Group, debug_option, json_option, junit_option, print_json
+from optexport.cli.group import Group, debug_option, json_option, junit_option, no_code_option, print_json
 from optexport.cli.lock import lock
 from optexport.cli.registry import log, promote, rollback
 from optexport.cli.report import diff, report
@@ -26,7 +26,6 @@ from optexport.cli.reproduce import reproduce
 from optexport.cli.sign import sign
 from optexport.cli.verify import verify
 from optexport.errors import ConfigError, OptexportError
-from optexport.sources import foreign_code
 
 _EPILOG = """\b
 Exit codes:
@@ -62,21 +61,6 @@ cli.add_command(verify)
 _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 
 
-def _forbid_code(context: click.Context, parameter: click.Parameter, given: bool) -> None:  # noqa: ARG001 - click's
-    if given:
-        os.environ[foreign_code.VARIABLE] = "1"
-
-
-_NO_CODE = click.option(
-    "--no-code",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_forbid_code,
-    help=f"Refuse what runs code of others, as {foreign_code.VARIABLE}=1 does.",
-)
-
-
 @cli.command()
 @_CONFIG
 @click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be given more than once.")
@@ -84,7 +68,7 @@ _NO_CODE = click.option(
 @click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
 @click.option("--locked", is_flag=True, help="Refuse what is not in CONFIG.lock (optexport lock).")
-@_NO_CODE
+@no_code_option
 @junit_option
 @json_option
 def run(
@@ -157,7 +141,7 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
 @click.argument(
     "configs", nargs=-1, required=True, metavar="CONFIG...", type=click.Path(path_type=Path, dir_okay=False)
 )
-@_NO_CODE
+@no_code_option
 def check(configs: tuple[Path, ...]) -> None:
     """Check the whole of each CONFIG, without loading anything."""
     from optexport.config.checks import check_output, open_question
@@ -272,7 +256,7 @@ def new_rule(name: str, folder: Path) -> None:
 
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True))
-@_NO_CODE
+@no_code_option
 def blame(path: Path) -> None:
     """Say what a failed proof is to be blamed on.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from optexport.cli.console import echo, progress
-from optexport.cli.group import Command
+from optexport.cli.group import Command, no_code_option
 from optexport.errors import ParityError
 
 
@@ -21,6 +21,7 @@ from optexport.errors import ParityError
     default=Path(),
     help="What paths in its config are relative to; by default this folder.",
 )
+@no_code_option
 def reproduce(bundle: Path, folder: Path) -> None:
     """Make BUNDLE again, and say what differs.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -22,6 +21,7 @@ from pydantic import (
 )
 
 from optexport import registry
+from optexport.config import text as config_text
 from optexport.config.checks import check_device, check_formats, check_inputs, check_rule, check_tolerance
 from optexport.config.decisions import METRIC, Decisions
 from optexport.config.generation import GenerationConfig, check_generation
@@ -31,8 +31,9 @@ from optexport.config.precision import PrecisionConfig, check_precision
 from optexport.config.processing import ProcessingConfig, check_processing
 from optexport.config.registering import RegisterConfig, check_register
 from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
+from optexport.config.tracking_uri import check_uri
 from optexport.devices import Device
-from optexport.errors import ConfigError, did_you_mean, redact
+from optexport.errors import did_you_mean
 from optexport.formats import lowerings
 from optexport.sources.foreign_code import check_foreign_code
 from optexport.sources.tasks import AUTO_CLASSES
@@ -79,8 +80,6 @@ def _check_rows(rows: list[Any]) -> tuple[int, ...]:
     """The sizes of lists within lists, which must be of one length."""
     if any(not isinstance(row, bool | int | float | list) for row in rows):
         raise ValueError("a list must hold numbers, or true and false, or such lists")
-    if any(isinstance(row, int) and not -(2**63) <= row < 2**63 for row in rows):
-        raise ValueError("a number of a list must fit in 64 bits")
     sizes = [_check_rows(row) if isinstance(row, list) else () for row in rows]
     if any(size != sizes[0] for size in sizes):
         raise ValueError("lists within a list must be of one length")
@@ -215,21 +214,6 @@ class ParityConfig(_Table):
     decisions: Decisions | None = None
 
 
-# The kinds of stores that MLflow has itself; packages may add others.
-_STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
-
-
-def _tracking_uri(uri: str) -> str:
-    """Refuses a URI without a host, and one of a kind that is nearly, but not, one that MLflow has."""
-    kind, separator, rest = uri.partition("://")
-    kind = kind.partition("+")[0]
-    if separator and kind not in _STORES and (hint := did_you_mean(kind, _STORES)).startswith("Did"):
-        raise ValueError(f"MLflow has no stores of the kind {kind}. {hint}")
-    if kind.partition(":")[0] in ("http", "https") and not rest.strip("/"):
-        raise ValueError(f"{redact(uri)} names no host")
-    return uri
-
-
 class ExportConfig(_Table):
     """``[export]``: which files, and where."""
 
@@ -262,7 +246,7 @@ class TrackingConfig(_Table):
     """``[tracking]``: the MLflow server, or the embedded database, that keeps the run."""
 
     enabled: bool = True
-    uri: Annotated[str, AfterValidator(_tracking_uri)] = Field(default="sqlite:///mlflow.db", min_length=1)
+    uri: Annotated[str, AfterValidator(check_uri)] = Field(default="sqlite:///mlflow.db", min_length=1)
     experiment: str = Field(default="optexport", min_length=1, max_length=500)
 
 
@@ -300,13 +284,7 @@ def load_config(path: Path, without: Collection[str] = ()) -> Config:
     Raises:
         ConfigError: The file cannot be read, is not TOML, or says something that cannot be meant.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise ConfigError("there is no such file", place=str(path), mend="optexport init writes one.") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
-    return parse_config(text, path, without)
+    return parse_config(config_text.read(path), path, without)
 
 
 def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config:
@@ -315,13 +293,11 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     Raises:
         ConfigError: As for `load_config`.
     """
-    try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also for numbers of too many digits, and endless nesting
-        raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
+    raw = config_text.parse(text, path)
     config = checked_settings(raw, path.name)
     check_foreign_code(config, path.name)  # before anything that asks a package for its rules
     mistakes = Mistakes(path.name)
+    mistakes.of(config_text.check_secrets, raw, text, path.name)
     for index, rule in enumerate(config.rules()):
         place = f"{path.name}: transformations[{index}]"
         mistakes.of(check_rule, rule, path.parent, place)

@@ -35,7 +35,7 @@ def explained(error: ValidationError, model: type[BaseModel], name: str) -> Conf
             cause = str(found["ctx"]["error"])
         else:
             cause = f"{cause}, not {_shown(found['input'])}"
-        mistakes.append(ConfigError(cause, place=f"{name}: {_dotted(location)}", mend=mend))
+        mistakes.append(ConfigError(cause, place=f"{name}: {dotted(location)}", mend=mend))
     return _as_one(mistakes, name)
 
 
@@ -82,7 +82,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _dotted(location: list[int | str]) -> str:
+def dotted(location: Sequence[int | str]) -> str:
+    """A place in a config, as it is told: ``transformations[0].use``."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)

@@ -62,13 +62,15 @@ def read(entry: str) -> tuple[Path, Any] | None:
         return None
     folder = place / entry
     try:
+        if not all(path.is_file() for path in folder.iterdir()):  # a pipe would be waited for
+            return None
         said = json.loads((folder / _SAID).read_bytes())
         files, notes = said["files"], said["notes"]
         found = {path.name: sha256(path) for path in folder.iterdir() if path.name != _SAID}
         if found != files or said["sha256"] != _digest(files, notes):
             return None
         (folder / _SAID).touch()  # what was not used for longest goes first
-    except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or a damaged one
         return None
     return folder, notes
 

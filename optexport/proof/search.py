@@ -22,7 +22,8 @@ from optexport.proof import distances
 from optexport.proof.cases import Case, cut_to, is_padding_mask, with_padding
 from optexport.proof.floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
 from optexport.proof.parity import Proof
-from optexport.proof.reference import Call, Reference, in_double
+from optexport.proof.reference import Call, Reference
+from optexport.proof.running import in_double
 from optexport.runtimes import Run
 from optexport.signature import Batch, Signature
 

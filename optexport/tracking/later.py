@@ -67,7 +67,9 @@ def _log(finished: Finished, uri: str, experiment: str | None) -> Logged:
     except OptexportError:
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
-        failed = store.failure(error, uri, f"The bundle is whole on disk. Again: optexport log {finished.folder}")
+        failed = store.failure(
+            error, uri, f"The bundle is whole on disk. Again, with the same options: optexport log {finished.folder}"
+        )
         if run_id is not None:
             give_up(client, run_id, str(failed))
         raise failed from error

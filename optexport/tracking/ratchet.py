@@ -84,11 +84,17 @@ def _distances(new: PlaceRecord, champion: PlaceRecord, allowed: float) -> Itera
 
 
 def _decisions(new: PlaceRecord, champion: PlaceRecord) -> Iterator[str]:
-    """A file of lower precision is held to what it decides, as its proof is."""
-    theirs: dict[tuple[str, str | None], DecisionRecord] = {(d.measure, d.output): d for d in champion.decisions}
-    for ours in new.decisions:
-        other = theirs.get((ours.measure, ours.output))
-        if other is None or ours.mean is None or other.mean is None:
+    """A file of lower precision is held to what it decides, as its proof is: to every measure of the champion's."""
+    known: dict[tuple[str, str | None], DecisionRecord] = {(d.measure, d.output): d for d in new.decisions}
+    for other in champion.decisions:
+        if other.mean is None:
+            continue
+        ours = known.get((other.measure, other.output))
+        if ours is None or ours.mean is None:
+            yield (
+                f"parity: {new.title}, {other.measure}{f' of {other.output}' if other.output else ''}: "
+                f"this run demands none, the champion's {other.mean:.6g}"
+            )
             continue
         # Of means with intervals it is worse only where these say so.
         least, reached = (other.mean, ours.mean) if other.low is None or ours.high is None else (other.low, ours.high)

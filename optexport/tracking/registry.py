@@ -147,6 +147,8 @@ def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, nam
 
 
 def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, champion: str | None) -> Verdict:
+    if champion is None and (history := _history(client, config.name, config.alias)):
+        return Verdict((), (f"version {history[-1]['version']}, which held {config.alias} last, is gone",))
     if champion is None or champion == version:
         return Verdict((), ())
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport import telemetry
+from optexport.bundle.drafts import locked
 from optexport.errors import TrackingError, first_line, redact
 
 _SQLITE = "sqlite:///"
@@ -57,7 +58,10 @@ def open_store(uri: str, folder: Path) -> Any:
     uri = resolved_uri(uri, folder)
     _check_database(uri)
     mlflow.set_tracking_uri(uri)
-    return mlflow.MlflowClient(uri)
+    if not uri.startswith(_SQLITE):
+        return mlflow.MlflowClient(uri)
+    with locked(_database(uri).parent, wait=True):  # of two that make the tables at a time one would fail
+        return mlflow.MlflowClient(uri)
 
 
 def experiment_id(client: Any, name: str, folder: Path) -> str:
@@ -69,7 +73,7 @@ def experiment_id(client: Any, name: str, folder: Path) -> str:
     # A database has no server to say where files go: beside it, not wherever the program is called.
     uri = client.tracking_uri
     if uri.startswith(_SQLITE):
-        folder = Path(uri.removeprefix(_SQLITE).partition("?")[0]).parent
+        folder = _database(uri).parent
     beside = (folder / "mlartifacts").resolve().as_uri() if uri.startswith(_DATABASES) else None
     return str(client.create_experiment(name, artifact_location=beside))
 
@@ -99,11 +103,15 @@ def failure(error: Exception, uri: str, mend: str) -> TrackingError:
     return told
 
 
+def _database(uri: str) -> Path:
+    """The file of an embedded database."""
+    return Path(uri.removeprefix(_SQLITE).partition("?")[0])
+
+
 def _check_database(uri: str) -> None:
     """Raises at once where mlflow would try for two minutes to open a database that it cannot."""
-    path = uri.removeprefix(_SQLITE)
-    if path != uri:
-        with contextlib.closing(sqlite3.connect(path.partition("?")[0], isolation_level=None)) as database:
+    if uri.startswith(_SQLITE):
+        with contextlib.closing(sqlite3.connect(_database(uri), isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
             database.execute("ROLLBACK")
     elif uri.startswith(_DATABASES):

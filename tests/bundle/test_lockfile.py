@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -103,6 +104,28 @@ def test_drift_is_refused_by_name(locked: Path, drift: str) -> None:
     assert told in error
     assert f"optexport lock {locked}" in error
     assert not (locked.parent / "build" / "model").exists()
+
+
+def test_a_module_that_the_models_code_imports_is_locked_too(locked: Path) -> None:
+    """Of all code only the file that the config names was looked at, and another model passed."""
+    code, scale = locked.with_name("locked_model.py"), locked.with_name("locked_scale.py")
+    scale.write_text("SCALE = 1.0\n")
+    code.write_text(MODULE.replace("SCALE = 1.0", "from locked_scale import SCALE"))
+    sys.modules.pop("locked_model", None)
+    assert CliRunner().invoke(cli, ["lock", str(locked)]).exit_code == 0
+    sys.modules.pop("locked_scale", None)
+    assert run(locked).exit_code == 0
+    scale.write_text("SCALE = 1.0  # of another kind\n")
+    assert "locked_scale.py: " in message(run(locked), 2)
+    scale.write_text("SCALE = 1.0\n")
+    _in_lock(lambda document: document["files"].pop("locked_scale.py"))(locked)  # type: ignore[attr-defined]
+    assert "locked_scale.py: absent when it was locked, " in message(run(locked), 2)
+
+
+def test_a_pipe_in_place_of_the_lock_is_not_waited_for(locked: Path) -> None:
+    lockfile.lock_path(locked).unlink()
+    os.mkfifo(lockfile.lock_path(locked))
+    assert "it is no file" in message(run(locked), 2)
 
 
 def test_everything_that_differs_is_named_at_once(locked: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from optexport.bundle import reproduction
 from optexport.bundle.places import MANIFEST
 from optexport.errors import ConfigError
+from optexport.sources import foreign_code
 from optexport.stages import Stages
 from tests import exports
 from tests.calling import CliRunner, cli, message
@@ -81,6 +82,16 @@ def test_a_bundle_made_again_elsewhere_is_the_same_to_the_byte(project: Path) ->
     assert done.exit_code == 0, done.stderr
     assert "every file is the same to the byte" in done.stdout
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_bundle_that_names_code_of_others_is_not_made_again_where_that_is_forbidden(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config was not checked as one that is run, so that the module was imported all the same."""
+    monkeypatch.setenv(foreign_code.VARIABLE, "1")
+    (project / "reproduced.py").write_text(f"open({str(project / 'ran')!r}, 'w').close()\n{MODULE}")
+    assert "forbids to run any" in message(reproduce(project), 2)
+    assert not (project / "ran").exists()
 
 
 def test_a_model_that_changed_is_named_with_its_weights_in_every_file(project: Path) -> None:

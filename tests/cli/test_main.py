@@ -323,7 +323,8 @@ def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
 
     result = CliRunner().invoke(group, ["fill"])
     assert result.exit_code == 1
-    assert result.stderr.endswith("No space left on device (os error 28)\n  Make room, and run again.\n")
+    assert "No space left on device (os error 28)\n  It is " in result.stderr
+    assert result.stderr.endswith("Make room, and run again.\n")
 
 
 def test_a_reader_that_goes_away_is_no_defect() -> None:

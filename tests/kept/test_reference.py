@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from optexport.proof.cases import Case
-from optexport.proof.reference import Reference, _name, run_original
+from optexport.proof.reference import Reference
+from optexport.proof.running import _name, run_original
 from optexport.signature import Batch
 from tests.proof.measuring import Tensors, call, network
 

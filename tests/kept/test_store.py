@@ -36,6 +36,14 @@ def test_what_was_kept_is_found_under_its_name_and_no_other() -> None:
     assert results.read(store.name("test", "b")) is None
 
 
+@pytest.mark.parametrize("name", ["entry.json", FILE, "more"])
+def test_a_pipe_is_not_waited_for(place: Path, name: str) -> None:
+    entry = keep("a")
+    (place / entry / name).unlink(missing_ok=True)
+    os.mkfifo(place / entry / name)
+    assert results.read(entry) is None
+
+
 def test_the_name_of_an_entry_tells_what_has_a_say_apart() -> None:
     assert store.name("a", [1]) == store.name("a", [1])
     assert len({store.name("a", [1]), store.name("a", [2]), store.name("a", ["1"]), store.name("b", [1])}) == 4
@@ -50,7 +58,7 @@ def test_other_threads_are_other_work() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a tensor", None])
+@pytest.mark.parametrize("damage", [b"", b"not a tensor", b"[" * 100_000 + b"]" * 100_000, None])
 @pytest.mark.parametrize("file", [FILE, "entry.json"])
 def test_what_is_damaged_is_none_and_is_replaced(place: Path, file: str, damage: bytes | None) -> None:
     entry = keep("a")

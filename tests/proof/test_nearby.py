@@ -13,7 +13,7 @@ from optexport.proof import nearby
 from optexport.proof.cases import Case
 from optexport.proof.floor import bounds
 from optexport.proof.parity import PlaceParity, Proof
-from optexport.proof.reference import run_original
+from optexport.proof.running import run_original
 from optexport.proof.suspects import Suspects
 from optexport.signature import Batch
 from optexport.tracing.trace import trace

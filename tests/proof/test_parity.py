@@ -15,7 +15,8 @@ from optexport.proof.cases import Case
 from optexport.proof.distances import LEAST_FLOOR_ULPS
 from optexport.proof.floor import bounds
 from optexport.proof.parity import OutputParity, Proof
-from optexport.proof.reference import Reference, run_original
+from optexport.proof.reference import Reference
+from optexport.proof.running import run_original
 from optexport.signature import Batch
 from tests.models import randomise
 from tests.proof.measuring import EPS, Network, Tensors, call, network

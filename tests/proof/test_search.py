@@ -16,7 +16,8 @@ from optexport import export
 from optexport.errors import ParityError
 from optexport.proof.cases import Case
 from optexport.proof.floor import bounds
-from optexport.proof.reference import Outputs, run_original
+from optexport.proof.reference import Outputs
+from optexport.proof.running import run_original
 from optexport.proof.search import failure_test, find_failing, measurer, smallest_failing
 from optexport.signature import Batch, Dim, Signature, TensorSpec
 from optexport.transformations import Transformation

@@ -15,7 +15,7 @@ from optexport.config.file import Effort
 from optexport.proof.cases import Case, cases
 from optexport.proof.floor import bounds
 from optexport.proof.parity import Proof
-from optexport.proof.reference import run_original
+from optexport.proof.running import run_original
 from optexport.proof.special_values import special_cases
 from optexport.signature import Batch, Dim, Signature, TensorSpec
 

@@ -11,7 +11,7 @@ from torch import nn
 from optexport import freeing
 from optexport.proof import upcasting
 from optexport.proof.cases import Case
-from optexport.proof.reference import in_double, run_original
+from optexport.proof.running import in_double, run_original
 from tests import models
 from tests.proof.measuring import call
 

@@ -164,6 +164,19 @@ def test_files_of_lower_precision_are_held_to_their_decisions(tmp_path: Path) ->
     assert verdict(tmp_path, {"manifest": lowered("int8", 0.7, 0.6, 0.8)}, sure).worse
 
 
+def test_a_gate_of_the_champions_that_is_left_out_is_worse(tmp_path: Path) -> None:
+    """Who demands less of a file would get the alias for it."""
+
+    def without(document: dict[str, Any]) -> None:
+        lowered("int8", 0.9)(document)
+        for place in document["parity"]["places"]:
+            for decision in place["decisions"]:
+                decision["measure"] = "top_k_agreement"
+
+    worse = verdict(tmp_path, {"manifest": without}, {"manifest": lowered("int8", 0.9)}).worse
+    assert worse[0] == "parity: onnx (int8), argmax_agreement of hidden: this run demands none, the champion's 0.9"
+
+
 def test_another_precision_is_worse(tmp_path: Path) -> None:
     worse = verdict(tmp_path, {"manifest": lowered("int8", 1.0)}, {}).worse
     assert worse[0] == "parity: onnx is of int8, the champion's of full precision"

@@ -153,6 +153,15 @@ def test_a_version_that_was_deleted_is_passed_over(store: Registry) -> None:
     assert by_hand.rollback(store.uri, "block", "champion") == ("3", "1")
 
 
+def test_what_follows_a_holder_that_is_gone_says_so(store: Registry) -> None:
+    store.log()
+    store.client.delete_model_version("block", "1")
+    second = store.log(size=100_000)
+    assert (second.holder, second.moved) == ("2", True)
+    assert second.why == ("not compared: version 1, which held champion last, is gone",)
+    assert store.tags("2")["optexport.register.why"] == second.why[0]
+
+
 def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(store: Registry) -> None:
     store.log()
     store.log()

@@ -35,6 +35,11 @@ SECRET_URIS = [
     f"postgresql://someone:my {SECRET}@127.0.0.1:9/db",
     f"postgresql://someone:{SECRET} is mine@127.0.0.1:9/db",
     f"postgresql://someone:a@b {SECRET}@127.0.0.1:9/db",
+    f"http://127.0.0.1:9/?sig={SECRET}",
+    f"http://127.0.0.1:9/?a=b&key={SECRET}",
+    f'http://127.0.0.1:9/?password="{SECRET} {SECRET}"',
+    f"mssql+pyodbc:///?Pwd={{a}}}}{SECRET}}}",
+    f"http://127.0.0.1:9 with Authorization: Bearer {SECRET}",
 ]
 
 

@@ -36,6 +36,19 @@ def test_two_runs_of_one_experiment_stand_side_by_side(tmp_path: Path) -> None:
     assert one.tracking_failure is other.tracking_failure is None
 
 
+def test_a_new_database_takes_several_that_start_at_once(tmp_path: Path) -> None:
+    """Each would make the tables, and all but one fail."""
+    program = (
+        "import sys; from pathlib import Path; from optexport.tracking import store\n"
+        "print(len(store.open_store('sqlite:///new.db', Path(sys.argv[1])).search_experiments()))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in started:
+        told, errors = process.communicate()
+        assert (process.returncode, told) == (0, "1\n"), errors
+
+
 def test_a_config_in_no_repository_is_not_told_to_be_of_this_program(tmp_path: Path) -> None:
     """mlflow would name the commit of the program that calls it."""
     uri = stores.store(tmp_path)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from optexport.errors import ParityError, TraceError
-from optexport.proof import reference
+from optexport.proof import running
 from optexport.proof.cases import Case
 from optexport.proof.floor import FALLBACK_ULPS, bounds
-from optexport.proof.reference import run_original
+from optexport.proof.running import run_original
 from optexport.signature import Batch
 from tests.models import randomise
 from tests.proof.measuring import EPS, Tensors, call, network
@@ -45,11 +45,11 @@ def test_what_the_original_rounds_by_on_a_device_is_part_of_the_floor(in_other_w
     def coarse(model: nn.Module, batch: Batch) -> Tensors:
         return {"y": call(model, batch)["y"] + 1e-3}
 
-    there = reference._run_on("cpu", coarse, model, known)
+    there = running._run_on("cpu", coarse, model, known)
     assert there.ways == (*known.ways, "on cpu")
     assert bounds(there, 4.0)["y"].floor == pytest.approx(1e-3, rel=1e-2)
     assert all(torch.equal(one["y"], other["y"]) for one, other in zip(there.exact, known.exact, strict=True))
-    same = reference._run_on("cpu", call, model, known)
+    same = running._run_on("cpu", call, model, known)
     assert same.noise == known.noise
 
 
@@ -63,7 +63,7 @@ class Ashore(nn.Module):
 def test_a_model_that_does_not_run_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = run_original(call, Ashore(), [Case("only", {"x": torch.ones(3)})])
     with pytest.raises(TraceError, match=r"Ashore: the model itself fails on meta: .*\n  Have it make its tensors"):
-        reference._run_on("meta", call, Ashore(), known)  # type: ignore[arg-type]
+        running._run_on("meta", call, Ashore(), known)  # type: ignore[arg-type]
 
 
 class Stubborn(nn.Module):

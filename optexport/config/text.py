@@ -1,0 +1,106 @@
+"""The text of a config: read as a table, within limits, and without secrets, since its copies go to many."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optexport.config.mistakes import Mistakes, dotted
+from optexport.errors import ConfigError, redact
+
+# More than anybody writes; a file that says more is made to take long.
+_BYTES = 1 << 20
+_KEYS = 10_000
+_DEPTH = 64
+# What TOML's whole numbers have at most.
+_INTEGERS = range(-(1 << 63), 1 << 63)
+
+_SECRET = re.compile(
+    r"(?:.*_)?(?:password|passwd|passphrase|pwd|secret|credentials?|api_?key|access_?key)"
+    r"|(?:(?:hf|hub|auth|access|api|bearer|use_auth)_)?token",
+    re.IGNORECASE,
+)
+
+_Place = tuple[int | str, ...]
+
+
+def read(path: Path) -> str:
+    """Reads a config file.
+
+    Raises:
+        ConfigError: It cannot be read, or is larger than any config.
+    """
+    try:
+        if not path.exists():
+            raise ConfigError("there is no such file", place=str(path), mend="optexport init writes one.")
+        if not path.is_file():  # a pipe would be waited for
+            raise ConfigError("it is no file", place=str(path))
+        if path.stat().st_size > _BYTES:
+            raise ConfigError(f"it is larger than {_BYTES} bytes", place=str(path))
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
+
+
+def parse(text: str, path: Path) -> dict[str, Any]:
+    """The tables of a config.
+
+    Raises:
+        ConfigError: It is not TOML, or says more, or deeper, or larger numbers than a config does.
+    """
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also for numbers of too many digits, and endless nesting
+        raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
+    for count, (place, value) in enumerate(_items(table)):
+        if count >= _KEYS:
+            raise ConfigError(f"it holds more than {_KEYS} keys and values", place=path.name)
+        if len(place) > _DEPTH:
+            raise ConfigError(f"it is nested deeper than {_DEPTH}", place=f"{path.name}: {dotted(place[:3])}...")
+        if isinstance(value, int) and value not in _INTEGERS:
+            raise ConfigError("it is no whole number of 64 bits", place=f"{path.name}: {dotted(place)}")
+    return table
+
+
+def check_secrets(table: dict[str, Any], text: str, name: str) -> None:
+    """Checks that what is secret can be taken out of the copies of a config: of its text, and of its settings.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    mistakes = Mistakes(name)
+    for place, value in _items(table):
+        if isinstance(value, str) and value:
+            mistakes.of(_check_secret, place, value, text, name)
+    mistakes.tell()
+
+
+def _check_secret(place: _Place, value: str, text: str, name: str) -> None:
+    if place[:2] == ("model", "arguments") and _SECRET.fullmatch(str(place[-1])):
+        raise ConfigError(
+            "a config holds no secrets: it is copied into the bundle, and to MLflow",
+            place=f"{name}: {dotted(place)}",
+            mend="Have the model's code read it from the environment.",
+        )
+    if redact(value) != value and value not in text:
+        raise ConfigError(
+            "it holds a password or token that is written with escapes, and would stay in copies of this text",
+            place=f"{name}: {dotted(place)}",
+            mend="Write it without a backslash.",
+        )
+
+
+def _items(table: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
+    """All that stands in a table, at any depth, with its place; as a loop, since it may be nested without end."""
+    left: list[tuple[_Place, Any]] = [((), table)]
+    while left:
+        place, value = left.pop()
+        if place:
+            yield place, value
+        if isinstance(value, dict):
+            left += [((*place, key), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            left += [((*place, index), inner) for index, inner in enumerate(value)]

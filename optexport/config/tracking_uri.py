@@ -1,0 +1,43 @@
+"""What can be the URI of a tracking server or database, and what is a slip."""
+
+from __future__ import annotations
+
+import re
+
+from optexport.errors import did_you_mean, redact
+
+# The kinds of stores that MLflow has itself; packages may add others.
+_STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
+
+
+def check_uri(uri: str) -> str:
+    """Refuses a URI without a host, one of a kind that is nearly, but not, one that MLflow has, and a malformed one.
+
+    What stands before a host has to be percent-encoded, or nobody could tell where a password ends.
+
+    Raises:
+        ValueError: It is one of these; no part of a password is told.
+    """
+    scheme, separator, rest = uri.partition("://")
+    kind = scheme.partition("+")[0]
+    if separator and kind not in _STORES and (hint := did_you_mean(kind, _STORES)).startswith("Did"):
+        raise ValueError(f"MLflow has no stores of the kind {kind}. {hint}")
+    if kind.partition(":")[0] in ("http", "https") and not rest.strip("/"):
+        raise ValueError(f"{redact(uri)} names no host")
+    if separator and not rest.startswith("/") and not _is_encoded(rest, of_web=kind in ("http", "https")):
+        raise ValueError(
+            "it holds a character that a URI cannot have there: write those of user and password percent-encoded "
+            "(a blank is %20, / is %2F, @ is %40, a quote %22)"
+        )
+    return uri
+
+
+def _is_encoded(rest: str, *, of_web: bool) -> bool:
+    """Whether all is encoded that has to be, in what follows the scheme."""
+    if re.search(r"[\s\"'<>\\^`{}|]", rest):
+        return False
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if not of_web:  # SQLAlchemy takes all up to the last @ for a password, whatever is in it
+        return "@" not in rest.removeprefix(authority) and authority.count("@") <= 1
+    _, separator, port = re.sub(r"\[.*\]", "", authority.rpartition("@")[2]).partition(":")
+    return authority.count("@") <= 1 and (not separator or port == "" or port.isdecimal())

@@ -1,0 +1,342 @@
+"""Runs the original: in its own precision, in float64, and in the other ways that show how it rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from optexport import devices, freeing, moving
+from optexport.devices import Device
+from optexport.errors import TraceError, first_line
+from optexport.kept import content, results, store
+from optexport.machine import free_memory
+from optexport.proof import distances, upcasting
+from optexport.proof.cases import Case
+from optexport.proof.reference import HALVES, Call, Outputs, Reference, kept, rounding
+from optexport.signature import Batch
+
+_Run = Callable[[Batch], Outputs]
+
+# The results of more of the user's data than this are not kept, and compared: every place has as many, in files.
+_DATA_BYTES = 1 << 30
+# Noise this many times that of a quiet case that leaves fewer than half the digits is no noise: float64 goes another
+# way there. The noise of a trained encoder was seen to differ by 120 times between sizes.
+_UNGUIDED_TIMES = 64
+
+
+def run_original(
+    run: Call,
+    model: nn.Module,
+    cases: Sequence[Case],
+    *,
+    declared: bool = True,
+    batched: Collection[str] = (),
+    in_other_ways: bool = True,
+    device: Device = "cpu",
+) -> Reference:
+    """Runs the original on all cases, in its own precision and in float64.
+
+    How it rounds depends on the number of threads, and on how many rows are computed at once, so it is also run with
+    one thread only, and on each half of the rows of the first case; the latter where float64 shows that no row has a
+    say in another's result. Where files are for another device than the CPU it is always run there too: what it rounds
+    by where they run is part of its floor.
+
+    Optional cases that the original refuses are left out, and so are extreme ones of which it makes NaN or infinity,
+    and the user's data beyond what there is room for.
+
+    Args:
+        run: Runs a model on a batch and names its outputs.
+        model: The original; a copy of it is made for float64.
+        declared: Whether the user declared the sizes. If not, those that the original itself refuses are left out.
+        batched: The inputs whose first axis is the batch, if it is that of all outputs too.
+        in_other_ways: Whether it is also run with one thread and by halves.
+        device: Where the files run.
+
+    Raises:
+        TraceError: The original itself fails on a case that the user declared, or on the device.
+    """
+    with torch.no_grad(), _buffers_kept(model):
+        before = upcasting.versions(model)
+        own = _run_in_own_precision(run, model, cases, declared=declared)
+        writes = before is None or before != upcasting.versions(model)
+        if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
+            return own
+        large = not writes and freeing.is_large(model)
+        why_no_room = _why_no_room(model, copied=not large)
+        name = "" if why_no_room else _name(model, own, sorted(batched), in_other_ways, devices.described(device))
+        if name and (stored := results.read(name)) is not None:
+            exact, notes = stored
+            unguided, ways, noise = (tuple(notes[key]) for key in ("unguided", "ways", "other_noise"))
+            return replace(own, exact=tuple(exact), unguided=unguided, ways=ways, other_noise=noise, name=name)
+        rows = batched if in_other_ways else None
+        found = _run_in_float64(run, model, replace(own, fallback=why_no_room), rows, upcast=large)
+        if device != "cpu":
+            found = _run_on(device, run, model, found)
+        if name and found.fallback is None:
+            notes = {"unguided": found.unguided, "ways": found.ways, "other_noise": found.other_noise}
+            results.write(name, found.exact, notes)
+            found = replace(found, name=name)
+        return found
+
+
+def _name(model: nn.Module, own: Reference, *ways: object) -> str:
+    """What the reference is kept under; empty where nothing is kept.
+
+    What the model made of its inputs in its own precision has a say in it, and is computed anew every time: a model
+    whose code was changed is never taken for the one before.
+    """
+    if not store.enabled():
+        return ""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    computed = content.of_tensors([tensors, *(case.batch for case in own.cases), *own.outputs])
+    return store.name("reference", computed, [(case.name, case.extreme) for case in own.cases], *ways)
+
+
+def _run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, declared: bool) -> Reference:
+    """Runs the original on all cases that it takes, and has its results stand in for those in float64."""
+    checked: list[Case] = []
+    outputs: list[Outputs] = []
+    left_out: list[str] = []
+    data_bytes = 0
+    for case in cases:
+        if case.data and data_bytes > _DATA_BYTES:
+            continue
+        try:
+            results = run(model, case.batch)
+            if not checked:
+                _check_repeatable(results, run(model, case.batch), type(model).__name__)
+        except TraceError:
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            if checked and (case.optional or not declared):
+                left_out.append(f"{case.name}: the model itself fails, {type(error).__name__}: {first_line(error)}")
+                continue
+            raise TraceError(
+                f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
+                place=type(model).__name__,
+                mend="Declare in inputs.dynamic only the sizes that it takes."
+                if checked
+                else "Give inputs of the dtypes, ranges and sizes that it takes.",
+            ) from error
+        if case.extreme and checked and _is_finite(outputs[0]) and not _is_finite(results):
+            left_out.append(f"{case.name}: the model itself gives NaN or infinity")
+            continue
+        data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
+        checked.append(case)
+        outputs.append(kept(case, results))
+    return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(left_out))
+
+
+def _run_in_float64(
+    run: Call, model: nn.Module, own: Reference, batched: Collection[str] | None, *, upcast: bool = False
+) -> Reference:
+    """Runs the original in float64, where there is room, and in other ways unless batched is None.
+
+    Args:
+        upcast: Whether to make weights float64 one by one, as they are used, rather than a copy of the model.
+    """
+    in_float64: _Run | None = None
+    reference = own
+    try:
+        if own.fallback is None:
+            in_float64, exact = _in_float64(run, model, own, upcast=upcast)
+            if upcast and any(_holds_nan(e) and not _holds_nan(o) for e, o in zip(exact, own.outputs, strict=True)):
+                raise FloatingPointError("there may be code that found no weights")
+            reference = _guided(replace(own, exact=exact))
+    except Exception as error:  # a model's own code may raise anything; it may also hold a dtype of its own
+        if upcast:
+            return _run_in_float64(run, model, replace(own, fallback=_why_no_room(model)), batched)
+        reference, in_float64 = replace(own, fallback=f"{type(error).__name__}: {first_line(error)}"), None
+    return reference if batched is None else _run_in_other_ways(run, model, in_float64, reference, batched)
+
+
+def _in_float64(run: Call, model: nn.Module, own: Reference, *, upcast: bool) -> tuple[_Run, tuple[Outputs, ...]]:
+    """How to run the original in float64, and what it gives.
+
+    Where that is something else than the original gives, what the model's own code makes float32 is float64 too, if
+    they are then alike: float32 does not hold the smallest float64, and attention of torch 2.13 in float64 makes
+    something else of a mask in float32.
+    """
+    double = upcasting.upcasting(model) if upcast else upcasting.copied(model)
+
+    def plain(batch: Batch) -> Outputs:
+        return run(double, in_double(batch))
+
+    def throughout(batch: Batch) -> Outputs:
+        with upcasting.FloatIsDouble():
+            return plain(batch)
+
+    exact = tuple(kept(case, plain(case.batch)) for case in own.cases)
+    if not _is_lost(exact[0], own.outputs[0]):
+        return plain, exact
+    try:
+        again = tuple(kept(case, throughout(case.batch)) for case in own.cases)
+    except Exception:  # a model's own code may raise anything, where it wants float32
+        return plain, exact
+    return (plain, exact) if _is_lost(again[0], own.outputs[0]) else (throughout, again)
+
+
+def _is_lost(exact: Outputs, original: Outputs) -> bool:
+    """Whether an output in float64 is nothing but NaN, and the original's is not, or shares few of its digits."""
+    return any(
+        bool(exact[name].isnan().all() & ~tensor.isnan().all())
+        or _relative_noise(tensor, exact[name]) > torch.finfo(tensor.dtype).eps ** 0.5
+        for name, tensor in original.items()
+        if tensor.is_floating_point()
+    )
+
+
+def _run_in_other_ways(
+    run: Call, model: nn.Module, in_float64: _Run | None, reference: Reference, batched: Collection[str]
+) -> Reference:
+    ways: list[str] = []
+    noise: list[dict[str, float]] = [{} for _ in reference.cases]
+
+    def in_own(batch: Batch) -> Outputs:
+        return run(model, batch)
+
+    def measure(index: int, outputs: Outputs) -> None:
+        for name, tensor in outputs.items():
+            noise[index][name] = max(noise[index].get(name, 0.0), rounding(tensor, reference.exact[index][name]))
+
+    if (threads := torch.get_num_threads()) > 1:
+        ways.append("with one thread")
+        try:
+            torch.set_num_threads(1)
+            for index, case in enumerate(reference.cases):
+                measure(index, in_own(case.batch))
+        finally:
+            torch.set_num_threads(threads)
+    first = reference.cases[0].batch
+    if in_float64 is not None and batched and all(first[name].shape[0] > 1 for name in batched):
+        try:
+            whole, halves = in_float64(first), _in_halves(in_float64, first, batched)
+            alone = all(_is_close(halves[name], tensor) for name, tensor in whole.items())
+            outputs = _in_halves(in_own, first, batched) if alone else {}
+        except Exception:  # a model need not take fewer rows: nobody declared that
+            outputs = {}
+        if outputs:
+            ways.append(HALVES)
+            measure(0, outputs)
+    return replace(reference, ways=tuple(ways), other_noise=tuple(noise))
+
+
+def _run_on(device: Device, run: Call, model: nn.Module, reference: Reference) -> Reference:
+    """Runs the original on a device too, and takes down how it rounds there."""
+    noise = [dict(known) for known in reference.other_noise or [{} for _ in reference.cases]]
+    try:
+        moved = moving.model_to(model, device)
+        with devices.whole_float32(device):
+            for index, case in enumerate(reference.cases):
+                outputs = run(moved, {name: tensor.to(device) for name, tensor in case.batch.items()})
+                for name, tensor in outputs.items():
+                    there = rounding(tensor.cpu(), reference.exact[index][name])
+                    noise[index][name] = max(noise[index].get(name, 0.0), there)
+    except Exception as error:  # a model's own code may raise anything
+        raise TraceError(
+            f"the model itself fails on {device}: {type(error).__name__}: {first_line(error)}",
+            place=type(model).__name__,
+            mend="Have it make its tensors where its inputs are; or export for the CPU: leave out model.device.",
+        ) from error
+    return replace(reference, ways=(*reference.ways, f"on {device}"), other_noise=tuple(noise))
+
+
+def _is_finite(outputs: Outputs) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in outputs.values())
+
+
+def _holds_nan(outputs: Outputs) -> bool:
+    return any(bool(torch.isnan(tensor).any()) for tensor in outputs.values())
+
+
+def _in_halves(run: _Run, batch: Batch, batched: Collection[str]) -> Outputs:
+    """Runs either half of a batch's rows, and puts the results together."""
+    parts: list[Outputs] = []
+    for half in (0, 1):
+        rows = {name: batch[name].tensor_split(2)[half] for name in batched}
+        parts.append(run({**batch, **rows}))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _is_close(halves: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether two results in float64 differ by no more than its rounding."""
+    if halves.shape != whole.shape:
+        return False
+    scale = distances.largest(distances.finite(whole).abs())
+    return distances.largest(distances.distance(halves, whole)) <= 1e-9 * scale
+
+
+def _why_no_room(model: nn.Module, *, copied: bool = True) -> str | None:
+    """Why a model in float64 would not fit in memory; None where it does, or where nobody can tell.
+
+    Args:
+        copied: Whether all of it is float64 at a time, or but one of the large weights.
+    """
+    sizes: dict[bool, list[int]] = {True: [0], False: [0]}
+    for tensor in (*model.parameters(), *model.buffers()):
+        sizes[not copied and upcasting.is_shared(tensor)].append(8 * tensor.numel())
+    needed = sum(sizes[False]) + max(sizes[True])
+    available = free_memory()
+    if available is None or needed <= available:
+        return None
+    return f"its weights take {needed / 1e9:.1f} GB in float64, and {available / 1e9:.1f} GB of memory are free"
+
+
+def _guided(reference: Reference) -> Reference:
+    """The same, but compared with the original itself where float64 computes something else.
+
+    A mask of -1e9 on a whole row is all that is left of the scores in float32, but not in float64. The distance there
+    is no rounding, and as a floor it would let faults pass everywhere else.
+    """
+    exact, unguided = [dict(outputs) for outputs in reference.exact], []
+    for name, traced in reference.outputs[0].items():
+        if not traced.is_floating_point():
+            continue
+        noise = [_relative_noise(o[name], e[name]) for o, e in zip(reference.outputs, exact, strict=True)]
+        ordinary = [value for value, case in zip(noise, reference.cases, strict=True) if not case.extreme]
+        quiet, half_the_digits = sorted(ordinary)[len(ordinary) // 4], torch.finfo(traced.dtype).eps ** 0.5
+        for index, case in enumerate(reference.cases):
+            if not case.extreme and noise[index] > max(_UNGUIDED_TIMES * quiet, half_the_digits):
+                exact[index][name] = reference.outputs[index][name].double()
+                unguided.append(f"{name} at {case.name}")
+    return replace(reference, exact=tuple(exact), unguided=tuple(unguided))
+
+
+def _relative_noise(original: torch.Tensor, exact: torch.Tensor) -> float:
+    scale = distances.largest(distances.finite(original).abs()[~distances.marks(original, exact)])
+    return rounding(original, exact) / scale if scale else 0.0
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back, at its end, what a model that changes its own buffers has written there."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+def _check_repeatable(first: Outputs, second: Outputs, place: str) -> None:
+    """Refuses a model that gives other results on the same input: its floor would be its own randomness."""
+    for name, tensor in first.items():
+        distance = distances.largest(distances.distance(tensor, second[name]))
+        scale = distances.largest(distances.finite(tensor).abs())
+        ulps = distances.LEAST_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * scale if tensor.is_floating_point() else 0.0
+        if distance > 16 * ulps:
+            raise TraceError(
+                f"the model gives other results when it is run again on the same input ({name} by {distance:.2g})",
+                place=place,
+                mend="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
+            )
+
+
+def in_double(batch: Batch) -> Batch:
+    """A batch whose real numbers are float64."""
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in batch.items()}

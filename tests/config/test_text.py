@@ -1,0 +1,76 @@
+"""The text of a config: read within limits, and refused where a secret could not be taken out of its copies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from optexport.config.file import load_config, parse_config
+from optexport.errors import ConfigError
+from tests.calling import CliRunner, cli
+
+MODEL = '[model]\nsource = "python:mine:make"\n'
+BEYOND = f"0x{'f' * 4000}"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{MODEL}arguments = {{ n = {BEYOND} }}", "model.arguments.n: it is no whole number of 64 bits"),
+        (f"{MODEL}[parity]\nmultiple = {BEYOND}", "parity.multiple: it is no whole number of 64 bits"),
+        (f"{MODEL}arguments = {{ a = {'[' * 300}{']' * 300} }}", "nested deeper than 64"),
+        (f"[model.arguments.{'a.' * 5000}a]", "nested deeper than 64"),
+        (MODEL + "[parity]\n" + "".join(f"k{n} = 1\n" for n in range(20_000)), "more than 10000 keys"),
+    ],
+    ids=["a number", "a number of ours", "lists", "tables", "keys"],
+)
+def test_what_nobody_writes_is_refused_at_once(text: str, told: str, tmp_path: Path) -> None:
+    """These ended as defects, or not at all."""
+    (tmp_path / "mine.toml").write_text(text)
+    done = CliRunner().invoke(cli, ["check", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 2
+    assert "mine.toml: " in done.stderr
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (os.mkfifo, "it is no file"),
+        (os.mkdir, "it is no file"),
+        (lambda path: path.write_bytes(b"#" * (1 << 21)), "it is larger than"),
+        (lambda path: path.write_bytes(b"\xff"), "it cannot be read"),
+        (lambda path: None, "there is no such file"),
+    ],
+    ids=["a pipe", "a folder", "large", "no text", "nothing"],
+)
+def test_what_is_no_config_file_is_refused_at_once(make: Callable[[Path], object], told: str, tmp_path: Path) -> None:
+    make(tmp_path / "mine.toml")
+    with pytest.raises(ConfigError, match=told):
+        load_config(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("key", ["password", "hf_token", "API_KEY", "aws_secret", "token", "nested.db_password"])
+def test_secrets_among_the_arguments_of_a_model_are_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"model.arguments.{key}: a config holds no secrets") as caught:
+        parse_config(f'{MODEL}[model.arguments]\n{key} = "hunter2"', tmp_path / "mine.toml")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", ['pad_token = "[PAD]"', "max_tokens = 5", "token = 5", 'secretary = "x"'])
+def test_arguments_that_sound_like_secrets_pass(argument: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    parse_config(f"{MODEL}[model.arguments]\n{argument}", tmp_path / "mine.toml")
+
+
+def test_a_password_that_hides_behind_escapes_is_refused(tmp_path: Path) -> None:
+    """The text of a config is copied, and what is taken out of the copy is looked for as it is written."""
+    (tmp_path / "mine.py").touch()
+    hidden = '[tracking]\nuri = "http:\\u002f/someone:hunter2@127.0.0.1:1"'
+    with pytest.raises(ConfigError, match=r"tracking\.uri: it holds a password or token that is written with escapes"):
+        parse_config(f"{MODEL}{hidden}", tmp_path / "mine.toml")
+    plain = '[tracking]\nuri = "http://someone:hunter2@127.0.0.1:1"'
+    parse_config(f"{MODEL}{plain}", tmp_path / "mine.toml")
