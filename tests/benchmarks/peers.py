@@ -117,8 +117,6 @@ def _torch_onnx(racer: Racer, model: nn.Module, path: Path) -> None:
 
 
 def _jit_trace(racer: Racer, model: nn.Module, path: Path) -> None:
-    if hasattr(model, "config"):
-        model.config.return_dict = False
     traced = torch.jit.trace(model, example_kwarg_inputs=racer.inputs(_traced(racer)), strict=False)
     torch.jit.save(torch.jit.freeze(traced), path)
 
