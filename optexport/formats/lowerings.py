@@ -30,14 +30,15 @@ class Lowering:
 # The first that has an operator for attention.
 ATTENTION_OPSET = 23
 
-# In the order in which they are applied.
+# In the order in which they are applied, but for attention, which is a matter of the conversion; and in which tuning tries
+# them: those first that were seen to give most, should there be no time for all.
 LOWERINGS = (
-    Lowering("attention", ("onnx",), f"writes attention as the one operator that opset {ATTENTION_OPSET} has for it"),
     Lowering(
         "sum-residuals",
         ("onnx",),
         "writes the Add before a LayerNormalization as Sum, which ONNX Runtime does not make SkipLayerNormalization of",
     ),
+    Lowering("attention", ("onnx",), f"writes attention as the one operator that opset {ATTENTION_OPSET} has for it"),
     Lowering("gemm", ("onnx",), "writes a MatMul by a weight and the Add of its bias as one Gemm on a matrix of rows"),
     Lowering(
         "transformers-fusions",
