@@ -30,8 +30,8 @@ class Lowering:
 # The first that has an operator for attention.
 ATTENTION_OPSET = 23
 
-# In the order in which they are applied, but for attention, which is a matter of the conversion; and in which tuning tries
-# them: those first that were seen to give most, should there be no time for all.
+# In the order in which they are applied, but for attention, which is a matter of the conversion. Tuning tries them so,
+# too: those first that were seen to give most, should there be no time for all.
 LOWERINGS = (
     Lowering(
         "sum-residuals",

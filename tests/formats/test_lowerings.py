@@ -79,4 +79,4 @@ def test_those_of_a_format_come_in_the_order_in_which_they_are_applied() -> None
 def test_those_for_the_cpu_are_none_for_a_card() -> None:
     assert lowerings.of_format("pt2", "cuda") == ()
     assert lowerings.of_format("torchscript", "cuda") == ("freeze",)
-    assert lowerings.of_format("onnx", "cuda") == ("attention", "sum-residuals", "gemm")
+    assert lowerings.of_format("onnx", "cuda") == ("sum-residuals", "attention", "gemm")
