@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -36,22 +36,43 @@ _Where = tuple[str, str]
 
 
 def bounds(
-    proof: Proof, place: PlaceParity, run: Call, model: nn.Module, multiple: float, seed: int
+    proof: Proof,
+    place: PlaceParity,
+    run: Call,
+    model: nn.Module,
+    multiple: float,
+    seed: int,
+    measured: Mapping[str, Bound],
 ) -> dict[str, Bound] | None:
     """Bounds with which a place passes that failed by little, at few cases; None where rounding does not explain it.
 
     Each of these cases has a limit of its own, by the farthest that the original was seen to be from float64 there.
+    How little, and how few, is by the limits as they were measured, and by all cases that any place was let off: a
+    limit that was raised for one place raises no other.
+
+    Args:
+        measured: The bounds before any case got a limit here.
     """
     failing = {
         (output.output, case.case): case.distance for output in place.outputs for case in output.cases if case.failure
     }
     cases = {case for _, case in failing}
-    if not failing or len(cases) > _LARGEST_SHARE * len(proof.reference.cases) or freeing.is_large(model):
+    raised = {
+        case
+        for output, bound in proof.bounds.items()
+        for case, limit in bound.extremes.items()
+        if limit != measured[output].extremes.get(case)
+    }
+    tried = {case.case for output in place.outputs for case in output.cases}
+    ordinary = {case.name for case in proof.reference.cases if not case.extreme}
+    if not failing or len(cases | raised) > _LARGEST_SHARE * len(tried & ordinary) or freeing.is_large(model):
         return None
     found = dict(proof.bounds)
+    farthest_allowed: dict[_Where, float] = {}
     for (output, case), distance in failing.items():
-        limit = found[output].extremes.get(case, found[output].limit)
-        if found[output].fixed or not math.isfinite(distance) or distance > _FARTHEST_TIMES * limit:
+        bound = measured[output]
+        farthest_allowed[output, case] = _FARTHEST_TIMES * bound.extremes.get(case, bound.limit)
+        if bound.fixed or not math.isfinite(distance) or distance > farthest_allowed[output, case]:
             return None
     reference = proof.reference.only([i for i, case in enumerate(proof.reference.cases) if case.name in cases])
     try:
@@ -59,8 +80,8 @@ def bounds(
     except Exception:  # a model's own code may raise anything; nor can every model be copied
         return None
     for (output, case), farthest in farthest_seen.items():
-        limit = multiple / _WORST_IN_FLOORS * farthest
         if (output, case) in failing:
+            limit = min(multiple / _WORST_IN_FLOORS * farthest, farthest_allowed[output, case])
             if not failing[output, case] <= limit <= LARGEST_LIMIT * _scale(reference, output, case):
                 return None
             found[output] = replace(found[output], extremes={**found[output].extremes, case: limit})
@@ -84,13 +105,17 @@ def _farthest(reference: Reference, run: Call, model: nn.Module, seed: int) -> d
 
 
 def _originals(model: nn.Module, seed: int) -> Callable[[], nn.Module]:
-    """Gives a copy of the model, at each call with other weights, half a unit in the last place away at most."""
+    """Gives a copy of the model, at each call with other weights, half a unit in the last place away at most.
+
+    Powers of two stay: they are exact, as what people write into a model's code mostly is.
+    """
     moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
 
     def another() -> nn.Module:
         for own, other in zip(model.parameters(), moved.parameters(), strict=True):
             if own.is_floating_point():
                 steps = torch.rand(own.shape, generator=generator, dtype=torch.float64) - 0.5
+                steps[own.double().frexp().mantissa.abs() == 0.5] = 0
                 other.copy_(own.double() * (1 + torch.finfo(own.dtype).eps * steps))
         return moved
 

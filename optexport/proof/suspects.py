@@ -43,6 +43,7 @@ class Suspects:
         self.proof, self.run, self.model = proof, run, model
         self.signature, self.vocabularies, self.config = signature, vocabularies, config
         self.kept: list[str] = []
+        self._measured = dict(proof.bounds)
         self._failing: tuple[PlaceParity, Callable[[], Run], Signature] | None = None
 
     def check(
@@ -88,7 +89,8 @@ class Suspects:
     def _look_closer(self, parity: PlaceParity, *, traced_shape_only: bool) -> PlaceParity:
         """Compares a place that failed anew, where the original itself is no nearer to float64 by rounding alone."""
         proof = self.proof
-        found = nearby.bounds(proof, parity, self.run, self.model, self.config.multiple, self.config.seed)
+        config = self.config
+        found = nearby.bounds(proof, parity, self.run, self.model, config.multiple, config.seed, self._measured)
         if found is None:
             return parity
         cases = dict.fromkeys(case.case for output in parity.outputs for case in output.cases if case.failure)
