@@ -58,10 +58,10 @@ _CREDENTIALS = re.compile(
 )
 # A value ends where the next one begins, which is encoded where its own "=" is, in the braces of ODBC, or in quotes.
 _SECRETS = re.compile(
-    r"((?:(?:password|passwd|passphrase|pwd|token|secret|credentials?|signature|api[_-]?key|access[_-]?key)"
-    r"|(?<=[?&])(?:key|sig|auth|authorization|pass))(?:=|(%3D))|authorization:\s*(?:bearer|basic)\s+)"
-    r"(?(2)(?:%7B.*?%7D|(?:(?!%3B|%26)[^&;\s\"'])+)"
-    r"|(?:\{(?:[^}]|\}\})*\}|\"[^\"\n]*\"|'[^'\n]*'|[^&;\s\"']+))",
+    r"((?:(?:password|passwd|passphrase|pwd|token|secret|credentials?|api[_-]?key|access[_-]?key)"
+    r"|(?<=[?&])(?:key|sig|signature|auth|authorization|pass))(?:=|(%3D))|authorization:\s*(?:bearer|basic)\s+)"
+    r"(?(2)(?:%7B.{0,1024}?%7D|(?:(?!%3B|%26)[^&;\s\"'])+)"
+    r"|(?:\{(?:[^}\n]|\}\}){0,1024}\}|\"[^\"\n]{0,1024}\"|'[^'\n]{0,1024}'|[^&;\s\"']+))",
     re.IGNORECASE,
 )
 

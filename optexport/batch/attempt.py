@@ -26,6 +26,8 @@ _EVERY_SECONDS = 0.1
 _GRACE_SECONDS = 10.0
 # To start a process is also to look after all others; of two threads that ask how one ended, one gets no answer.
 _LOCK = threading.Lock()
+# Has Python import nothing from where it is called, which no command of optexport's does.
+_SAFE_PATH = "PYTHONSAFEPATH"
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["optexport.batch.child"])
 
@@ -52,8 +54,15 @@ def make_ready() -> None:
         OptexportError: No process can be started.
     """
     process = _CONTEXT.Process(target=_import)
+    before = os.environ.get(_SAFE_PATH)
     with _LOCK:
-        process.start()
+        os.environ[_SAFE_PATH] = "1"
+        try:
+            process.start()
+        finally:
+            os.environ.pop(_SAFE_PATH)
+            if before is not None:
+                os.environ[_SAFE_PATH] = before
     _join(process)
     if process.exitcode != 0:
         raise OptexportError(f"a process that does nothing ended with {process.exitcode}", place="batch")

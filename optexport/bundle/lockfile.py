@@ -22,7 +22,7 @@ from optexport.errors import ConfigError, first_line
 from optexport.sources.loading import Loaded
 
 # What is no code of the model's: versions say which that is.
-_INSTALLED = {"site-packages", "dist-packages", "optexport"}
+_INSTALLED = {"site-packages", "dist-packages"}
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
 _MEND = "Go back to what was locked; or see that the change is meant, and lock again: optexport lock {}"
 
@@ -165,9 +165,15 @@ def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, s
 def _imported(folder: Path) -> list[str]:
     """The modules that were imported from a folder, but for packages that are installed in it."""
     folder = folder.resolve()
-    found = (Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)))
-    beside = (path.resolve().relative_to(folder) for path in found if path.resolve().is_relative_to(folder))
+    files = [getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if not _is_ours(name)]
+    # Some of torch's name a file that is nowhere.
+    found = (Path(file).resolve() for file in files if file and Path(file).is_absolute() and Path(file).is_file())
+    beside = (path.relative_to(folder) for path in found if path.is_relative_to(folder))
     return sorted({path.as_posix() for path in beside if not _INSTALLED.intersection(path.parts)})
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "optexport"
 
 
 def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:

@@ -94,6 +94,18 @@ def check_place(output: Path) -> None:
         raise ConfigError(f"nothing can be written there: {error}", place=f"export.output: {output}") from error
 
 
+def _vouched_for(manifest: Path) -> list[PurePosixPath] | None:
+    """The paths of the files in a manifest; None where it is none."""
+    try:
+        if not manifest.is_file():  # a pipe would be waited for
+            return None
+        document = json.loads(manifest.read_bytes())
+        _ = document["manifest_version"], document["digest"]
+        return [PurePosixPath(str(file["path"])) for file in document["files"]]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return None
+
+
 def check_replaceable(output: Path) -> None:
     """Only an empty folder, or a bundle, may be replaced.
 
@@ -103,13 +115,8 @@ def check_replaceable(output: Path) -> None:
     if not output.exists() and not output.is_symlink():
         return
     if not output.is_symlink() and output.is_dir():
-        try:
-            document = json.loads((output / MANIFEST).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            document = None
-        if isinstance(document, dict) and {"manifest_version", "digest", "files"} <= document.keys():
+        if (files := _vouched_for(output / MANIFEST)) is not None:
             names = {path.relative_to(output).as_posix() for path in output.rglob("*")}
-            files = [PurePosixPath(str(file.get("path"))) for file in document["files"]]
             ours = {*UNLISTED, *(str(path) for file in files for path in (file, *file.parents))}
             if names <= ours:
                 return

@@ -18,10 +18,10 @@ _DEPTH = 64
 # What TOML's whole numbers have at most.
 _INTEGERS = range(-(1 << 63), 1 << 63)
 
+# Of keys in small letters, without their "_" and "-".
 _SECRET = re.compile(
-    r"(?:.*_)?(?:password|passwd|passphrase|pwd|secret|credentials?|api_?key|access_?key)"
-    r"|(?:(?:hf|hub|auth|access|api|bearer|use_auth)_)?token",
-    re.IGNORECASE,
+    r".*(?:password|passwd|passphrase|pwd|secret|credentials?|(?:api|access|private|secret)key)"
+    r"|(?:(?:hf|hub|auth|access|api|bearer|useauth)?token|bearer|secretkey)"
 )
 
 _Place = tuple[int | str, ...]
@@ -73,24 +73,30 @@ def check_secrets(table: dict[str, Any], text: str, name: str) -> None:
     """
     mistakes = Mistakes(name)
     for place, value in _items(table):
-        if isinstance(value, str) and value:
+        if not isinstance(value, dict | list | bool) and value != "":
             mistakes.of(_check_secret, place, value, text, name)
     mistakes.tell()
 
 
-def _check_secret(place: _Place, value: str, text: str, name: str) -> None:
-    if place[:2] == ("model", "arguments") and _SECRET.fullmatch(str(place[-1])):
+def _check_secret(place: _Place, value: Any, text: str, name: str) -> None:
+    if place[:2] == ("model", "arguments") and any(_is_secret(key, value) for key in place[2:]):
         raise ConfigError(
             "a config holds no secrets: it is copied into the bundle, and to MLflow",
             place=f"{name}: {dotted(place)}",
             mend="Have the model's code read it from the environment.",
         )
-    if redact(value) != value and value not in text:
+    if isinstance(value, str) and redact(value) != value and value not in text:
         raise ConfigError(
             "it holds a password or token that is written with escapes, and would stay in copies of this text",
             place=f"{name}: {dotted(place)}",
             mend="Write it without a backslash.",
         )
+
+
+def _is_secret(key: int | str, value: Any) -> bool:
+    """Whether a key is one of secrets; a token that is a number is one of a vocabulary."""
+    plain = re.sub(r"[\W_]", "", str(key)).lower()
+    return _SECRET.fullmatch(plain) is not None and (isinstance(value, str) or not plain.endswith("token"))
 
 
 def _items(table: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:

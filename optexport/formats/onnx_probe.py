@@ -40,7 +40,7 @@ def check_opens(path: Path, operators: Iterable[str]) -> None:
     if _RISKY.isdisjoint(operators):
         return
     process = subprocess.Popen(
-        [sys.executable, "-c", _OPEN, str(path)],
+        [sys.executable, "-P", "-c", _OPEN, str(path)],  # nothing is imported from where we are called
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

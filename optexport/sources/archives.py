@@ -22,11 +22,8 @@ import torch
 from torch.export import ExportedProgram
 
 from optexport.errors import SourceError, first_line
+from optexport.sources import script_code
 
-# The namespaces of torch's operators that do more than compute, and those of "aten" that read and write files.
-_REACHING_OUT = re.compile(
-    r"\b(?:_?c10d\w*|symm_mem|debugprims|inductor\w*|profiler|static_runtime)\.\w|\b(?:from_file|save|load_tensor)\b"
-)
 _OPERATOR = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
 _MEMBER = re.compile(
     r"archive_format|archive_version|byteorder|\.data/[\w-]+|\.format_version|\.storage_alignment|version"
@@ -171,7 +168,7 @@ def _check_texts(value: Any, place: str, key: str = "") -> None:
         if "inputs" in value and isinstance(target := value.get("target"), str):
             if not _OPERATOR.fullmatch(target):
                 raise SourceError(f"its graph calls {target}, which is no operator", place=place, mend=_MEND)
-            if _REACHING_OUT.search(target):
+            if script_code.REACHING_OUT.search(target):
                 raise SourceError(f"its graph calls {target}, which does more than compute", place=place, mend=_MEND)
         for name, item in value.items():
             _check_texts(name, place)
@@ -252,12 +249,8 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
                     raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=_MEND)
                 if name.endswith(".py"):
                     code = archive.read(info).decode()
-                    if found := _REACHING_OUT.search(code) or re.search(r"__setstate__", code):
-                        raise SourceError(
-                            f"its code uses {found.group()}, which does more than compute",
-                            place=f"{path.name}: {name}",
-                            mend=_MEND,
-                        )
+                    if (found := script_code.forbidden_text(code)) is not None:
+                        raise _does_more(found, f"{path.name}: {name}")
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
         raise SourceError(f"it is no TorchScript archive, or a damaged one: {error}", place=path.name) from error
     try:
@@ -265,7 +258,13 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
     except RuntimeError as error:
         raise SourceError(f"torch cannot load it: {first_line(error)}", place=path.name) from error
     assert isinstance(module, torch.jit.ScriptModule)
+    if (found := script_code.forbidden_operator(module)) is not None:
+        raise _does_more(found, path.name)
     return module
+
+
+def _does_more(found: str, place: str) -> SourceError:
+    return SourceError(f"its code uses {found}, which does more than compute", place=place, mend=_MEND)
 
 
 def _check_pickle(content: bytes, place: str) -> None:

@@ -16,6 +16,8 @@ from optexport.bundle.drafts import locked
 from optexport.errors import TrackingError, first_line, redact
 
 _SQLITE = "sqlite:///"
+# In characters: what answers may be no server of MLflow's, and say it with a page.
+_LONGEST = 500
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 # mlflow waits minutes for a server that is down. A user's own setting stays.
@@ -98,7 +100,8 @@ def page(uri: str, experiment: str, run_id: str) -> str:
 
 def failure(error: Exception, uri: str, mend: str) -> TrackingError:
     """What went wrong with a store, as one message: mlflow, SQLAlchemy and requests each raise their own."""
-    told = TrackingError(f"{type(error).__name__}: {first_line(error)}", place=f"tracking.uri: {uri}", mend=mend)
+    said = first_line(error)[:_LONGEST]
+    told = TrackingError(f"{type(error).__name__}: {said}", place=f"tracking.uri: {uri}", mend=mend)
     told.__cause__ = error
     return told
 

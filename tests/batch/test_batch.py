@@ -46,6 +46,21 @@ def document(*arguments: str) -> dict[str, Any]:
     return {"rows": {row["config"]: row for row in found["configs"]}, **found}
 
 
+def test_no_module_of_the_working_directory_is_imported(tmp_path: Path) -> None:
+    """Python starts the process from which others are forked with that folder first on its path."""
+    fleets.config(tmp_path, "a")
+    here, program = tmp_path / "here", tmp_path / "bin" / "optexport"
+    for name in ("torch", "onnx", "multiprocessing", "selectors"):
+        (here / f"{name}.py").parent.mkdir(exist_ok=True)
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    program.parent.mkdir()
+    program.write_text("from optexport.cli.main import main\nif __name__ == '__main__':\n    main()\n")
+    command = [sys.executable, str(program), "batch", str(tmp_path / "a.toml")]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_each_is_run_and_those_that_crash_hang_or_eat_memory_take_no_other_along(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         fleets.config(tmp_path, name)

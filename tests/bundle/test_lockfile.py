@@ -122,6 +122,13 @@ def test_a_module_that_the_models_code_imports_is_locked_too(locked: Path) -> No
     assert "locked_scale.py: absent when it was locked, " in message(run(locked), 2)
 
 
+def test_a_locked_run_is_one_from_the_configs_own_folder(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some modules of torch name a file that is nowhere, which was looked for there."""
+    monkeypatch.chdir(locked.parent)
+    done = run(Path(locked.name))
+    assert done.exit_code == 0, done.stderr
+
+
 def test_a_pipe_in_place_of_the_lock_is_not_waited_for(locked: Path) -> None:
     lockfile.lock_path(locked).unlink()
     os.mkfifo(lockfile.lock_path(locked))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,22 @@ def everything(folder: Path) -> dict[str, bytes | None]:
         for path in folder.rglob("*")
         if "__pycache__" not in path.parts
     }
+
+
+STRANGE = [None, "[]", '{"files": 5}', '{"manifest_version": 1, "digest": "x", "files": [1]}']
+
+
+@pytest.mark.parametrize("manifest", STRANGE)
+def test_a_folder_with_a_strange_manifest_is_no_bundle_and_is_not_waited_for(
+    call: Caller, tmp_path: Path, manifest: str | None
+) -> None:
+    place = tmp_path / "build" / "model" / "manifest.json"
+    place.parent.mkdir(parents=True)
+    if manifest is None:
+        os.mkfifo(place)
+    else:
+        place.write_text(manifest)
+    assert "it exists and is no bundle" in message(call("check", config()), 2)
 
 
 FOLDERS = ("model", "model-failure", "model-baseline", "model-baseline-failure")

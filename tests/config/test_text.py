@@ -53,11 +53,23 @@ def test_what_is_no_config_file_is_refused_at_once(make: Callable[[Path], object
         load_config(tmp_path / "mine.toml")
 
 
-@pytest.mark.parametrize("key", ["password", "hf_token", "API_KEY", "aws_secret", "token", "nested.db_password"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("password", "hf_token", "API_KEY", "aws_secret", "token", "nested.db_password", "password.value"),
+        *("api-key", "hfToken", "private_key", "bearer"),
+    ],
+)
 def test_secrets_among_the_arguments_of_a_model_are_refused(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model.arguments.{key}: a config holds no secrets") as caught:
         parse_config(f'{MODEL}[model.arguments]\n{key} = "hunter2"', tmp_path / "mine.toml")
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_secret_is_one_in_a_list_and_as_a_number_too(tmp_path: Path) -> None:
+    for value in ('["hunter2"]', "8877665544"):
+        with pytest.raises(ConfigError, match="a config holds no secrets"):
+            parse_config(f"{MODEL}[model.arguments]\npassword = {value}", tmp_path / "mine.toml")
 
 
 @pytest.mark.parametrize("argument", ['pad_token = "[PAD]"', "max_tokens = 5", "token = 5", 'secretary = "x"'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,21 @@ def test_no_secret_of_a_uri_stays_in_a_text(uri: str) -> None:
 )
 def test_what_holds_no_secret_stays_as_it_is(text: str) -> None:
     assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["token={ ", "token%3D%7B&", "://x", "a://b:c'", 'password="', "authorization: bearer "]
+)
+def test_a_text_that_is_made_to_take_long_takes_no_longer_than_others(text: str) -> None:
+    """Of a megabyte it would have taken most of an hour: the time grew with the square of the length."""
+
+    def seconds(times: int) -> float:
+        start = time.process_time()
+        redact(text * times)
+        return time.process_time() - start
+
+    redact(text)
+    assert seconds(40_000) < 16 * max(seconds(5_000), 0.02)
 
 
 def closed_port() -> int:
