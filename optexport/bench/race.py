@@ -16,6 +16,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from optexport import interrupts
 from optexport.bench.artifact import Artifact
 from optexport.bench.worker import Task
 from optexport.bench.workload import Workload
@@ -128,21 +129,25 @@ def _working(artifact: Artifact, threads: int) -> Iterator[_Worker]:
         "OMP_WAIT_POLICY": "PASSIVE",  # as for ONNX Runtime's threads, see the worker
     }
     with ours, tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(theirs.fileno()), *sys.path],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,  # an interrupt from the terminal comes to us alone, and we end the worker
-        )
+        process = None
         try:
+            with interrupts.deferred():  # or an interrupt might leave a process that nobody knows of
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _WORKER, str(theirs.fileno()), *sys.path],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    env=environment,
+                    start_new_session=True,  # what the terminal sends comes to us alone, and we end the worker
+                )
+            interrupts.check()
             theirs.close()
             yield _Worker(artifact, process, ours, stderr)
         finally:
-            process.kill()
-            process.wait()
+            if process is not None:
+                process.kill()
+                process.wait()
 
 
 def race(artifacts: Sequence[Artifact], workload: Workload, settings: Settings) -> list[Timing]:
