@@ -149,7 +149,6 @@ def _torch(task: Task) -> Loader:
     arguments = {name: tensor.to(task.device) for name, tensor in as_arguments(batch).items()}
     if task.device != "cpu":
         devices.set_float32_precision()
-    synchronize = torch.get_device_module(task.device).synchronize  # a call on a card returns before it is done
 
     def load() -> Run:
         if task.format == "torchscript":
@@ -157,10 +156,12 @@ def _torch(task: Task) -> Loader:
         else:
             module = archives.load_pt2(task.path).module()
         torch.set_grad_enabled(False)
+        if task.device == "cpu":
+            return lambda: module(**arguments)
 
         def run() -> object:
             results = module(**arguments)
-            synchronize()
+            torch.cuda.synchronize()  # a call on a card returns before it is done
             return results
 
         return run

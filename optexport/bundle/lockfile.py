@@ -165,15 +165,12 @@ def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, s
 def _imported(folder: Path) -> list[str]:
     """The modules that were imported from a folder, but for packages that are installed in it."""
     folder = folder.resolve()
-    files = [getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if not _is_ours(name)]
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "optexport"]
+    files = [getattr(module, "__file__", None) for module in modules]
     # Some of torch's name a file that is nowhere.
     found = (Path(file).resolve() for file in files if file and Path(file).is_absolute() and Path(file).is_file())
     beside = (path.relative_to(folder) for path in found if path.is_relative_to(folder))
     return sorted({path.as_posix() for path in beside if not _INSTALLED.intersection(path.parts)})
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == "optexport"
 
 
 def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import signal
 import tempfile
 import traceback
@@ -24,8 +23,6 @@ from optexport.sources import foreign_code
 # What a command was asked for, in the part of click's contexts that the program's and the command's share.
 _AS_JSON = "optexport.json"
 _DEBUG = "optexport.debug"
-# A disk with less than this, in bytes, is one that is full.
-_LEAST_ROOM = 64 << 20
 
 
 def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
@@ -148,10 +145,8 @@ def _is_full(error: BaseException) -> bool:
 
 def _room() -> str:
     """Where to make room: a library that finds none does not say where."""
-    places = [place for place in (Path.cwd(), cache(), Path(tempfile.gettempdir())) if place is not None]
-    full = [str(place) for place in places if place.is_dir() and shutil.disk_usage(place).free < _LEAST_ROOM]
-    where = f"It is full where these lie: {', '.join(full)}. " if full else "It is the disk of the output. "
-    return f"{where}Make room, and run again."
+    places = [str(place) for place in (cache(), tempfile.gettempdir()) if place is not None]
+    return f"Make room where the output, {' or '.join(places)} lies, and run again."
 
 
 def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> NoReturn:

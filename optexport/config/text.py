@@ -21,7 +21,7 @@ _INTEGERS = range(-(1 << 63), 1 << 63)
 # Of keys in small letters, without their "_" and "-".
 _SECRET = re.compile(
     r".*(?:password|passwd|passphrase|pwd|secret|credentials?|(?:api|access|private|secret)key)"
-    r"|(?:(?:hf|hub|auth|access|api|bearer|useauth)?token|bearer|secretkey)"
+    r"|(?:(?:hf|hub|auth|access|api|bearer|useauth)?token|bearer)"
 )
 
 _Place = tuple[int | str, ...]

@@ -88,8 +88,7 @@ class Suspects:
 
     def _look_closer(self, parity: PlaceParity, *, traced_shape_only: bool) -> PlaceParity:
         """Compares a place that failed anew, where the original itself is no nearer to float64 by rounding alone."""
-        proof = self.proof
-        config = self.config
+        proof, config = self.proof, self.config
         found = nearby.bounds(proof, parity, self.run, self.model, config.multiple, config.seed, self._measured)
         if found is None:
             return parity

@@ -11,15 +11,12 @@ from typing import Any
 import torch
 
 # The namespaces of torch's operators that do more than compute, and those of "aten" that read and write files.
-REACHING_OUT = re.compile(
-    r"\b(?:_?c10d\w*|symm_mem|debugprims|inductor\w*|profiler|static_runtime)\.\w|\b(?:from_file|save|load_tensor)\b"
-)
+_NAMESPACES = r"(?:_?c10d\w*|symm_mem|debugprims|inductor\w*|profiler|static_runtime)"
+_FILES = r"(?:from_file|save|load_tensor)"
+REACHING_OUT = re.compile(rf"\b{_NAMESPACES}\.\w|\b{_FILES}\b")
 # Runs as a file is loaded.
 _AT_LOADING = re.compile(r"__setstate__")
-_OPERATORS = re.compile(
-    r"(?:_?c10d\w*|symm_mem|debugprims|inductor\w*|profiler|static_runtime)::\w+"
-    r"|\w+::(?:from_file|save|load_tensor)|prim::Print"
-)
+_OPERATORS = re.compile(rf"{_NAMESPACES}::\w+|\w+::{_FILES}|prim::Print")
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,9 @@ import torch
 from optexport.bench.comparison import compare
 from optexport.machine import machine
 from tests.benchmarks.race_models import RACERS, Racer
+from tests.benchmarks.turns import in_turns
 
 _OURS, _PACKAGE, _COMPILED = "optexport", "AOTInductor", "torch.compile"
-# A turn lasts at least so long, so that one interruption does not make it.
-_SECONDS = 0.5
 
 Times = dict[str, dict[str, list[float]]]
 
@@ -47,14 +45,8 @@ def measured(name: str, folder: Path, rounds: int, threads: int) -> Times:
         times: Times = {}
         for shape in racer.shapes:
             inputs = racer.inputs(shape)
-            for call in calls.values():
-                for _ in range(3):  # TorchScript optimises at the second call, the compiler at the first
-                    call(**inputs)
-            found: dict[str, list[float]] = {key: [] for key in calls}
-            for _ in range(rounds):
-                for key in random.sample(list(calls), len(calls)):
-                    found[key].append(_turn(calls[key], inputs))
-            times["x".join(map(str, shape))] = found
+            given = {key: partial(call, **inputs) for key, call in calls.items()}
+            times["x".join(map(str, shape))] = in_turns(given, rounds)
     return times
 
 
@@ -67,16 +59,6 @@ def _packed(racer: Racer, model: torch.nn.Module, folder: Path) -> str:
         program = torch.export.export(model, (), inputs, dynamic_shapes=dict.fromkeys(inputs, axes))
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     return str(path)
-
-
-def _turn(call: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> float:
-    samples = []
-    end = time.perf_counter() + _SECONDS
-    while not samples or time.perf_counter() < end:
-        start = time.perf_counter()
-        call(**inputs)
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
 
 
 def rows(name: str, launches: list[Times]) -> list[str]:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from torch.nn import functional
 from optexport.bench.comparison import compare
 from optexport.machine import machine
 from tests.benchmarks.race_models import RACERS, Racer
+from tests.benchmarks.turns import in_turns
 
 _BLAS, _ONEDNN = "products, BLAS", "products, oneDNN"
 Call = Callable[[], object]
@@ -69,21 +68,7 @@ def files(folder: Path, inputs: dict[str, torch.Tensor], threads: int) -> dict[s
 def measured(racer: Racer, folder: Path, shape: tuple[int, ...], rounds: int, threads: int) -> dict[str, list[float]]:
     """Seconds of a call in every round, by what is called."""
     inputs = racer.inputs(shape)
-    calls = {**products(racer.load(), inputs), **files(folder, inputs, threads)}
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    times: dict[str, list[float]] = {key: [] for key in calls}
-    for _ in range(rounds):
-        for key in random.sample(list(calls), len(calls)):
-            samples: list[float] = []
-            end = time.perf_counter() + 0.3
-            while not samples or time.perf_counter() < end:
-                start = time.perf_counter()
-                calls[key]()
-                samples.append(time.perf_counter() - start)
-            times[key].append(statistics.median(samples))
-    return times
+    return in_turns({**products(racer.load(), inputs), **files(folder, inputs, threads)}, rounds)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -323,8 +324,8 @@ def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
 
     result = CliRunner().invoke(group, ["fill"])
     assert result.exit_code == 1
-    assert "No space left on device (os error 28)\n  It is " in result.stderr
-    assert result.stderr.endswith("Make room, and run again.\n")
+    assert "No space left on device (os error 28)\n  Make room where the output, " in result.stderr
+    assert f"{tempfile.gettempdir()} lies, and run again.\n" in result.stderr
 
 
 def test_a_reader_that_goes_away_is_no_defect() -> None:
