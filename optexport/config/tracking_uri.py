@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+from urllib.parse import urlsplit
 
 from optexport.errors import did_you_mean, redact
 
@@ -11,7 +13,7 @@ _STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "d
 
 
 def check_uri(uri: str) -> str:
-    """Refuses a URI without a host, one of a kind that is nearly, but not, one that MLflow has, and a malformed one.
+    """Refuses a URI that names no place, one of a kind that is nearly, but not, one of MLflow's, and a malformed one.
 
     What stands before a host has to be percent-encoded, or nobody could tell where a password ends.
 
@@ -20,16 +22,37 @@ def check_uri(uri: str) -> str:
     """
     scheme, separator, rest = uri.partition("://")
     kind = scheme.partition("+")[0]
-    if separator and kind not in _STORES and (hint := did_you_mean(kind, _STORES)).startswith("Did"):
-        raise ValueError(f"MLflow has no stores of the kind {kind}. {hint}")
+    near = did_you_mean(kind, _STORES)
+    if separator and kind not in _STORES and near.startswith("Did") and not _is_of_a_package(scheme):
+        raise ValueError(f"MLflow has no stores of the kind {kind}. {near}")
     if kind.partition(":")[0] in ("http", "https") and not rest.strip("/"):
         raise ValueError(f"{redact(uri)} names no host")
+    if uri == "file://":
+        raise ValueError("file:// names no folder")
     if separator and not rest.startswith("/") and not _is_encoded(rest, of_web=kind in ("http", "https")):
         raise ValueError(
             "it holds a character that a URI cannot have there: write those of user and password percent-encoded "
             "(a blank is %20, / is %2F, @ is %40, a quote %22)"
         )
+    if separator and kind in ("http", "https"):
+        _check_address(uri)
     return uri
+
+
+def _check_address(uri: str) -> None:
+    """Raises where no server of the web can be."""
+    try:
+        address = urlsplit(uri)
+        port = address.port
+    except ValueError as error:  # a port of more than 65535
+        raise ValueError(f"{redact(uri)} is no address: {error}") from None
+    if not address.hostname or port == 0:
+        raise ValueError(f"{redact(uri)} names no {'port that a server has' if address.hostname else 'host'}")
+
+
+def _is_of_a_package(scheme: str) -> bool:
+    """Whether an installed package gives MLflow stores of that kind."""
+    return scheme in importlib.metadata.entry_points(group="mlflow.tracking_store").names
 
 
 def _is_encoded(rest: str, *, of_web: bool) -> bool:

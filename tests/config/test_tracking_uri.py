@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from optexport.config.tracking_uri import check_uri
@@ -20,6 +22,15 @@ URIS = [
     "postgresql://someone:sec%20ret%2F%40@host/db",
     "postgresql+psycopg2://someone:secret@host:5432/db?sslmode=require",
     "mssql+pyodbc:///?odbc_connect=DRIVER%3Dx",
+]
+SLIPS = [
+    ("sqllite:///x.db", 'Did you mean "sqlite"'),
+    ("http://", "names no host"),
+    ("http://:5000", "names no host"),
+    ("http://someone:SECRET@:5000", "names no host"),
+    ("http://host:99999", "Port out of range"),
+    ("http://host:0", "names no port"),
+    ("file://", "names no folder"),
 ]
 MALFORMED = [
     "postgresql://someone:my SECRET@host/db",
@@ -46,7 +57,20 @@ def test_a_password_that_is_not_encoded_is_refused_and_not_told(uri: str) -> Non
     assert "SECRET" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("uri", "told"), [("sqllite:///x.db", 'Did you mean "sqlite"'), ("http://", "names no host")])
+@pytest.mark.parametrize(("uri", "told"), SLIPS)
 def test_a_slip_is_told(uri: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         check_uri(uri)
+
+
+def test_a_kind_that_a_package_brings_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name may be near one of MLflow's own."""
+    (tmp_path / "stores-1.dist-info").mkdir()
+    (tmp_path / "stores-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: stores\nVersion: 1\n")
+    (tmp_path / "stores-1.dist-info" / "entry_points.txt").write_text(
+        "[mlflow.tracking_store]\nsqlites = stores:Store\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check_uri("sqlites:///x") == "sqlites:///x"
+    with pytest.raises(ValueError, match="no stores of the kind"):
+        check_uri("sqlitez:///x")
