@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from optexport import registry
 from optexport.bundle import places
 from optexport.bundle.manifest import ArtifactRecord
+from optexport.bundle.measured import Origin
 from optexport.config.file import Config, Format, TransformationConfig
 from optexport.config.measuring import BenchConfig, GateConfig
 from optexport.errors import ConfigError, TraceError, did_you_mean
@@ -61,7 +61,7 @@ class Job:
         metrics: The user's own metrics that gates are on, by name.
         beside: What a failed proof leaves its folder beside, where that is not the output.
         declared: Whether the sizes in ``dynamic`` are what somebody asked for.
-        origin: The commit, the lock, the part and the MLflow run that the bundle is of, as far as there are any.
+        origin: What the bundle is made of.
     """
 
     config: Config
@@ -77,7 +77,7 @@ class Job:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     beside: Path | None = None
     declared: bool = True
-    origin: Mapping[str, Any] = field(default_factory=dict)
+    origin: Origin = field(default_factory=Origin)
 
     def holding(self, held: Mapping[str, torch.Tensor]) -> Job:
         """The same with some inputs held to values, which the model then no longer takes.

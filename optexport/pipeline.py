@@ -19,6 +19,7 @@ from optexport.blame import failure
 from optexport.bundle import contents, digests, drafts, lockfile, places, records, triton
 from optexport.bundle.checkout import checkout
 from optexport.bundle.manifest import Manifest
+from optexport.bundle.measured import Origin
 from optexport.config.file import Config, load_config
 from optexport.config.measuring import TuneConfig
 from optexport.config.source import SourceKind, source_kind
@@ -156,7 +157,7 @@ def run(
             dump.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"nothing can be written there: {error}", place=f"--dump {dump}") from error
-    settings, origin = records.portable(config), {"git": checkout(folder)}
+    settings, origin = records.portable(config), Origin(git=checkout(folder))
     tags = facts.tags(settings["model"]["source"], versions(), origin)
     with (
         interrupts.temporary_folder() as downloads,
@@ -173,8 +174,9 @@ def run(
                 replace(job, config=resolved(unmeasured(config), (), plain), rules=(), output=plain, dump=None),
                 Stages(lambda name, seconds: stages.announce(f"baseline: {name}", seconds)),
             )
-        held = {} if lock is None else {"lock_sha256": digests.sha256(lockfile.lock_path(path))}
-        result = produce(replace(job, origin={**origin, **held, **tracker.origin}), stages)
+        held = None if lock is None else digests.sha256(lockfile.lock_path(path))
+        origin = origin.model_copy(update={"lock_sha256": held, "mlflow_run": tracker.run_id})
+        result = produce(replace(job, origin=origin), stages)
         with stages.stage("track"):
             tracker.send()
     return replace(
@@ -260,7 +262,7 @@ def produce(job: Job, stages: Stages) -> Result:
         measured |= {} if bench is None else {"bench": report.as_json(bench)}
         measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
         measured |= {"kept": kept} if kept else {}
-        measured |= {"origin": dict(job.origin)} if job.origin else {}
+        measured |= {"origin": job.origin.model_dump(exclude_none=True)}
         contents.write_measurements(draft, records.measurements(stages.seconds, measured))
         with stages.stage("report"):
             page.write(draft)

@@ -19,7 +19,7 @@ from optexport import Bundle, DeviceError, devices, runtimes, verify
 from optexport.bench.worker import bound
 from optexport.blame.files import blame_files
 from optexport.kept import surroundings
-from optexport.tracking.facts import Finished
+from optexport.tracking.finished import Finished
 from optexport.tracking.model import logged_model
 from tests import exports
 from tests.calling import Caller, CliRunner, cli, config, message

@@ -45,17 +45,7 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend=_LINK)
-    document = sealed_json.read(folder / MANIFEST)
-    if (version := document.get("manifest_version")) != 1:
-        raise BundleError(
-            f"its version is {version}, and this program reads 1",
-            place=str(folder / MANIFEST),
-            mend="Upgrade optexport.",
-        )
-    try:
-        manifest = Manifest.model_validate(document)
-    except ValueError as error:
-        raise BundleError(f"it does not follow the schema: {error}", place=str(folder / MANIFEST)) from error
+    manifest = manifest_alone(folder)
     measurements = sealed_json.read(folder / MEASUREMENTS)
     if measurements.get("manifest") != manifest.digest:
         raise BundleError("it belongs to another bundle", place=str(folder / MEASUREMENTS))
@@ -76,6 +66,22 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
     if report:
         _check_report(folder, measurements.get("report_sha256"))
     return manifest
+
+
+def manifest_alone(folder: Path) -> Manifest:
+    """Reads the manifest, and checks no other file.
+
+    Raises:
+        BundleError: It is missing, was changed, or is of another version or form.
+    """
+    document = sealed_json.read(folder / MANIFEST)
+    if (version := document.get("manifest_version")) != 1:
+        raise BundleError(
+            f"its version is {version}, and this program reads 1",
+            place=str(folder / MANIFEST),
+            mend="Upgrade optexport.",
+        )
+    return sealed_json.validated(Manifest, document, folder / MANIFEST)
 
 
 def _check_file(path: Path, record: FileRecord) -> None:

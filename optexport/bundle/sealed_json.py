@@ -6,9 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from optexport.errors import BundleError
+
+M = TypeVar("M", bound=BaseModel)
 
 # In bytes; the manifest of MiniLM has 40,000.
 LARGEST = 256 << 20
@@ -44,6 +48,24 @@ def read(path: Path) -> dict[str, Any]:
         raise BundleError("it does not match its own digest", place=str(path), mend=_MEND)
     assert isinstance(document, dict)
     return document
+
+
+def validated(model: type[M], document: Mapping[str, Any], path: Path) -> M:
+    """A document in the form that it has to have.
+
+    Args:
+        path: The file that it was read from.
+
+    Raises:
+        BundleError: It is of another form.
+    """
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        more = f", and {len(others)} more" if others else ""
+        where = ".".join(map(str, first["loc"]))
+        raise BundleError(f"it does not follow the schema: {where}: {first['msg']}{more}", place=str(path)) from error
 
 
 def _digest(document: Mapping[str, Any]) -> str:

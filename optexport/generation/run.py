@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from optexport import interrupts, pipeline, tracking
 from optexport.bundle import places
 from optexport.bundle.checkout import checkout
+from optexport.bundle.measured import Origin
 from optexport.config.file import Config, load_config
 from optexport.errors import ConfigError, redact
 from optexport.generation import export
@@ -54,8 +54,8 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
             given = preparing.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
             prompts = [_prompt(batch, loaded) for batch in given.real or (given.example,)]
 
-        def origin(part: str) -> dict[str, Any]:
-            return {"git": git, "part": part}
+        def origin(part: str) -> Origin:
+            return Origin(git=git, part=part)
 
         def make_job(part: Component, place: Path) -> Job:
             first = part.batches[0]
@@ -82,7 +82,7 @@ def _prompt(batch: Prompt, loaded: Loaded) -> Prompt:
     return {"input_ids": torch.stack([i for i, _ in rows]), "attention_mask": torch.stack([m for _, m in rows])}
 
 
-def _track(part: Result, config: Config, path: Path, origin: Mapping[str, Any]) -> Result:
+def _track(part: Result, config: Config, path: Path, origin: Origin) -> Result:
     manifest = part.manifest
     tags = facts.tags(manifest.model.source, manifest.versions, origin)
     with tracking.tracking(config.tracking, path, part.output, manifest.config, tags) as tracker:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from optexport.bundle.manifest import CaseRecord, Manifest, OutputRecord, ParityRecord, PlaceRecord
+from optexport.bundle.measured import Measured
 from optexport.ci_reports import batches
 from optexport.errors import on_one_line
 from optexport.html_report.figures import Interval
-from optexport.html_report.measured import Measured
 from optexport.tuning.outcome import AS_CONFIGURED, Trial
 
 MOST_ROWS = 200

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ChangeRecord, Manifest, TensorRecord
+from optexport.bundle.measured import FigureRecord, Measured, read_measured
 from optexport.errors import on_one_line
 from optexport.html_report.contents import named
-from optexport.html_report.measured import FigureRecord, Measured, read_measured
 
 Cell = str | int | float | None
 _MOST_NAMES = 3

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.measured import BenchRecord
 from optexport.errors import on_one_line
-from optexport.html_report.measured import BenchRecord
 
 # Colours that stand for those of the page, whose style sheet knows them in light, in dark and on paper.
 _COLOURS = {"#010101": "var(--ink)", "#020202": "var(--muted)", "#030303": "var(--line)", "#040404": "var(--accent)",

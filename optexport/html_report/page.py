@@ -18,13 +18,13 @@ from optexport.bench.report import size_in_words
 from optexport.bundle import sealed_json
 from optexport.bundle.digests import sha256
 from optexport.bundle.manifest import Manifest
+from optexport.bundle.measured import read_measured
 from optexport.bundle.places import MANIFEST, MEASUREMENTS, REPORT
 from optexport.errors import on_one_line, printable
 from optexport.html_report import changes, contents, figures
 from optexport.html_report.changes import View
 from optexport.html_report.difference import Difference, shown
 from optexport.html_report.drawing import draw
-from optexport.html_report.measured import read_measured
 
 _FOLDER = Path(__file__).with_name("templates")
 _LONGEST = 2_000

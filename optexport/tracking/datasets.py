@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from optexport.bundle.places import REFERENCE
-from optexport.tracking.facts import Finished
+from optexport.tracking.finished import Finished
 
 # Numbers that NumPy has no dtype for.
 _NOT_NUMPYS = ("BF16", "F8_E4M3", "F8_E5M2")

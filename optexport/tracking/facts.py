@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
-from optexport.bundle import sealed_json
 from optexport.bundle.manifest import Manifest
-from optexport.bundle.places import MANIFEST, MEASUREMENTS
+from optexport.bundle.measured import BenchRecord, Origin
 from optexport.errors import redact
-
-# The digest of a manifest, which equal runs share, and that of what was measured, which is of one run alone.
-BUNDLE_TAG = "optexport.bundle"
-RUN_TAG = "optexport.measurements"
+from optexport.tracking.finished import Finished
 
 T = TypeVar("T")
 
@@ -32,58 +25,15 @@ _GIT_TAGS = {
     "branch": "mlflow.source.git.branch",
     "repository": "mlflow.source.git.repoURL",
 }
-_TIMED = ("p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak_memory_bytes")
+_TIMED = {"p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak_memory_bytes"}
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A bundle that is whole, which is all that a run needs to be told.
-
-    Attributes:
-        measurements: What differs between equal runs: `measurements.json`.
-    """
-
-    folder: Path
-    manifest: Manifest
-    measurements: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path) -> Finished:
-        """Reads the two documents of a bundle; its other files are not checked.
-
-        Raises:
-            BundleError: A document was changed, or is missing.
-        """
-        manifest = Manifest.model_validate(sealed_json.read(folder / MANIFEST))
-        return cls(folder, manifest, sealed_json.read(folder / MEASUREMENTS))
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """The tags by which a run is found again, also where the report was written again, and so its digest."""
-        measured = {key: value for key, value in self.measurements.items() if key not in ("digest", "report_sha256")}
-        digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()
-        return {BUNDLE_TAG: str(self.measurements["manifest"]), RUN_TAG: digest}
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """The commit that it was made of, and the run that was started for it; bundles made in memory have neither."""
-        return dict(self.measurements.get("origin", {"git": {}}))
-
-    @property
-    def timestamp(self) -> int:
-        """When it was made, in milliseconds. With a time of its own a metric that is sent twice is there once."""
-        return int(datetime.datetime.fromisoformat(self.measurements["date"]).timestamp() * 1000)
-
-
-def tags(source: str, versions: Mapping[str, str], origin: Mapping[str, Any]) -> dict[str, str]:
-    """What a run says of where its bundle comes from.
-
-    Args:
-        origin: As the measurements of the bundle hold it.
-    """
+def tags(source: str, versions: Mapping[str, str], origin: Origin) -> dict[str, str]:
+    """What a run says of where its bundle comes from."""
     named = {"mlflow.source.name": "optexport", "mlflow.source.type": "LOCAL", "source": source}
-    part = {"part": origin["part"]} if "part" in origin else {}
-    return {**named, **versions, **part, **{_GIT_TAGS[key]: value for key, value in origin["git"].items()}}
+    part = {} if origin.part is None else {"part": origin.part}
+    commit = {tag: origin.git[key] for key, tag in _GIT_TAGS.items() if key in origin.git}
+    return {**named, **versions, **part, **commit}
 
 
 def params(values: Mapping[str, Any]) -> dict[str, str]:
@@ -102,7 +52,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 def metrics(finished: Finished) -> dict[str, float]:
     """All numbers of a bundle."""
-    manifest, measured = finished.manifest, finished.measurements
+    manifest, measured = finished.manifest, finished.measured
     found: dict[str, float] = {"nodes.before": manifest.nodes_before, "nodes.after": manifest.nodes_after}
     for transformation in manifest.transformations:
         rule = ".".join([*transformation.formats, transformation.rule])
@@ -118,13 +68,14 @@ def metrics(finished: Finished) -> dict[str, float]:
             found[f"precision.{artifact.format}.layers_kept"] = len(kept)
     for file in manifest.files:
         found[f"bytes.{file.path}"] = file.size
-    for stage, spent in measured["seconds"].items():
+    for stage, spent in measured.seconds.items():
         found[f"seconds.{stage}"] = spent
-    found |= dict(_times(measured.get("bench") or {}))
-    for outcome in measured.get("tune") or ():
-        if (over := outcome["over_plain"]) is not None:
-            prefix = f"tune.{outcome['format']}.speedup"
-            found |= {prefix: over["speedup"], f"{prefix}_low": over["low"], f"{prefix}_high": over["high"]}
+    if measured.bench is not None:
+        found |= dict(_times(measured.bench))
+    for outcome in measured.tune:
+        if (over := outcome.over_plain) is not None:
+            prefix = f"tune.{outcome.format}.speedup"
+            found |= {prefix: over.speedup, f"{prefix}_low": over.low, f"{prefix}_high": over.high}
     return _named(found, _METRIC_CHARACTERS)
 
 
@@ -157,13 +108,14 @@ def _parity(manifest: Manifest) -> Iterator[tuple[str, float]]:
             yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
 
 
-def _times(bench: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for row in bench.get("figures", ()):
-        prefix = f"bench.{row['artifact']}.{row['shape']}"
-        yield from ((f"{prefix}.{key}", row[key]) for key in _TIMED if row[key] is not None)
-    for row in bench.get("comparisons", ()):
-        prefix = f"bench.{row['artifact']}.{row['shape']}.speedup"
-        yield from ((prefix, row["speedup"]), (f"{prefix}_low", row["low"]), (f"{prefix}_high", row["high"]))
+def _times(bench: BenchRecord) -> Iterator[tuple[str, float]]:
+    for figure in bench.figures:
+        prefix = f"bench.{figure.artifact}.{figure.shape}"
+        values = figure.model_dump(include=_TIMED, exclude_none=True)
+        yield from ((f"{prefix}.{key}", value) for key, value in values.items())
+    for row in bench.comparisons:
+        prefix = f"bench.{row.artifact}.{row.shape}.speedup"
+        yield from ((prefix, row.speedup), (f"{prefix}_low", row.low), (f"{prefix}_high", row.high))
 
 
 def _named(values: Mapping[str, T], characters: str) -> dict[str, T]:

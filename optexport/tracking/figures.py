@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from optexport.bundle.manifest import Manifest
-from optexport.tracking.facts import Finished
+from optexport.bundle.measured import BenchRecord
+from optexport.tracking.finished import Finished
 
 # More bars than this nobody reads; the tables have them all.
 _MOST_ROWS = 40
@@ -16,7 +17,7 @@ def figures(finished: Finished) -> dict[str, Any]:
     """Matplotlib figures by the name of the file; none where there is nothing to show."""
     found = {
         "parity.png": _parity(finished.manifest),
-        "latency.png": _latency(finished.measurements.get("bench") or {}),
+        "latency.png": _latency(finished.measured.bench),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 
@@ -37,15 +38,15 @@ def _parity(manifest: Manifest) -> Any:
     return figure
 
 
-def _latency(bench: Mapping[str, Any]) -> Any:
-    rows = list(bench.get("figures", ()))[:_MOST_ROWS]
-    if not rows:
+def _latency(bench: BenchRecord | None) -> Any:
+    if bench is None or not bench.figures:
         return None
-    figure, axes = _drawn([f"{row['artifact']} at {row['shape']}" for row in rows], "ms of a call: p50, 95 % interval")
+    rows = bench.figures[:_MOST_ROWS]
+    figure, axes = _drawn([f"{row.artifact} at {row.shape}" for row in rows], "ms of a call: p50, 95 % interval")
     for place, row in enumerate(rows):
-        if row.get("low_ms") is not None:
-            axes.plot([row["low_ms"], row["high_ms"]], [place, place], color="tab:blue", linewidth=4)
-        axes.plot([row["p50_ms"]], [place], "o", color="black", markersize=3)
+        if row.low_ms is not None and row.high_ms is not None:
+            axes.plot([row.low_ms, row.high_ms], [place, place], color="tab:blue", linewidth=4)
+        axes.plot([row.p50_ms], [place], "o", color="black", markersize=3)
     axes.set_xlim(left=0)
     return figure
 

@@ -9,7 +9,7 @@ from typing import Any
 from optexport.bundle import digests, drafts
 from optexport.errors import ConfigError, OptexportError
 from optexport.tracking import facts, store
-from optexport.tracking.facts import RUN_TAG, Finished
+from optexport.tracking.finished import RUN_TAG, Finished
 from optexport.tracking.registry import Registered
 from optexport.tracking.run import REASON_TAG, give_up, new_run
 from optexport.tracking.sending import registered, send
@@ -55,7 +55,7 @@ def _log(finished: Finished, uri: str, experiment: str | None) -> Logged:
     client: Any = None
     try:
         client = store.open_store(uri, Path())
-        found = store.experiment_id(client, experiment or finished.manifest.config["tracking"]["experiment"], Path())
+        found = store.experiment_id(client, experiment or finished.asked.tracking.experiment, Path())
         run = _run_of(client, found, finished)
         if run is not None and run.info.status == "FINISHED":
             outcome = registered(client, run.info.run_id, finished)
@@ -77,7 +77,7 @@ def _log(finished: Finished, uri: str, experiment: str | None) -> Logged:
 
 def _own_uri(finished: Finished, folder: Path) -> str:
     """The store that the bundle's config names, where that says all: a bundle holds no credentials."""
-    uri = str(finished.manifest.config["tracking"]["uri"])
+    uri = finished.asked.tracking.uri
     if uri.startswith("sqlite:") or "***" in uri:
         raise ConfigError(
             f"its config says {uri}, which does not tell where that is",
@@ -91,7 +91,7 @@ def _run_of(client: Any, experiment: str, finished: Finished) -> Any:
     """The run that was started for the bundle, or that it was sent to before; None where there is none."""
     from mlflow.exceptions import MlflowException
 
-    if (known := finished.origin.get("mlflow_run")) is not None:
+    if (known := finished.measured.origin.mlflow_run) is not None:
         try:
             run = client.get_run(known)
         except MlflowException as error:  # it is that of another store
@@ -106,9 +106,9 @@ def _run_of(client: Any, experiment: str, finished: Finished) -> Any:
 
 def _started(client: Any, experiment: str, finished: Finished) -> str:
     manifest = finished.manifest
-    origin = facts.tags(manifest.model.source, manifest.versions, finished.origin)
+    origin = facts.tags(manifest.model.source, manifest.versions, finished.measured.origin)
     # The tags come with the run, so that it is found again whatever happens next.
-    return new_run(client, experiment, Path(manifest.config["export"]["output"]).name, {**origin, **finished.identity})
+    return new_run(client, experiment, Path(finished.asked.export.output).name, {**origin, **finished.identity})
 
 
 def _resumed(client: Any, run: Any) -> str:

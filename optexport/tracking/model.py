@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle.manifest import Manifest, TensorRecord
-from optexport.tracking.facts import Finished
+from optexport.tracking.finished import Finished
 
 _NUMPY_NAMES = {"bool": "bool_"}
 

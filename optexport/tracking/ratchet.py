@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from optexport.bundle.manifest import ArtifactRecord, DecisionRecord, Manifest, OutputRecord, PlaceRecord, TensorRecord
+from optexport.bundle.measured import FigureRecord, Measured
 from optexport.config.registering import RatchetConfig
-from optexport.tracking.facts import Finished
+from optexport.tracking.finished import Finished
 
 # What makes times comparable, among the measurements, and among those of bench.
 _MACHINE = ("host", "processor", "cpus")
@@ -34,8 +34,8 @@ def compare(new: Finished, champion: Finished, allowed: RatchetConfig) -> Verdic
     missing = []
     if set(new.manifest.parity.cases) != set(champion.manifest.parity.cases):
         missing.append("parity: the champion was proven on other batches")
-    if (reason := _incomparable_times(new.measurements, champion.measurements)) is None:
-        worse += _latency(new.measurements["bench"], champion.measurements["bench"], allowed.latency)
+    if (reason := _incomparable_times(new.measured, champion.measured)) is None:
+        worse += _latency(new.measured, champion.measured, allowed.latency)
     else:
         missing.append(f"latency: {reason}")
     ours, theirs = ({artifact.format for artifact in each.manifest.artifacts} for each in (new, champion))
@@ -118,38 +118,37 @@ def _size(manifest: Manifest, artifact: ArtifactRecord) -> int:
     return sum(file.size for file in manifest.files if file.path in (artifact.path, f"{artifact.path}.data"))
 
 
-def _incomparable_times(new: Mapping[str, Any], champion: Mapping[str, Any]) -> str | None:
+def _incomparable_times(new: Measured, champion: Measured) -> str | None:
     """Why the times say nothing of each other; None where they do."""
-    if not new.get("bench"):
+    if new.bench is None:
         return "this run measured none"
-    if not champion.get("bench"):
+    if champion.bench is None:
         return "the champion's run measured none"
     for key in _MACHINE:
-        if new[key] != champion[key]:
-            return f"measured on another machine, whose {key} is {champion[key]}, here {new[key]}"
-    ours, theirs = new["bench"]["threads"], champion["bench"]["threads"]
-    if ours != theirs:
-        return f"measured with {ours} threads, the champion with {theirs}"
-    if not [pair for pair in _pairs(new["bench"], champion["bench"]) if None not in pair]:
+        ours, theirs = getattr(new, key), getattr(champion, key)
+        if ours != theirs:
+            return f"measured on another machine, whose {key} is {theirs}, here {ours}"
+    if new.bench.threads != champion.bench.threads:
+        return f"measured with {new.bench.threads} threads, the champion with {champion.bench.threads}"
+    if not list(_pairs(new, champion)):
         return "no file was measured at the same sizes, in enough rounds for an interval"
     return None
 
 
-def _pairs(new: Mapping[str, Any], champion: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """The figures of the same file at the same sizes; None in place of those that have no interval."""
-    theirs = {(row["artifact"], row["shape"]): row for row in champion["figures"]}
-    for row in new["figures"]:
-        if (other := theirs.get((row["artifact"], row["shape"]))) is not None:
-            ours, its = (each if each.get("low_ms") is not None else None for each in (row, other))
-            yield ours, its
+def _pairs(new: Measured, champion: Measured) -> Iterator[tuple[FigureRecord, FigureRecord]]:
+    """The figures of the same file at the same sizes, but for those without an interval."""
+    ours, theirs = (
+        {(row.artifact, row.shape): row for row in each.bench.figures if row.low_ms is not None}
+        for each in (new, champion)
+        if each.bench is not None
+    )
+    yield from ((row, theirs[place]) for place, row in ours.items() if place in theirs)
 
 
-def _latency(new: Mapping[str, Any], champion: Mapping[str, Any], allowed: float) -> Iterator[str]:
+def _latency(new: Measured, champion: Measured, allowed: float) -> Iterator[str]:
     for ours, theirs in _pairs(new, champion):
-        if ours is None or theirs is None:
-            continue
-        if ours["low_ms"] > theirs["high_ms"] * (1 + allowed):
-            taken, other = (
-                f"{row['p50_ms']:.4g} ms ({row['low_ms']:.4g} to {row['high_ms']:.4g})" for row in (ours, theirs)
-            )
-            yield f"latency: {ours['artifact']} at {ours['shape']} takes {taken}, the champion's {other}"
+        assert ours.low_ms is not None
+        assert theirs.high_ms is not None
+        if ours.low_ms > theirs.high_ms * (1 + allowed):
+            taken, other = (f"{row.p50_ms:.4g} ms ({row.low_ms:.4g} to {row.high_ms:.4g})" for row in (ours, theirs))
+            yield f"latency: {ours.artifact} at {ours.shape} takes {taken}, the champion's {other}"

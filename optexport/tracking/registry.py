@@ -13,7 +13,7 @@ from optexport.bundle.places import MANIFEST, MEASUREMENTS
 from optexport.config.registering import RegisterConfig
 from optexport.errors import BundleError, ConfigError, GateError, did_you_mean
 from optexport.tracking import ratchet
-from optexport.tracking.facts import BUNDLE_TAG, Finished
+from optexport.tracking.finished import BUNDLE_TAG, Finished
 from optexport.tracking.ratchet import Verdict
 
 # Of a version: what became of the alias when it was registered, and why.

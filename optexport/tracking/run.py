@@ -16,7 +16,7 @@ from typing import Any
 from optexport.config.file import TrackingConfig
 from optexport.errors import TrackingError, redact
 from optexport.tracking import store
-from optexport.tracking.facts import Finished
+from optexport.tracking.finished import Finished
 from optexport.tracking.registry import Registered
 from optexport.tracking.sending import send, send_params
 
@@ -48,11 +48,6 @@ class Tracker:
         self._config = config
         self._path = path
         self._bundle = bundle
-
-    @property
-    def origin(self) -> dict[str, str]:
-        """What a bundle remembers of the run that was started for it."""
-        return {} if self.run_id is None else {"mlflow_run": self.run_id}
 
     def start(self, settings: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Starts the run, and says what is going to be done: nested settings as params, and tags."""

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from optexport.bundle.places import REPORT
-from optexport.config.registering import RegisterConfig
 from optexport.tracking import facts
 from optexport.tracking.datasets import datasets
-from optexport.tracking.facts import Finished
 from optexport.tracking.figures import figures
+from optexport.tracking.finished import Finished
 from optexport.tracking.model import logged_model
 from optexport.tracking.registry import Registered, register
 from optexport.tracking.tables import tables
@@ -66,8 +65,8 @@ def send_params(client: Any, run_id: str, settings: Mapping[str, Any]) -> None:
 
 def registered(client: Any, run_id: str, finished: Finished) -> Registered | None:
     """Registers the model of a run that holds the whole bundle, unless that was done before."""
-    asked = finished.manifest.config.get("register")
+    asked = finished.asked.registering
     if asked is None:
         return None
     model_id = logged_model(client, run_id, finished)
-    return register(client, run_id, str(model_id), finished, RegisterConfig.model_validate(asked))
+    return register(client, run_id, str(model_id), finished, asked)

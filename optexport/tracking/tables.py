@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optexport.bundle.manifest import Manifest
-from optexport.tracking.facts import Finished
+from optexport.bundle.measured import BenchRecord
+from optexport.tracking.finished import Finished
 
 Table = Mapping[str, Sequence[Any]]
 
@@ -16,7 +17,7 @@ def tables(finished: Finished) -> dict[str, Table]:
     found = {
         "transformed_nodes.json": _changes(finished.manifest),
         "parity.json": _parity(finished.manifest),
-        "latency.json": _latency(finished.measurements.get("bench") or {}),
+        "latency.json": _latency(finished.measured.bench),
     }
     return {name: {"columns": columns, "data": rows} for name, (columns, rows) in found.items() if rows}
 
@@ -49,6 +50,7 @@ def _parity(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
     ]
 
 
-def _latency(bench: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+def _latency(bench: BenchRecord | None) -> tuple[list[str], list[list[Any]]]:
     columns = ["artifact", "shape", "p50_ms", "low_ms", "high_ms", "p90_ms", "p99_ms", "rows_per_second"]
-    return columns, [[row.get(column) for column in columns] for row in bench.get("figures", ())]
+    figures = [] if bench is None else bench.figures
+    return columns, [[getattr(figure, column) for column in columns] for figure in figures]

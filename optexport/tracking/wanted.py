@@ -8,7 +8,7 @@ from typing import Any
 
 from optexport.errors import OptexportError
 from optexport.tracking import store
-from optexport.tracking.facts import BUNDLE_TAG, Finished
+from optexport.tracking.finished import BUNDLE_TAG, Finished
 
 # Of a version: the bundle that was made of it.
 EXPORTED_TAG = "optexport.exported"

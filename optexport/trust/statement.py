@@ -14,8 +14,8 @@ from in_toto_attestation.v1.statement import STATEMENT_TYPE_URI, Statement
 from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
 from packageurl import PackageURL
 
-from optexport.bundle import sealed_json
 from optexport.bundle.manifest import Manifest
+from optexport.bundle.measured import read_measured
 from optexport.bundle.places import MEASUREMENTS, STATEMENT
 from optexport.errors import BundleError
 
@@ -68,10 +68,10 @@ def check(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, st
 
 def _document(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str]) -> dict[str, Any]:
     (place, manifest), *_ = bundles.items()
-    measurements = sealed_json.read(place / MEASUREMENTS)
-    origin = measurements.get("origin", {"git": {}})
-    run = {"invocationId": origin["mlflow_run"]} if "mlflow_run" in origin else {}
-    host = quote(measurements["host"], safe="")
+    measured = read_measured(place)
+    origin = measured.origin
+    run = {} if origin.mlflow_run is None else {"invocationId": origin.mlflow_run}
+    host = quote(measured.host, safe="")
     return {
         "_type": STATEMENT_TYPE_URI,
         "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(files.items())],
@@ -82,8 +82,8 @@ def _document(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str
                 "externalParameters": {"config": manifest.config},
                 "resolvedDependencies": [
                     *_models(folder, bundles),
-                    *_configs(folder, place, files, origin.get("lock_sha256")),
-                    *_code(origin["git"]),
+                    *_configs(folder, place, files, origin.lock_sha256),
+                    *_code(origin.git),
                     *_packages(manifest),
                 ],
             },
@@ -92,7 +92,7 @@ def _document(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str
                     "id": f"urn:optexport:host:{host}",
                     "version": {name: manifest.versions[name] for name in ("optexport", "python")},
                 },
-                "metadata": {**run, "finishedOn": measurements["date"]},
+                "metadata": {**run, "finishedOn": measured.date},
             },
         },
     }

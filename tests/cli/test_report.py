@@ -88,7 +88,7 @@ def test_measurements_of_another_form_are_damage_and_no_traceback(copied: Path) 
     exports.edit_json(copied / "measurements.json", lambda measurements: measurements.update(seconds="many"))
     done = report(copied)
     assert done.exit_code == 4
-    assert "measurements.json: it does not hold what a report shows" in done.stderr
+    assert "measurements.json: it does not follow the schema: seconds" in done.stderr
 
 
 def test_it_needs_neither_torch_nor_mlflow(copied: Path) -> None:

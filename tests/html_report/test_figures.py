@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.measured import BenchRecord
 from optexport.html_report import figures
 from optexport.html_report.figures import Interval
-from optexport.html_report.measured import BenchRecord
 from tests import exports
 from tests.html_report import bundles
 from tests.html_report.reading import Page

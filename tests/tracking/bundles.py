@@ -57,7 +57,14 @@ def timed(low: float, high: float, **more: Any) -> Change:
         row = {"artifact": "onnx", "format": "onnx", "shape": "batch=1", "p50_ms": (low + high) / 2}
         row |= {"low_ms": low, "high_ms": high, "p90_ms": high, "p99_ms": high, "rows_per_second": 1.0}
         row |= {"load_seconds": 0.1, "peak_memory_bytes": None}
-        document["bench"] = {"threads": 1, "rounds": 20, "artifacts": [], "figures": [row], "comparisons": []}
+        document["bench"] = {
+            "threads": 1,
+            "rounds": 20,
+            "artifacts": [],
+            "figures": [row],
+            "comparisons": [],
+            "notes": [],
+        }
         document |= more
 
     return change

@@ -9,7 +9,7 @@ import mlflow
 from mlflow.entities import Metric
 
 from optexport.tracking import facts
-from optexport.tracking.facts import Finished
+from optexport.tracking.finished import Finished
 from optexport.tracking.sending import send_params
 from tests import stores
 from tests.tracking.bundles import QUIET, bundle

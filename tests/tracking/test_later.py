@@ -17,7 +17,7 @@ from optexport.html_report import page
 from optexport.tracking.later import log_bundle
 from optexport.trust.signing import check, sign
 from tests import exports, stores
-from tests.tracking.bundles import QUIET, bundle, registering, runs, timed
+from tests.tracking.bundles import QUIET, Change, bundle, registering, runs, timed
 from tests.trust import signed
 
 pytestmark = QUIET
@@ -185,3 +185,23 @@ def test_a_store_that_cannot_be_reached_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(TrackingError, match="The bundle is whole on disk") as caught:
         log_bundle(place, f"sqlite:///{tmp_path}/no such folder/mlflow.db")
     assert caught.value.exit_code == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"measurements": lambda m: m.update(date="yesterday")}, r"measurements\.json: its date is none"),
+        ({"measurements": lambda m: m.update(seconds=["long"])}, r"measurements\.json: .* seconds"),
+        ({"measurements": lambda m: m.update(origin={"git": 5})}, r"measurements\.json: .* origin\.git"),
+        ({"manifest": lambda m: m["config"].pop("tracking")}, r"manifest\.json: .* tracking"),
+        ({"manifest": lambda m: m["config"].update(register="x")}, r"manifest\.json: .* register"),
+    ],
+)
+def test_a_bundle_of_another_form_is_to_blame_and_not_the_store(
+    tmp_path: Path, changes: dict[str, Change], told: str
+) -> None:
+    """Whoever changed a document may have made its digest fit."""
+    uri, place = stores.store(tmp_path), bundle(tmp_path, **changes)
+    with pytest.raises(BundleError, match=told):
+        log_bundle(place, uri)
+    assert runs(uri) == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from optexport.config.registering import RatchetConfig
-from optexport.tracking.facts import Finished
+from optexport.tracking.finished import Finished
 from optexport.tracking.ratchet import Verdict, compare
 from tests.tracking.bundles import HOST, bundle, timed
 
@@ -194,4 +194,4 @@ def test_other_batches_and_files_are_named(tmp_path: Path) -> None:
 
 
 def test_the_machine_is_told_by_what_measurements_hold(tmp_path: Path) -> None:
-    assert HOST.keys() <= Finished.read(bundle(tmp_path)).measurements.keys()
+    assert HOST.keys() <= Finished.read(bundle(tmp_path)).measured.model_fields_set

@@ -14,7 +14,7 @@ import pytest
 from optexport.config.registering import RegisterConfig
 from optexport.errors import ConfigError, GateError
 from optexport.tracking import by_hand, registry
-from optexport.tracking.facts import Finished
+from optexport.tracking.finished import Finished
 from optexport.tracking.later import log_bundle
 from optexport.tracking.registry import Registered
 from tests import exports, stores

@@ -1,4 +1,4 @@
-"""What ``measurements.json`` holds that a report shows. Of a bundle of an earlier version parts may be missing."""
+"""What ``measurements.json`` holds. Of a bundle of an earlier version parts may be missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict
 
 from optexport.bundle import sealed_json
 from optexport.bundle.places import MEASUREMENTS
-from optexport.errors import BundleError
 from optexport.tuning.outcome import Outcome
 
 
@@ -69,10 +68,34 @@ class BenchRecord(_Record):
         return list(dict.fromkeys(figure.shape for figure in self.figures))
 
 
-class Measured(_Record):
-    """When, on what machine, how long each stage took, and what was measured of the files."""
+class Origin(_Record):
+    """What a bundle was made of, as far as there is any: bundles that were made in memory have none of it.
 
+    Attributes:
+        git: The commit, branch and repository of the config.
+        part: Of a generative model.
+        lock_sha256: The digest of the lock that it was held to.
+        mlflow_run: The id of the run that was started for it.
+    """
+
+    git: dict[str, str] = {}
+    part: str | None = None
+    lock_sha256: str | None = None
+    mlflow_run: str | None = None
+
+
+class Measured(_Record):
+    """When, on what machine, how long each stage took, and what was measured of the files.
+
+    Attributes:
+        manifest: The digest of the manifest that it belongs to.
+        date: As ISO 8601 writes it.
+        seconds: By stage.
+    """
+
+    manifest: str
     date: str
+    host: str = ""
     platform: str = ""
     processor: str = ""
     cpus: int | None = None
@@ -81,6 +104,7 @@ class Measured(_Record):
     seconds: dict[str, float] = {}
     bench: BenchRecord | None = None
     tune: list[Outcome] = []
+    origin: Origin = Origin()
 
 
 def read_measured(folder: Path) -> Measured:
@@ -89,7 +113,4 @@ def read_measured(folder: Path) -> Measured:
     Raises:
         BundleError: They are missing, damaged, or of another form.
     """
-    try:
-        return Measured.model_validate(sealed_json.read(folder / MEASUREMENTS))
-    except ValueError as error:
-        raise BundleError(f"it does not hold what a report shows: {error}", place=str(folder / MEASUREMENTS)) from error
+    return sealed_json.validated(Measured, sealed_json.read(folder / MEASUREMENTS), folder / MEASUREMENTS)
