@@ -3,9 +3,9 @@
     python -m tests.benchmarks.products [MODEL...] [--folder FOLDER] [--rounds 12] [--threads 1]
 
 The products are computed by `torch.nn.functional.linear`, which goes to the BLAS that torch is built with, and by
-oneDNN, each on inputs of the shapes that the layers were seen to get. Both, and the tuned files that `race.py` left in
-the same folder, take turns in one process, without padding. What attention multiplies is not counted: no layer of
-weights does it.
+oneDNN, each on inputs of the shapes that the layers were seen to get, and once more with everything in bfloat16: no
+file of that precision can gain more on products. All, and the tuned files that `race.py` left in the same folder, take
+turns in one process, without padding. What attention multiplies is not counted: no layer of weights does it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from optexport.machine import machine
 from tests.benchmarks.race_models import RACERS, Racer
 from tests.benchmarks.turns import in_turns
 
-_BLAS, _ONEDNN = "products, BLAS", "products, oneDNN"
+_BLAS, _ONEDNN, _BFLOAT16 = "products, BLAS", "products, oneDNN", "products, bfloat16"
 Call = Callable[[], object]
 
 
 def products(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Call]:
-    """What computes every product of a call's linear layers, in either way."""
+    """What computes every product of a call's linear layers, in each way."""
     seen: list[tuple[torch.Tensor, nn.Linear]] = []
     hooks = [
         layer.register_forward_pre_hook(lambda layer, given: seen.append((torch.rand_like(given[0]), layer)))
@@ -51,7 +51,13 @@ def products(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Cal
         for x, layer in seen:
             torch.ops.mkldnn._linear_pointwise(x, layer.weight, layer.bias, "none", [], "")
 
-    return {_BLAS: by_blas, _ONEDNN: by_onednn}
+    short = [[t.bfloat16() for t in (x, layer.weight, layer.bias) if t is not None] for x, layer in seen]
+
+    def in_bfloat16() -> None:
+        for operands in short:
+            functional.linear(*operands)
+
+    return {_BLAS: by_blas, _ONEDNN: by_onednn, _BFLOAT16: in_bfloat16}
 
 
 def files(folder: Path, inputs: dict[str, torch.Tensor], threads: int) -> dict[str, Call]:
@@ -82,7 +88,8 @@ def main() -> None:
     about: dict[str, Any] = machine()
     print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s)\n")
     print(
-        "| model | shape | products, ms: BLAS; oneDNN | onnx / oneDNN | torchscript / oneDNN |\n|---|---|---|---|---|"
+        "| model | shape | products, ms: BLAS; oneDNN | onnx / oneDNN | torchscript / oneDNN | oneDNN / in bfloat16 |\n"
+        "|---|---|---|---|---|---|"
     )
     for name in arguments.models:
         for shape in RACERS[name].shapes:
@@ -90,7 +97,8 @@ def main() -> None:
                 times = measured(
                     RACERS[name], arguments.folder.resolve() / name, shape, arguments.rounds, arguments.threads
                 )
-            cells = [compare([times[each]], [times[_ONEDNN]]) for each in ("onnx", "torchscript")]
+            pairs = (("onnx", _ONEDNN), ("torchscript", _ONEDNN), (_ONEDNN, _BFLOAT16))
+            cells = [compare([times[longer]], [times[shorter]]) for longer, shorter in pairs]
             told = " | ".join(f"{c.speedup:.2f} ({c.low:.2f} to {c.high:.2f})" for c in cells)
             alone = "; ".join(f"{statistics.median(times[each]) * 1e3:.1f}" for each in (_BLAS, _ONEDNN))
             print(f"| {name} | {'x'.join(map(str, shape))} | {alone} | {told} |", flush=True)
