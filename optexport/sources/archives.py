@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import logging
 import re
 import struct
 import zipfile
@@ -22,7 +23,7 @@ import torch
 from torch.export import ExportedProgram
 
 from optexport.errors import SourceError, first_line
-from optexport.sources import script_code
+from optexport.sources import script_code, script_storages
 
 _OPERATOR = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
 _MEMBER = re.compile(
@@ -34,7 +35,7 @@ _TORCHSCRIPT_MEMBER = re.compile(
     r"|\.format_version|\.storage_alignment|extra/.*"
 )
 # Of what is compressed, which in files of torch is code alone.
-_MOST_UNPACKED = 256 << 20
+_MOST_UNPACKED = 64 << 20
 # The records at the end of an archive: 56, 20 and 22 bytes.
 _ENDS_SIZE = 98
 # The texts that torch keeps and never evaluates: messages, stack traces, the paths of modules.
@@ -68,10 +69,25 @@ def load_pt2(path: Path) -> ExportedProgram:
         SourceError: It is no such file, is damaged, or holds a pickle that could run code.
     """
     _check(path)
+    warned, log = _Warned(), logging.getLogger("torch.export")
+    log.addFilter(warned)
     try:
         return torch.export.load(path)
     except Exception as error:  # a damaged archive fails in as many ways as it has parts
-        raise SourceError(f"it is no exported program: {error}", place=str(path)) from error
+        cause = first_line(warned.error or error)
+        raise SourceError(f"it is no exported program: {cause}", place=str(path), mend=_MEND) from error
+    finally:
+        log.removeFilter(warned)
+
+
+class _Warned(logging.Filter):
+    """Keeps the error that torch warns of with its traceback, before it raises one that says nothing."""
+
+    error: BaseException | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.error = record.exc_info[1] if record.exc_info else None
+        return self.error is None
 
 
 def _check(path: Path) -> None:
@@ -244,9 +260,14 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            for name, info in _members(archive, path).items():
+            members = _members(archive, path)
+            for name, info in members.items():
                 if not _TORCHSCRIPT_MEMBER.fullmatch(name):
                     raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=_MEND)
+                if name in ("data.pkl", "constants.pkl"):
+                    folder = f"{name.removesuffix('.pkl')}/"
+                    records = {key.removeprefix(folder): held.file_size for key, held in members.items()}
+                    script_storages.check(archive.read(info), records)
                 if name.endswith(".py"):
                     code = archive.read(info).decode()
                     if (found := script_code.forbidden_text(code)) is not None:

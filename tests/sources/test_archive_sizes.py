@@ -13,8 +13,6 @@ from optexport.sources import archives
 from tests.sources.altered_archives import give_sizes, refused, saved
 from tests.transformations.programs import Program
 
-pytestmark = pytest.mark.usefixtures("quiet")
-
 
 def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
     """torch hands sizes to sympy, which evaluates them."""

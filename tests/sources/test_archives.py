@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import zipfile
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from optexport.sources import archives
 from tests.exports import rezip
 from tests.models import randomise
 from tests.sources.altered_archives import BATCH, Plain, X, add, edit, malice, refused, replace, saved
-
-pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Tied(nn.Module):
@@ -69,7 +66,6 @@ def test_what_torch_saved_opens_and_computes_the_same(
 
 def test_a_file_by_any_name_opens_without_a_warning(archive: Path, tmp_path: Path) -> None:
     other = archive.rename(tmp_path / "model.bin")
-    logging.disable(logging.NOTSET)
     assert torch.equal(archives.load_pt2(other).module()(x=X), archives.load_pt2(other).module()(x=X))
 
 
@@ -307,3 +303,17 @@ def test_random_damage_is_one_kind_of_error_or_none(archive: Path) -> None:
         except SourceError:
             failed += 1
     assert failed > 100
+
+
+def test_a_weight_that_is_larger_than_its_bytes_is_told_without_a_traceback(
+    archive: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def larger(document: dict[str, Any]) -> None:
+        for payload in document["config"].values():
+            payload["tensor_meta"]["sizes"][0]["as_int"] = 1000
+
+    edit(archive, "weights_config.json", larger)
+    with pytest.raises(SourceError, match="out of bounds for storage of size") as caught:
+        archives.load_pt2(archive)
+    assert caplog.records == []
+    assert "\n" not in caught.value.cause

@@ -1,0 +1,107 @@
+"""Whether the tensors of a TorchScript file lie within what the file holds.
+
+``torch.jit.load`` takes the sizes of storages and tensors from the pickles of an archive, and the bytes from its
+records, and does not compare the two: of a record that is too short, what lies behind it in memory becomes a weight.
+So the pickles are read here first, by classes that only remember sizes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+# By the names of storages, as far as torch in Python knows them; newer ones are called as their dtypes are.
+_DTYPES = {**torch.storage._storage_type_to_dtype_map(), "ComplexHalfStorage": torch.complex32}
+_REBUILDING = ("_rebuild_tensor_v2", "_rebuild_qtensor")
+
+
+class OutOfBoundsError(ValueError):
+    """A tensor reaches beyond the bytes that the archive holds of it."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    key: str
+    elements: int
+
+
+class _Inert:
+    """Stands for every class and function that a pickle names, and does nothing."""
+
+    def __new__(cls, *args: object) -> Self:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None: ...
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+    def append(self, item: object) -> None: ...
+
+    def extend(self, items: object) -> None: ...
+
+
+class _Tensor(_Inert):
+    """Stands for what makes a tensor of a storage, an offset, sizes and strides, in elements."""
+
+    def __new__(cls, *args: Any) -> Self:
+        storage, offset, sizes, strides, *_ = args
+        if 0 in sizes:
+            return super().__new__(cls)
+        reach = [(size - 1) * stride for size, stride in zip(sizes, strides, strict=True)]
+        if min(offset, *sizes, *strides, 0) < 0 or offset + sum(reach) >= storage.elements:
+            told = f"record {storage.key}, which has {storage.elements} elements"
+            raise OutOfBoundsError(f"a tensor of sizes {list(sizes)} reaches beyond {told}")
+        return super().__new__(cls)
+
+
+class _Reader(pickle.Unpickler):
+    """Reads a pickle of TorchScript's, and runs nothing.
+
+    Args:
+        records: The bytes of each record beside the pickle, by its key.
+    """
+
+    def __init__(self, content: bytes, records: Mapping[str, int]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._records = records
+
+    def find_class(self, module: str, name: str) -> type[_Inert]:
+        return type(name, (_Tensor if name in _REBUILDING else _Inert,), {})
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, kind, key, _, elements = pid
+        name = kind.__name__
+        dtype = _DTYPES.get(name) or getattr(torch, name.removesuffix("Storage").lower())
+        held, needed = self._records.get(key, 0), elements * dtype.itemsize
+        if not 0 <= needed <= held:
+            raise OutOfBoundsError(f"record {key} holds {held} bytes, where {needed} are needed")
+        return _Storage(key, elements)
+
+
+def check(content: bytes, records: Mapping[str, int]) -> None:
+    """Checks that what a pickle tells of its tensors fits what lies beside it.
+
+    Args:
+        content: ``data.pkl`` or ``constants.pkl``.
+        records: The bytes of each record in the folder of that name, by its key.
+
+    Raises:
+        OutOfBoundsError: A tensor is larger than its record.
+        ValueError: The pickle is none that torch writes.
+    """
+    for opcode, argument, _ in pickletools.genops(content):
+        # The reader would make room for so many.
+        if "PUT" in opcode.name and isinstance(argument, int) and argument > len(content):
+            raise ValueError(f"its pickle remembers {argument} values")
+    try:
+        _Reader(content, records).load()
+    except OutOfBoundsError:
+        raise
+    except Exception as error:  # damage, or another's pickle: what a reader meets is of any type
+        raise ValueError(f"its pickle cannot be read: {error}") from error
