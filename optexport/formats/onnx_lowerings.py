@@ -63,7 +63,11 @@ def _gemm(model: onnx_ir.Model) -> onnx_ir.Model:
                 graph = add.graph
                 assert graph is not None
                 onnx_ir.convenience.replace_nodes_and_values(graph, add, [add], nodes, add.outputs, nodes[-1].outputs)
+                turned = _producer(matmul.inputs[1], "Transpose")
                 graph.remove(matmul, safe=True)
+                if turned is not None and not (turned.outputs[0].uses() or turned.outputs[0].is_graph_output()):
+                    assert turned.graph is not None
+                    turned.graph.remove(turned, safe=True)
                 break
     return model
 
@@ -75,7 +79,7 @@ def _gemm_nodes(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[on
         return []
     transpose = _producer(weight, "Transpose")  # a weight that several layers share
     if transpose is not None:
-        if transpose.attributes.get_ints("perm", [1, 0]) != [1, 0]:
+        if transpose.attributes.get_ints("perm", (1, 0)) != (1, 0):
             return []
         weight = transpose.inputs[0]
     shape = _constant_shape(weight)

@@ -76,6 +76,14 @@ def test_a_linear_layer_on_three_dimensions_becomes_a_gemm(dynamic: Mapping[int,
     assert (counts["Gemm"], counts["Reshape"], counts["MatMul"], counts["Add"]) == (1, 2, 0, 0)
 
 
+def test_a_layer_that_is_called_twice_becomes_a_gemm_each_time(tmp_path: Path) -> None:
+    """The file turns its weight before every product, where the weight is not small."""
+    made = program(lambda m, x: m.a(x).relu() * m.a(x.sin()), a=nn.Linear(4, 4096))
+    plain, lowered = in_onnx(made, "gemm", tmp_path)
+    assert (plain["MatMul"], plain["Transpose"]) == (2, 2)
+    assert (lowered["Gemm"], lowered["MatMul"], lowered["Transpose"]) == (2, 0, 0)
+
+
 @pytest.mark.parametrize(
     "body",
     [
