@@ -17,6 +17,7 @@ from optexport.blame.rules import blame_rules
 from optexport.bundle import records
 from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
 from optexport.config.file import Format
+from optexport.errors import ExportError
 from optexport.job import Branch, Job, Made
 from optexport.kept import exports
 from optexport.original import graph_runner, trace_original
@@ -134,8 +135,20 @@ def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tens
     return [parameter for parameter in model.parameters() if id(parameter) not in held]
 
 
-def export_plain(job: Job, formats: Sequence[Format], folder: Path) -> list[ArtifactRecord]:
-    """Exports the model as it was traced, without any rule or lowering, to be measured and thrown away."""
+def export_plain(
+    job: Job, formats: Sequence[Format], folder: Path
+) -> tuple[list[ArtifactRecord], dict[Format, ExportError]]:
+    """Exports the model as it was traced, without any rule or lowering, to be measured and thrown away.
+
+    Returns:
+        The files, and why there is none in the other formats: a rule may be what makes a model one that can be exported.
+    """
     traced, _ = trace_original(replace(job, rules=()))
     writer = Writer(traced.graph_module, traced.signature, job.example, job.loaded, (), job.config.model.device)
-    return [writer.write(name, folder, (), job.config.export.opset) for name in formats]
+    written, refused = [], {}
+    for name in formats:
+        try:
+            written.append(writer.write(name, folder, (), job.config.export.opset))
+        except ExportError as error:
+            refused[name] = error
+    return written, refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from optexport import branch
@@ -54,6 +55,7 @@ def measure_exports(
         return None
     inputs = list(job.example)
     files, plain, found = exported(artifacts, inputs, draft, ""), [], None
+    without_plain: dict[str, str] = {}
     if given:
         compared = [
             name
@@ -63,10 +65,13 @@ def measure_exports(
         settings = Settings(bench.threads, max(LEAST_ROUNDS, bench.rounds) if compared else bench.rounds)
         with stages.stage("measure"):
             if compared:
-                records = branch.export_plain(job, compared, scratch)
+                records, refused = branch.export_plain(job, compared, scratch)
+                without_plain = {name: error.cause for name, error in refused.items()}
                 plain = exported(records, inputs, scratch, "plain ", proven=False)
             pairs = [(ours, theirs) for ours in files for theirs in plain if ours.format == theirs.format]
             found = measure([*files, *plain], given, pairs, settings)
+            lacking = [f"{name}: no plain export to compare it with could be made: {cause}" for name, cause in without_plain.items()]
+            found = replace(found, notes=(*found.notes, *lacking))
 
             def again(duel: Duel) -> Duel:
                 pair = (duel.artifact, duel.baseline)
@@ -74,5 +79,5 @@ def measure_exports(
 
             if tuned:
                 gates.check_never_slower(found, again, proof)
-    gates.check(gate, files, found, proof)
+    gates.check(gate, files, found, proof, without_plain)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.measuring import Duel, Report
@@ -11,13 +11,20 @@ from optexport.config.measuring import BarConfig, GateConfig
 from optexport.errors import GateError
 
 
-def check(gate: GateConfig, artifacts: Sequence[Artifact], report: Report | None, proof: ParityRecord) -> None:
+def check(
+    gate: GateConfig,
+    artifacts: Sequence[Artifact],
+    report: Report | None,
+    proof: ParityRecord,
+    without_plain: Mapping[str, str],
+) -> None:
     """Holds what was measured against what is demanded.
 
     Args:
         artifacts: The exported files.
         report: What was measured of them, and of the plain export; None where times are not demanded.
         proof: That they compute what the original does, for whoever reads the error.
+        without_plain: Why there is no plain export to compare with, for each format of which there is none.
 
     Raises:
         GateError: Something does not keep to it; the message names each gate, what was measured, what was demanded.
@@ -25,7 +32,7 @@ def check(gate: GateConfig, artifacts: Sequence[Artifact], report: Report | None
     failures = [*_sizes(gate.max_size_mb, artifacts)]
     if report is not None:
         failures += [*_latencies(gate.max_latency_ms, artifacts, report)]
-        failures += [*_speedups(gate.min_speedup, artifacts, report)]
+        failures += [*_speedups(gate.min_speedup, artifacts, report, without_plain)]
     if failures:
         told = "".join(f"\n  {failure}" for failure in failures)
         raise GateError(f"the exported files are not what [gate] demands{told}", proof=proof)
@@ -80,10 +87,15 @@ def _latencies(bar: BarConfig | None, artifacts: Sequence[Artifact], report: Rep
                 yield f"max_latency_ms: {artifact.name} {took} at {figures.workload.label}, {most:g} at most demanded"
 
 
-def _speedups(bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report) -> Iterator[str]:
+def _speedups(
+    bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report, without_plain: Mapping[str, str]
+) -> Iterator[str]:
     for artifact, least in _bars(bar, artifacts):
         duels = [duel for duel in report.duels if duel.artifact == artifact]
-        if not duels:
+        if artifact.format in without_plain:
+            cause = without_plain[artifact.format]
+            yield f"min_speedup: {artifact.name} cannot be compared, since the plain export cannot be made: {cause}"
+        elif not duels:
             yield f"min_speedup: {artifact.name} was not measured against the plain export: one has a fixed shape"
         for duel in duels:
             if duel.comparison.low < least:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,58 @@ def test_a_bar_on_size_alone_runs_nothing(call: Caller, tmp_path: Path) -> None:
     assert "max_size_mb" in message(call("run", config(inputs=DYNAMIC, more="gate.max_size_mb = { pt2 = 1e-6 }")), 6)
 
 
+# A model that only its rule makes one that ONNX can hold; the plain export cannot be made.
+ONLY_WITH_A_RULE = """
+import operator
+import torch
+from torch import nn
+from optexport.transformations import Transformation
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) + torch.special.bessel_j1(x * 0)
+
+def load():
+    torch.manual_seed(0)
+    return Model()
+
+class WithoutBessel(Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.nodes:
+            if "bessel" in str(node.target):
+                node.target, node.args = operator.mul, (node.args[0], 1.0)
+        return graph_module
+"""
+
+
+def only_with_a_rule(folder: Path, more: str) -> str:
+    (folder / "bessel.py").write_text(ONLY_WITH_A_RULE, encoding="utf-8")
+    sys.modules.pop("bessel", None)
+    text = config("bessel:load", DYNAMIC, f"bench.rounds = 12\n{more}").replace('["pt2"]', '["onnx"]')
+    return f'{text}\n[[transformations]]\nuse = "python:bessel:WithoutBessel"\n'
+
+
+def test_a_tuned_file_that_has_no_plain_export_is_compared_with_none_and_the_report_says_why(
+    call: Caller, tmp_path: Path
+) -> None:
+    result = call("run", only_with_a_rule(tmp_path, 'tune.budget = "1s"'))
+    assert result.exit_code == 0, result.stderr
+    (note,) = measured(tmp_path)["notes"]
+    assert note.startswith("onnx: no plain export to compare it with could be made: torch.onnx could not convert")
+    assert measured(tmp_path)["comparisons"] == []
+
+
+def test_a_speedup_over_a_plain_export_that_cannot_be_made_is_a_gate_that_fails(call: Caller, tmp_path: Path) -> None:
+    told = message(call("run", only_with_a_rule(tmp_path, "gate.min_speedup = 0.5")), 6)
+    assert "min_speedup: onnx cannot be compared, since the plain export cannot be made: torch.onnx could not" in told
+
+
 ONNX = Artifact("onnx", Path(), "onnx", 2_000_000)
 PT2 = Artifact("pt2", Path(), "pt2", 3_000_000)
 AT = Workload({"batch": 1}, 1, Path())
@@ -151,10 +204,10 @@ def test_each_bar_is_held_against_what_it_is_on(
 ) -> None:
     config, proof = GateConfig.model_validate(gate), exports.exported().manifest.parity
     if not failures:
-        gates.check(config, [ONNX, PT2], report, proof)
+        gates.check(config, [ONNX, PT2], report, proof, {})
         return
     with pytest.raises(GateError) as caught:
-        gates.check(config, [ONNX, PT2], report, proof)
+        gates.check(config, [ONNX, PT2], report, proof, {})
     assert caught.value.exit_code == 6
     assert caught.value.proof is proof
     lines = str(caught.value).splitlines()[1:]
