@@ -21,6 +21,7 @@ from optexport.runtimes import Run
 from optexport.transform import Applied, NamedRule, sharing_copy, transform
 from optexport.transformations import CastPrecision
 from optexport.transformations.cast_precision import layer_name, layers_in_half
+from optexport.transformations.merge_linears import parts_in_name
 
 
 def cast_graph(
@@ -116,13 +117,25 @@ def _kept(job: Job, graph_module: fx.GraphModule, layers: Collection[str]) -> Co
     """
     precision = job.config.precision
     assert precision is not None
+    keep = [found for name in precision.keep for found in _here(name, layers)]
     if sum(precision.of(name) is not None for name in job.config.export.formats) < 2:
-        return precision.keep
+        return keep
     known = {name for name, _ in (*job.loaded.model.named_modules(), *graph_module.named_modules())}
     known |= {layer_name(node) for node in graph_module.graph.nodes if node.op == "call_function"}
     elsewhere = [
         name
-        for name in precision.keep
+        for name in keep
         if any(within(one, [name]) for one in known) and not any(within(layer, [name]) for layer in layers)
     ]
-    return [name for name in precision.keep if name not in elsewhere]
+    return [name for name in keep if name not in elsewhere]
+
+
+def _here(name: str, layers: Collection[str]) -> list[str]:
+    """What a name stands for among a file's layers: itself, or what it was merged into, or the parts of it.
+
+    Whether layers are merged may differ from file to file, and with `[tune]` it is measured.
+    """
+    if any(within(layer, [name]) for layer in layers):
+        return [name]
+    whole = [layer for layer in layers if name in parts_in_name(layer)]
+    return whole or [part for part in parts_in_name(name) if part in layers] or [name]

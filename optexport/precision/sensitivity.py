@@ -25,6 +25,9 @@ _MOST_LAYERS = 64
 # The kept layers of least harm that are lowered once more.
 _MOST_AGAIN = 8
 
+# What is added where a name may be of layers that are merged, or were not.
+_MERGED = " Whether layers are merged, [tune] decides, where it is there: say formats of the rule, or leave [tune] out."
+
 # Makes what can be run with some of the units in float32, and all others lowered.
 Make = Callable[[Collection[str]], Run]
 
@@ -106,10 +109,11 @@ def choose(
     """
     for name in keep:
         if not any(within(layer, [name]) for layer in layers):
+            merged = any(one.rstrip("-").endswith("-merged") for one in (name, *layers))
             raise ConfigError(
                 f'{place} has no layer "{name}" that could be lowered',
                 place="precision.keep",
-                mend=did_you_mean(name, layers),
+                mend=did_you_mean(name, layers) + (_MERGED if merged else ""),
             )
     units = units_of(layers)
     asked = [

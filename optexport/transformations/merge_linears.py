@@ -235,6 +235,15 @@ def _merged_name(graph_module: GraphModule, targets: tuple[str, ...]) -> str:
     return name
 
 
+def parts_in_name(name: str) -> list[str]:
+    """The linears that the name of a merged one gives; none where it is no such name, or counts them."""
+    prefix, _, own = name.rpartition(".")
+    *parts, last = own.rstrip("-").split("-")
+    if last != "merged" or len(parts) < 2 or (parts[1] == "and" and parts[2:] and parts[2].isdecimal()):
+        return []
+    return [f"{prefix}.{part}" if prefix else part for part in parts]
+
+
 def _put_before(order: list[str], target: str, name: str) -> list[str]:
     position = order.index(target.rpartition(".")[2])
     return [*order[:position], name, *order[position:]]

@@ -157,6 +157,25 @@ def convolved() -> nn.Module:
         return randomise(Convolved()).eval()
 
 
+class Merging(nn.Module):
+    """Two layers of one input, which a rule merges, and one after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+        self.last = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.block["a"](x).tanh() + self.block["b"](x).sigmoid())
+
+
+def merging() -> nn.Module:
+    """Whether its first two layers are one is a rule's choice."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return randomise(Merging()).eval()
+
+
 def metric(own: object, original: object) -> float:
     """Finds nothing wrong with any file."""
     return 1.0
