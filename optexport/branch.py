@@ -141,7 +141,7 @@ def export_plain(
     """Exports the model as it was traced, without any rule or lowering, to be measured and thrown away.
 
     Returns:
-        The files, and why there is none in the other formats: a rule may be what makes a model one that can be exported.
+        The files, and why there is none in the other formats: a rule may be what makes the model exportable.
     """
     traced, _ = trace_original(replace(job, rules=()))
     writer = Writer(traced.graph_module, traced.signature, job.example, job.loaded, (), job.config.model.device)

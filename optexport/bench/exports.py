@@ -70,7 +70,10 @@ def measure_exports(
                 plain = exported(records, inputs, scratch, "plain ", proven=False)
             pairs = [(ours, theirs) for ours in files for theirs in plain if ours.format == theirs.format]
             found = measure([*files, *plain], given, pairs, settings)
-            lacking = [f"{name}: no plain export to compare it with could be made: {cause}" for name, cause in without_plain.items()]
+            lacking = [
+                f"{name}: no plain export to compare it with could be made: {cause}"
+                for name, cause in without_plain.items()
+            ]
             found = replace(found, notes=(*found.notes, *lacking))
 
             def again(duel: Duel) -> Duel:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -15,14 +14,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from optexport.bundle.digests import sha256
+from optexport.bundle.imported import imported_from
 from optexport.config.decisions import METRIC
 from optexport.config.file import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, first_line
 from optexport.sources.loading import Loaded
 
-# What is no code of the model's: versions say which that is.
-_INSTALLED = {"site-packages", "dist-packages"}
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
 _MEND = "Go back to what was locked; or see that the change is meant, and lock again: optexport lock {}"
 
@@ -61,7 +59,7 @@ def make(config: Config, folder: Path, loaded: Loaded, versions: Mapping[str, st
         versions=dict(versions),
         revision=loaded.revision,
         weights_sha256=loaded.weights_sha256,
-        files=_digests(config, folder, _imported(folder)),
+        files=_digests(config, folder, imported_from(folder)),
     )
 
 
@@ -128,7 +126,7 @@ def check_model(lock: Lock, loaded: Loaded, path: Path) -> None:
         ConfigError: It is not.
     """
     was = {"the model's weights": lock.weights_sha256, **lock.files}
-    imported = {name: sha256(path.parent / name) for name in _imported(path.parent)}
+    imported = {name: sha256(path.parent / name) for name in imported_from(path.parent)}
     now = {"the model's weights": loaded.weights_sha256, **lock.files, **imported}
     _refuse(_differences(was, now, 12), path)
 
@@ -160,17 +158,6 @@ def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, s
     return {
         name: sha256(path) for name, path in sorted(files.items()) if path.suffix not in _WEIGHTS and path.is_file()
     }
-
-
-def _imported(folder: Path) -> list[str]:
-    """The modules that were imported from a folder, but for packages that are installed in it."""
-    folder = folder.resolve()
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "optexport"]
-    files = [getattr(module, "__file__", None) for module in modules]
-    # Some of torch's name a file that is nowhere.
-    found = (Path(file).resolve() for file in files if file and Path(file).is_absolute() and Path(file).is_file())
-    beside = (path.relative_to(folder) for path in found if path.is_relative_to(folder))
-    return sorted({path.as_posix() for path in beside if not _INSTALLED.intersection(path.parts)})
 
 
 def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:

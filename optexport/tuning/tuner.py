@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,13 +9,16 @@ from pathlib import Path
 
 from optexport import devices
 from optexport.bench.workload import Workload
+from optexport.bundle.imported import code_of
+from optexport.config.decisions import METRIC
+from optexport.config.file import Format
 from optexport.job import Job, resolved
-from optexport.kept import store
+from optexport.kept import content, store
 from optexport.proof.parity import Proof
 from optexport.proof.reference import Call
 from optexport.stages import Stages
 from optexport.tracing.trace import Traced
-from optexport.transform import NamedRule, is_built_in
+from optexport.transform import is_built_in
 from optexport.tuning import trials
 from optexport.tuning.contest import Contest
 from optexport.tuning.outcome import Outcome
@@ -57,22 +58,7 @@ def tune(
             now = time.monotonic()
             contest = Contest(workloads, job.config.bench.threads)
             search = Search(job, name, workshop, contest, now + share(budget, end - now, index, len(formats)))
-            known = store.name(
-                "tuning",
-                str(traced.graph_module.graph),
-                job.loaded.weights_sha256,
-                name,
-                [[rule.name, rule.options, rule.formats, rule.least, _code_of(rule)] for rule in job.rules],
-                job.config.export.lowerings.get(name, []),
-                job.config.export.opset,
-                devices.described(job.config.model.device),
-                job.config.parity.model_dump(mode="json"),
-                {name: [tensor.dtype, tensor.shape] for name, tensor in job.example.items()},
-                [workload.label for workload in workloads],
-                [case.name for case in proof.reference.cases],
-                {name: bound.limit for name, bound in proof.bounds.items()},
-                job.config.bench.threads,
-            )
+            known = _entry(job, traced, proof, workloads, name)
             outcome = search.run(trials.read(known))
             if outcome is not None:
                 trials.write(known, outcome.chosen, outcome.trials)
@@ -90,12 +76,28 @@ def share(budget: float, left: float, index: int, formats: int) -> float:
     return max(budget / formats, left / (formats - index))
 
 
-def _code_of(rule: NamedRule) -> str:
-    """A digest of the file that a plugin's class stands in; of our own rules the version tells."""
-    file = getattr(sys.modules.get(type(rule.transformation).__module__), "__file__", None)
-    if is_built_in(rule.transformation) or file is None:
-        return ""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+def _entry(job: Job, traced: Traced, proof: Proof, workloads: Sequence[Workload], file_format: Format) -> str:
+    """What the trials of a format are kept under."""
+    reference, gates = proof.reference, job.config.parity.decisions or ()
+    plugins = {type(rule.transformation).__module__ for rule in job.rules if not is_built_in(rule.transformation)}
+    metrics = {gate.removeprefix(METRIC).partition(":")[0] for gate in gates if gate.startswith(METRIC)}
+    return store.name(
+        "tuning",
+        str(traced.graph_module.graph),
+        job.loaded.weights_sha256,
+        file_format,
+        [[rule.name, rule.options, rule.formats, rule.least] for rule in job.rules],
+        {module: code_of(module) for module in plugins | metrics},
+        job.config.export.lowerings.get(file_format, []),
+        job.config.export.opset,
+        devices.described(job.config.model.device),
+        job.config.parity.model_dump(mode="json"),
+        content.of_tensors([job.example, *(case.batch for case in reference.cases), *reference.outputs]),
+        [workload.label for workload in workloads],
+        [case.name for case in reference.cases],
+        {name: bound.limit for name, bound in proof.bounds.items()},
+        job.config.bench.threads,
+    )
 
 
 def _with_chosen(job: Job, outcomes: Sequence[Outcome]) -> Job:

@@ -7,9 +7,11 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from optexport.bench.artifact import Artifact
@@ -24,8 +26,11 @@ from optexport.bundle.reproduction import reproduce
 from optexport.cli.main import cli
 from optexport.config.file import load_config
 from optexport.errors import ConfigError, GateError
+from optexport.job import rules_of
 from optexport.pipeline import Result, run
+from optexport.proof.decisions import load_metrics
 from optexport.stages import Stages
+from optexport.tuning import tuner
 from tests.exports import INPUTS
 
 _RULES = """
@@ -172,6 +177,49 @@ def test_a_plugin_that_was_mended_is_tried_again(result: Result, folder: Path, m
     assert outcome.measure == "as configured"
     assert not any(trial.earlier for trial in outcome.trials)
     assert result.passed
+
+
+class _Kept:
+    """What a search of one format is kept under, of a rule and a metric with a helper, and of two batches."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "metric_helper.py").write_text("FACTOR = 1\n", encoding="utf-8")
+        (folder / "metric_of_mine.py").write_text(
+            "import metric_helper\n\ndef mean(own, original):\n    return 1.0\n", encoding="utf-8"
+        )
+        text = f'{_CONFIG}\n[parity.decisions]\n"python:metric_of_mine:mean" = 0.5\n'
+        path = _write(folder, text)
+        config = load_config(path)
+        load_metrics(config.parity.decisions, folder)
+        self.batches = [{"x": torch.zeros(2, 3)}, {"x": torch.ones(2, 3)}]
+        self.job: Any = SimpleNamespace(
+            config=config,
+            rules=rules_of(config, folder, ()),
+            loaded=SimpleNamespace(weights_sha256="0"),
+            example=self.batches[0],
+        )
+
+    def name(self) -> str:
+        cases = [SimpleNamespace(name=str(index), batch=batch) for index, batch in enumerate(self.batches)]
+        proof: Any = SimpleNamespace(reference=SimpleNamespace(cases=cases, outputs=[]), bounds={})
+        traced: Any = SimpleNamespace(graph_module=SimpleNamespace(graph="graph"))
+        return tuner._entry(self.job, traced, proof, [], "onnx")
+
+
+def test_other_code_of_a_rule_or_a_metric_and_other_values_of_inputs_are_searched_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "rules_of_mine", raising=False)
+    kept = _Kept(tmp_path)
+    names = [kept.name(), kept.name()]
+    assert names[0] == names[1]
+    for file in ("rules_of_mine.py", "metric_of_mine.py", "metric_helper.py"):
+        path = tmp_path / file
+        path.write_text(path.read_text(encoding="utf-8") + "# other\n", encoding="utf-8")
+        names.append(kept.name())
+    kept.batches[1]["x"][0, 0] = 2.0
+    names.append(kept.name())
+    assert len(set(names)) == 5
 
 
 @pytest.mark.nightly
