@@ -41,12 +41,17 @@ class Search:
     Args:
         workshop: Makes the files.
         contest: Lets them race.
-        end: When it should have ended, by the monotonic clock.
+        seconds: For candidates. What they are compared with is made in any case, and the last heat is run; both come
+            on top, so that a format whose files take long to make has candidates too.
+
+    Attributes:
+        spent: Seconds that candidates took.
     """
 
-    def __init__(self, job: Job, file_format: Format, workshop: Workshop, contest: Contest, end: float) -> None:
-        self.job, self.format, self.workshop, self.end = job, file_format, workshop, end
-        self.begun = time.monotonic()
+    def __init__(self, job: Job, file_format: Format, workshop: Workshop, contest: Contest, seconds: float) -> None:
+        self.job, self.format, self.workshop, self.seconds = job, file_format, workshop, seconds
+        self.begun = self.end = math.inf
+        self.spent = 0.0
         self.contest = contest
         self.configured = self.start = configured(job, file_format)
         # What decides the outputs, and what is expected to find work, is not a matter of speed.
@@ -64,10 +69,12 @@ class Search:
         self._start_from_what_passes()
         if self.start not in self.made:
             return None
+        self.begun = time.monotonic()
+        self.end = self.begun + self.seconds
         known = {Recipe([*trial.rules, *trial.lowerings]): trial for trial in earlier if self._can_be(trial)}
         chosen_then = list(known)[:1]
         for recipe in [*chosen_then, *(recipe for recipe in self._single_changes() if recipe not in known)]:
-            self._try(recipe, until=self.begun + _MAKING * (self.end - self.begun))
+            self._try(recipe, until=self.begun + _MAKING * self.seconds)
         self._race()
         chosen = self._choose()
         measured_plain = chosen != self.plain and self.contest.ran_last(self.plain)
@@ -149,6 +156,7 @@ class Search:
             together = self._together(field) if rounds == _FIRST_ROUNDS else []
             field = self._kept(field, max(_FINALISTS, len(field) // 2)) + together
             rounds *= 2
+        self.spent = time.monotonic() - self.begun
         self._heat(self._kept(field, _FINALISTS), max(LEAST_ROUNDS, self.job.config.bench.rounds))
         for recipe in list(self.artifacts):
             self.workshop.discard(self.artifacts.pop(recipe))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,7 @@ def tune(
         traced: Is not changed.
         proof: Has the reference, the bounds and the gates that candidates must keep to.
         workloads: What the files are measured on.
-        budget: Seconds for the search of all formats. The last heat of each is run in any case, on top of that.
+        budget: Seconds for the candidates of all formats. What each is compared with, and its last heat, come on top.
         folder: Where to write files.
 
     Returns:
@@ -51,15 +50,15 @@ def tune(
     """
     workshop = Workshop(job, traced, call, proof, folder)
     formats = list(dict.fromkeys(job.config.export.formats))
-    end = time.monotonic() + budget
+    left = budget
     outcomes = []
     for index, name in enumerate(formats):
         with stages.stage(f"tune {name}"):
-            now = time.monotonic()
             contest = Contest(workloads, job.config.bench.threads)
-            search = Search(job, name, workshop, contest, now + share(budget, end - now, index, len(formats)))
+            search = Search(job, name, workshop, contest, share(budget, left, index, len(formats)))
             known = _entry(job, traced, proof, workloads, name)
             outcome = search.run(trials.read(known))
+            left -= search.spent
             if outcome is not None:
                 trials.write(known, outcome.chosen, outcome.trials)
                 outcomes.append(outcome)
@@ -67,7 +66,7 @@ def tune(
 
 
 def share(budget: float, left: float, index: int, formats: int) -> float:
-    """Seconds for the search of one format: as many as for any, whatever the last heats of earlier ones took of them.
+    """Seconds for the search of one format: as many as for any, whatever earlier ones took of them.
 
     Args:
         left: Seconds of the budget that are left, or below 0 where it was overdrawn.

@@ -45,6 +45,7 @@ class World:
     crashing: frozenset[Ingredient] = frozenset()
     large: frozenset[Ingredient] = frozenset()
     at: Mapping[tuple[Ingredient, str], float] = field(default_factory=dict)
+    slow_start: float = 0.0
     made: dict[str, Recipe] = field(default_factory=dict)
 
     def working(self, recipe: Recipe) -> list[int]:
@@ -53,6 +54,8 @@ class World:
     def make(self, file_format: str, recipe: Recipe, name: str) -> Artifact:
         if recipe & self.broken:
             raise Refused("not the same")
+        if name in ("plain export", "as configured"):
+            time.sleep(self.slow_start)
         path = self.folder / f"{len(self.made)}.pt"
         path.write_text(str(sorted(map(str, recipe))))
         self.made[name] = recipe
@@ -100,7 +103,7 @@ class World:
         )
         job: Any = SimpleNamespace(rules=rules, config=config)
         shop: Any = self
-        search = Search(job, "torchscript", shop, Contest(_WORKLOADS, 1, self.race), time.monotonic() + budget)
+        search = Search(job, "torchscript", shop, Contest(_WORKLOADS, 1, self.race), budget)
         found = search.run(earlier)
         assert found is not None
         return found
@@ -247,6 +250,12 @@ def test_of_changes_that_are_alike_the_smallest_is_made(world: Callable[..., Wor
     outcome = world({_LOWERINGS[0]: 1.5}).search()
     assert outcome.chosen.change == f"with {_LOWERINGS[0]}"
     assert any(_LOWERINGS[0] in trial.lowerings and len(trial.lowerings) > 1 for trial in outcome.trials)
+
+
+def test_making_what_candidates_are_compared_with_takes_none_of_their_time(world: Callable[..., World]) -> None:
+    outcome = world({0: 0.5, 1: 1.0}, slow_start=0.6).search(budget=1)
+    assert outcome.untried == ()
+    assert outcome.chosen.rules == (1,)
 
 
 def test_a_format_has_its_share_though_an_earlier_one_took_more() -> None:
