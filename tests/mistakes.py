@@ -129,8 +129,11 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "inputs.dynamic.batch is 1 to 8, not 9",
     ),
     "no round": (table("bench", "rounds = 0"), "bench.rounds", "not 0"),
-    "text for a gate": (table("gate", 'max_size_mb = "1"'), "gate.max_size_mb", "it must be a table"),
-    "gate of zero": (table("gate", "max_latency_ms = 0"), "gate.max_latency_ms.every", "not 0"),
+    "text for a gate": (table("gate", 'max_size_mb = "1"'), "gate.max_size_mb", "a number above 0, or a table"),
+    "truth for a gate": (table("gate", "max_size_mb = true"), "gate.max_size_mb", "a number above 0, or a table"),
+    "gate of zero": (table("gate", "max_latency_ms = 0"), "gate.max_latency_ms", "a number above 0, or a table"),
+    "gate beyond 64 bits": (table("gate", f"max_size_mb = {'9' * 50}"), "gate.max_size_mb", "18 digits at most"),
+    "budget of years": (table("tune", 'budget = "999999h"'), "tune.budget", '"168h" at most'),
     "gate on an unknown format": (
         table("gate", "min_speedup = { onx = 1 }"),
         "gate.min_speedup.onx",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from optexport.config.durations import in_seconds
+from optexport.config.mistakes import shown
 from optexport.errors import ConfigError, did_you_mean
 
 # Fewer rounds give no interval that could be believed, see optexport.bench.comparison.
 LEAST_ROUNDS = 12
+# Seconds; who writes more has mistaken the unit.
+_MOST_BUDGET = 7 * 24 * 3600
 
 
 class _Table(BaseModel):
@@ -38,7 +42,8 @@ class BenchConfig(_Table):
 
 
 def _duration(text: str) -> str:
-    in_seconds(text)
+    if in_seconds(text) > _MOST_BUDGET:
+        raise ValueError(f'"{text}" is more than a week: write "168h" at most')
     return text
 
 
@@ -70,8 +75,11 @@ class BarConfig(_Table):
 
 
 def _as_table(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return {"every": value} if is_number else value
+    if isinstance(value, dict | BarConfig):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"it must be a number above 0, or a table of such numbers by format, not {shown(value)}")
+    return {"every": value}
 
 
 Bar = Annotated[BarConfig, BeforeValidator(_as_table, json_schema_input_type=Annotated[float, Field(gt=0)] | BarConfig)]

@@ -34,7 +34,7 @@ def explained(error: ValidationError, model: type[BaseModel], name: str) -> Conf
         elif found["type"] == "value_error":
             cause = str(found["ctx"]["error"])
         else:
-            cause = f"{cause}, not {_shown(found['input'])}"
+            cause = f"{cause}, not {shown(found['input'])}"
         mistakes.append(ConfigError(cause, place=f"{name}: {dotted(location)}", mend=mend))
     return _as_one(mistakes, name)
 
@@ -77,7 +77,8 @@ def _as_one(mistakes: Sequence[ConfigError], name: str) -> ConfigError:
     return ConfigError(f"{len(mistakes)} mistakes{''.join(lines)}", place=name)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as Python writes it, cut short where it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -61,7 +61,11 @@ def parse(text: str, path: Path) -> dict[str, Any]:
         if len(place) > _DEPTH:
             raise ConfigError(f"it is nested deeper than {_DEPTH}", place=f"{path.name}: {dotted(place[:3])}...")
         if isinstance(value, int) and value not in _INTEGERS:
-            raise ConfigError("it is no whole number of 64 bits", place=f"{path.name}: {dotted(place)}")
+            raise ConfigError(
+                "it is no whole number of 64 bits",
+                place=f"{path.name}: {dotted(place)}",
+                mend="Write one below 2^63, that is of 18 digits at most.",
+            )
     return table
 
 
