@@ -49,11 +49,11 @@ class Comparison:
             return self.verdict
         if self.rounds < LEAST_ROUNDS:
             return f"cannot tell from fewer than {LEAST_ROUNDS} rounds"
+        apart = max(1 / self.low, self.high) - 1
+        if apart <= _ALIKE:  # which says more than rounds would of a difference that nobody minds
+            return f"alike within {math.ceil(round(apart * 1000, 6)) / 10:g} %"
         if self.more_rounds is not None:
             return f"cannot tell; about {self.more_rounds} more rounds would"
-        apart = max(1 / self.low, self.high) - 1
-        if apart <= _ALIKE:
-            return f"alike within {math.ceil(round(apart * 1000, 6)) / 10:g} %"
         return f"cannot tell, nor would {_MOST_ROUNDS} rounds: times vary too much here"
 
 

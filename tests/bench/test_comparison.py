@@ -112,6 +112,7 @@ def test_the_rounds_that_it_asks_for_mostly_decide() -> None:
 def test_what_is_told_names_the_rounds_the_likeness_or_the_noise() -> None:
     assert Comparison(1.2, 1.1, 1.3, "faster").told == "faster"
     assert Comparison(1.01, 0.9, 1.1, "cannot tell", 80).told == "cannot tell; about 80 more rounds would"
+    assert Comparison(1.005, 0.99, 1.02, "cannot tell", 127).told == "alike within 2 %"
     assert Comparison(1.01, 0.9, 1.1, "cannot tell", 8, 4).told == "cannot tell from fewer than 12 rounds"
     assert Comparison(1.0001, 0.991, 1.012, "cannot tell").told == "alike within 1.2 %"
     assert "vary too much" in Comparison(1.0001, 0.7, 1.4, "cannot tell").told
