@@ -14,12 +14,22 @@ if TYPE_CHECKING:
     from optexport.bundle.manifest import ParityRecord
 
 
+# How an error of TorchScript's begins, and how the line that says what it is.
+_TORCHSCRIPT = "The following operation failed in the TorchScript interpreter."
+_RAISED = re.compile(r"[\w.]+(?:Error|Exception): ")
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error that says something, or its type."""
+    """The first line of another library's error that says something, or its type.
+
+    TorchScript says what failed last, after the lines of its program that led there.
+    """
     try:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     except Exception:  # an error of a model's own may fail to say what it is
         lines = []
+    if lines and lines[0] == _TORCHSCRIPT:
+        return next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1])
     return lines[0] if lines else type(error).__name__
 
 

@@ -78,7 +78,7 @@ def open_target(path: Path) -> Target:
         if not artifacts:
             raise ConfigError("it is no exported model of the bundle that it is in", place=str(path))
         return Target(artifacts, folder, manifest)
-    if path.suffix not in _FORMATS:
+    if path.suffix not in _FORMATS or (path.exists() and not path.is_file()):  # a pipe would be waited for
         raise ConfigError(
             "it is neither a bundle nor an exported file", place=str(path), mend=f"Known are {', '.join(_FORMATS)}."
         )

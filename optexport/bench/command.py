@@ -60,7 +60,10 @@ def bench(
         except MemoryError as error:
             raise ConfigError(f"inputs of these sizes do not fit: {error}", place="--shape") from error
         settings = settings or Settings()
-        report = measure([*artifacts, *baselines], workloads, pairs_of(artifacts, baselines), settings, announce)
+        pairs = pairs_of(artifacts, baselines)
+        report = measure([*artifacts, *baselines], workloads, pairs, settings, announce)
+    if len(artifacts) > 1 and not pairs:
+        notes.append("Files of different formats are compared where one of them is given by --against.")
     return replace(report, notes=(*notes, *report.notes))
 
 
@@ -77,7 +80,7 @@ def check_output(output: Path, measured: Sequence[Path]) -> None:
     if not output.exists():
         return
     try:
-        document = json.loads(output.read_bytes())
+        document = json.loads(output.read_bytes()) if output.is_file() else None  # a pipe would be waited for
     except (OSError, ValueError, RecursionError):
         document = None
     if not (isinstance(document, dict) and {"machine", "artifacts"} <= document.keys()):
@@ -91,7 +94,7 @@ def _workloads(
         if target.bundle is not None and target.manifest is not None:
             return from_bundle(target.bundle, target.manifest, inputs, shapes, folder), []
     if inputs is not None:
-        return from_file(inputs, shapes), []
+        return from_file(inputs, shapes, artifacts), []
     for artifact in artifacts:
         if artifact.format == "onnx":
             return from_onnx(artifact, shapes, folder)

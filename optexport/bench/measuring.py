@@ -14,6 +14,7 @@ from optexport.bench.comparison import Comparison, compare, interval, percentile
 from optexport.bench.race import Settings, Timing, race
 from optexport.bench.workload import Workload
 from optexport.config.measuring import LEAST_ROUNDS
+from optexport.errors import BenchError
 
 Pair = tuple[Artifact, Artifact]
 
@@ -99,7 +100,12 @@ def measure(
         notes += [f"{artifact.name}: not at {workload.label}, since its shape is fixed" for artifact in fixed]
         for group in _groups([artifact for artifact in artifacts if artifact not in fixed], pairs):
             announce(f"{workload.label}: {', '.join(artifact.name for artifact in group)}")
-            timings += race(group, workload, settings)
+            try:
+                timings += race(group, workload, settings)
+            except BenchError as error:
+                if len(workloads) == 1:
+                    raise
+                raise BenchError(f"at {workload.label} {error.cause}", place=error.place) from error
     by_place = {(timing.artifact, timing.workload.label): timing for timing in timings}
     duels = []
     for workload in workloads:

@@ -14,6 +14,7 @@ from typing import Any
 
 from optexport import devices
 from optexport.devices import Device
+from optexport.errors import first_line
 
 # One sample of a time is at least this long, so that neither the clock's grain nor reading it counts.
 _LEAST_SAMPLE = 1e-4
@@ -50,8 +51,8 @@ def main() -> None:
         except EOFError:  # the parent is gone, or is done
             return
         except Exception as error:  # a runtime may raise anything; the parent says where it happened
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            calls.send((False, f"{type(error).__name__}: {lines[0] if lines else 'no message'}"))
+            kind, told = type(error).__name__, first_line(error)
+            calls.send((False, told if told.startswith(kind) else f"{kind}: {told}"))
 
 
 def _serve(calls: Connection) -> None:

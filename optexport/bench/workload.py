@@ -21,6 +21,8 @@ Sizes = Mapping[str, int]
 # Of an ONNX file's axes, where nobody said what sizes they have.
 _FIRST_AXIS = 1
 _OTHER_AXES = 128
+# The dtypes of safetensors that NumPy has, in which an ONNX file is given its inputs.
+_IN_NUMPY = ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "F16", "F32", "F64")
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,14 @@ def from_bundle(
     return from_signature(batch, signature, shapes, folder, "--shape")
 
 
-def from_file(given: Path, shapes: Sequence[Sizes]) -> list[Workload]:
+def from_file(given: Path, shapes: Sequence[Sizes], artifacts: Sequence[Artifact]) -> list[Workload]:
     """Inputs as they stand in a safetensors file.
 
+    Args:
+        artifacts: What they are for.
+
     Raises:
-        ConfigError: It cannot be read, or sizes are asked for.
+        ConfigError: It cannot be read, holds what an ONNX file cannot be given, or sizes are asked for.
     """
     if shapes:
         raise ConfigError(
@@ -127,10 +132,26 @@ def from_file(given: Path, shapes: Sequence[Sizes]) -> list[Workload]:
             place="--shape",
             mend="Leave it out, and give inputs of that size.",
         )
-    from safetensors.numpy import load_file
-
-    shown = {name: list(array.shape) for name, array in _read(given, load_file).items()}
+    kinds: dict[str, str] = {}
+    shown: dict[str, list[int]] = {}
+    for name, tensor in _read(given, _slices).items():
+        kinds[name], shown[name] = tensor.get_dtype(), tensor.get_shape()
+    for artifact in (artifact for artifact in artifacts if artifact.format == "onnx"):
+        for name in (name for name, kind in kinds.items() if kind not in _IN_NUMPY):
+            raise ConfigError(
+                f"{name} is of {kinds[name]}, which {artifact.name} cannot be given: NumPy has no such numbers",
+                place=f"--inputs {given}",
+                mend="Measure files of PyTorch with it, or give it in float32.",
+            )
     return [Workload({}, _rows({}, shown), given)]
+
+
+def _slices(path: Path) -> dict[str, Any]:
+    """What the head of a safetensors file says of each tensor."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 
 def from_onnx(artifact: Artifact, shapes: Sequence[Sizes], folder: Path) -> tuple[list[Workload], list[str]]:
@@ -203,6 +224,8 @@ def _onnx_inputs(artifact: Artifact) -> dict[str, tuple[Any, list[int | str]]]:
 def _read(path: Path, load: Any) -> dict[str, Any]:
     from safetensors import SafetensorError
 
+    if not path.is_file():  # a pipe would be waited for
+        raise ConfigError("it is no file", place=f"--inputs {path}")
     try:
         return dict(load(path))
     except (OSError, SafetensorError) as error:

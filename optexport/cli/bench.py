@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 from pathlib import Path
 
 import click
@@ -20,11 +22,18 @@ def _sizes(context: click.Context, option: click.Parameter, given: tuple[str, ..
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, size = (piece.strip() for piece in part.partition("="))
-            if not name or name in sizes or not size.isdecimal() or not 1 <= int(size) < 2**31:
+            if not name or name in sizes or not re.fullmatch("[0-9]{1,10}", size) or not 1 <= int(size) < 2**31:
                 raise click.BadParameter(f'"{text}" is not of the form batch=8,sequence=128.')
             sizes[name] = int(size)
         shapes.append(sizes)
     return shapes
+
+
+def _finite(context: click.Context, option: click.Parameter, given: float) -> float:  # noqa: ARG001
+    """Refuses what is no number, which lies in every range."""
+    if math.isnan(given):
+        raise click.BadParameter("nan is no length of time.")
+    return given
 
 
 _PATH = click.Path(path_type=Path, exists=True)
@@ -36,7 +45,14 @@ _PATH = click.Path(path_type=Path, exists=True)
 @click.option("--shape", "shapes", multiple=True, callback=_sizes, metavar="NAME=SIZE,...", help="May be repeated.")
 @click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of a process.")
 @click.option("--rounds", type=click.IntRange(1, 10000), default=20, show_default=True, help="Turns of each artifact.")
-@click.option("--seconds", type=click.FloatRange(0, 3600), default=0.1, show_default=True, help="Length of a turn.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, 3600),
+    default=0.1,
+    show_default=True,
+    callback=_finite,
+    help="Length of a turn.",
+)
 @click.option(
     *("--format", "formats"),
     multiple=True,

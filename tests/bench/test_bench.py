@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from click.testing import CliRunner, Result
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
 from optexport.bench import race as racing
 from optexport.bench.artifact import Artifact, open_target
@@ -47,6 +49,11 @@ def document(*arguments: object) -> dict[str, Any]:
 def workload(folder: Path, sequence: int = 32) -> Workload:
     save_file({"x": np.ones((4, sequence, WIDTH), "float32")}, folder / "x.safetensors")
     return Workload({"batch": 4, "length": sequence}, 4, folder / "x.safetensors")
+
+
+def given_inputs(folder: Path) -> Path:
+    save_file({name: tensor.numpy() for name, tensor in exports.batch().items()}, folder / "in.safetensors")
+    return folder / "in.safetensors"
 
 
 # What it measures
@@ -141,9 +148,29 @@ def test_torch_files_of_no_bundle_are_measured_on_given_inputs(tmp_path: Path) -
     for name in ("model.pt2", "model.torchscript.pt"):
         shutil.copy(output / name, tmp_path / name)
         assert "--inputs FILE.safetensors" in message(call(tmp_path / name), 2)
-    save_file({name: tensor.numpy() for name, tensor in exports.batch().items()}, tmp_path / "in.safetensors")
-    read = document(tmp_path / "model.pt2", tmp_path / "model.torchscript.pt", "--inputs", tmp_path / "in.safetensors")
+    given = given_inputs(tmp_path)
+    read = document(tmp_path / "model.pt2", tmp_path / "model.torchscript.pt", "--inputs", given)
     assert [row["rows"] for row in read["figures"]] == [2, 2]
+
+
+def test_inputs_in_bfloat16_are_for_files_of_torch(tmp_path: Path) -> None:
+    batch = {"input": torch.zeros(2, 4, dtype=torch.bfloat16)}
+    program = torch.export.export(torch.nn.Linear(4, 4).bfloat16(), (), batch)
+    torch.export.save(program, tmp_path / "half.pt2")
+    given = tmp_path / "in.safetensors"
+    save_torch_file(batch, given)
+    assert document(tmp_path / "half.pt2", "--inputs", given)["figures"][0]["rows"] == 2
+    told = message(call(chain(tmp_path / "a.onnx", 1), "--inputs", given, *BRIEF), 2)
+    assert f"input is of BF16, which {tmp_path / 'a.onnx'} cannot be given" in told
+
+
+def test_files_of_different_formats_are_not_compared_and_it_says_so(tmp_path: Path) -> None:
+    output = exports.exported().output
+    for name in ("onnx", "pt2"):
+        shutil.copy(output / f"model.{name}", tmp_path)
+    read = document(tmp_path / "model.onnx", tmp_path / "model.pt2", "--inputs", given_inputs(tmp_path))
+    assert read["comparisons"] == []
+    assert any("are compared where one of them is given by --against" in note for note in read["notes"])
 
 
 SERVED = """
@@ -225,6 +252,7 @@ def test_a_changed_bundle_is_refused_before_anything_in_it_is_loaded(tmp_path: P
         ("batch=0", "is not of the form"),
         ("batch", "is not of the form"),
         ("batch=2,batch=3", "is not of the form"),
+        (f"batch={'9' * 5000}", "is not of the form"),
         ("bach=2", 'Did you mean "batch"?'),
         ("sequence=65", "sequence may be 2 to 64, not 65"),
     ],
@@ -243,6 +271,37 @@ def test_what_is_no_exported_file_is_refused(tmp_path: Path) -> None:
     assert "it is no ONNX file" in message(call(tmp_path / "a.onnx"), 5)
     assert call(tmp_path / "nowhere.onnx").exit_code == 2
     assert "none of what is given is pt2" in message(call(chain(tmp_path / "b.onnx", 1), "--format", "pt2"), 2)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_a_turn_of_no_length_is_refused(seconds: str) -> None:
+    assert call(exports.exported().output, "--seconds", seconds).exit_code == 2
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.onnx"
+    os.mkfifo(pipe)
+    assert "neither a bundle nor an exported file" in message(call(pipe), 2)
+    path = chain(tmp_path / "a.onnx", 1)
+    assert "it is no file" in message(call(path, "--inputs", pipe), 2)
+    assert "it exists and holds no measurements" in message(call(path, "--output", pipe), 2)
+
+
+def test_what_torchscript_says_last_is_what_is_told(tmp_path: Path) -> None:
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    torch.jit.save(scripted, tmp_path / "a.pt")
+    save_file({"input": np.ones((2, 5), "float32")}, tmp_path / "in.safetensors")
+    told = message(call(tmp_path / "a.pt", "--inputs", tmp_path / "in.safetensors", *BRIEF), 5)
+    assert "it cannot be run: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)" in told
+
+
+def test_an_error_at_one_of_several_shapes_names_it(tmp_path: Path) -> None:
+    path = chain(tmp_path / "a.onnx", 1)
+    good = workload(tmp_path)
+    save_file({"x": np.ones((4, 8, WIDTH - 1), "float32")}, tmp_path / "bad.safetensors")
+    bad = replace(good, sizes={"batch": 9}, file=tmp_path / "bad.safetensors")
+    with pytest.raises(BenchError, match="one: at batch=9 it cannot be run: "):
+        measure([Artifact("one", path, "onnx", 1)], [good, bad], [], Settings(rounds=2, seconds=0.001))
 
 
 def test_a_file_that_its_runtime_refuses_is_named(tmp_path: Path) -> None:
