@@ -22,15 +22,16 @@ _RAISED = re.compile(r"[\w.]+(?:Error|Exception): ")
 def first_line(error: BaseException) -> str:
     """The first line of another library's error that says something, or its type.
 
-    TorchScript says what failed last, after the lines of its program that led there.
+    TorchScript says what failed last, after the lines of its program that led there. It holds no secret of a URI: who
+    cuts it could cut off what shows that one is there.
     """
     try:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     except Exception:  # an error of a model's own may fail to say what it is
         lines = []
     if lines and lines[0] == _TORCHSCRIPT:
-        return next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1])
-    return lines[0] if lines else type(error).__name__
+        return redact(next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1]))
+    return redact(lines[0]) if lines else type(error).__name__
 
 
 def root_cause(error: BaseException) -> str:
@@ -60,24 +61,31 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 # A password may hold what a URI should not, spaces too: SQLAlchemy takes it as it is. What follows the port of a host
-# is none. The lengths keep the time linear in that of the text.
+# is none. The lengths keep the time linear in that of the text; a longer one is made short before.
+_NO_PORT = r"(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))"
+_WITH_A_BLANK = r"(?:(?<![\"'>])[ \t](?:(?!://)[^\"\n]){0,256})?"
 _CREDENTIALS = re.compile(
     r"(?<=://)(?:"
-    r"[^/\s\"'<>:@\[]*:(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))(?!\s)\S{0,2048}(?:(?<![\"'>])[ \t](?:(?!://)[^\"\n]){0,256})?"
+    rf"[^/\s\"'<>:@\[]*:{_NO_PORT}(?!\s)\S{{0,2048}}{_WITH_A_BLANK}"
     r"|[^/\s\"'<>]*)@"
 )
-# A value ends where the next one begins, which is encoded where its own "=" is, in the braces of ODBC, or in quotes.
+# Begun at a blank alone, and ended with what a password ends with, so that each is gone through once.
+_LONG = re.compile(rf"(?<!\S)\S{{2048,}}{_WITH_A_BLANK}@")
+_LONG_CREDENTIALS = re.compile(rf"(?<=://)[^/\s\"'<>:@\[]*:{_NO_PORT}(?!\s).*@")
+# A value ends where the next one begins, which is encoded where its own "=" is, in the braces of ODBC, or in quotes,
+# of which the second may have been cut off.
 _SECRETS = re.compile(
     r"((?:(?:password|passwd|passphrase|pwd|token|secret|credentials?|api[_-]?key|access[_-]?key)"
     r"|(?<=[?&])(?:key|sig|signature|auth|authorization|pass))(?:=|(%3D))|authorization:\s*(?:bearer|basic)\s+)"
     r"(?(2)(?:%7B.{0,1024}?%7D|(?:(?!%3B|%26)[^&;\s\"'])+)"
-    r"|(?:\{(?:[^}\n]|\}\}){0,1024}\}|\"[^\"\n]{0,1024}\"|'[^'\n]{0,1024}'|[^&;\s\"']+))",
+    r"|(?:\{(?:[^}\n]|\}\}){0,1024}\}|\"[^\"\n]*\"|'[^'\n]*'|[\"']?[^&;\s\"']+))",
     re.IGNORECASE,
 )
 
 
 def redact(text: str) -> str:
     """Takes user names, passwords and tokens out of the URIs in a text."""
+    text = _LONG.sub(lambda found: _LONG_CREDENTIALS.sub("***:***@", found[0]), text)
     return _SECRETS.sub(_hidden, _CREDENTIALS.sub("***@", text))
 
 

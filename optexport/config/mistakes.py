@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from optexport.errors import ConfigError, did_you_mean
+from optexport.errors import ConfigError, did_you_mean, redact
 
 P = ParamSpec("P")
 
@@ -79,7 +79,7 @@ def _as_one(mistakes: Sequence[ConfigError], name: str) -> ConfigError:
 
 def shown(value: Any) -> str:
     """A value as Python writes it, cut short where it is long."""
-    text = repr(value)
+    text = redact(repr(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

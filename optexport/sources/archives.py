@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from optexport.errors import SourceError, first_line
+from optexport.errors import SourceError, first_line, redact
 from optexport.sources import script_code, script_storages
 
 _OPERATOR = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
@@ -196,7 +196,8 @@ def _check_texts(value: Any, place: str, key: str = "") -> None:
     elif isinstance(value, str) and value and key in _JSON:
         _check_texts(json.loads(value), place)
     elif isinstance(value, str) and not (_is_expression(value) if key in _EXPRESSIONS else _NAME.fullmatch(value)):
-        shown = value if len(value) <= 200 else f"{value[:200]}..."
+        shown = redact(value)
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
         raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=_MEND)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from optexport.bundle.places import MANIFEST, MEASUREMENTS
 from optexport.config.registering import RegisterConfig
-from optexport.errors import BundleError, ConfigError, GateError, did_you_mean
+from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, redact
 from optexport.tracking import ratchet
 from optexport.tracking.finished import BUNDLE_TAG, Finished
 from optexport.tracking.ratchet import Verdict
@@ -180,7 +180,7 @@ def _kept(client: Any, run_id: str | None) -> set[str]:
 
 
 def _decide(client: Any, name: str, version: str, moved: bool, why: tuple[str, ...]) -> None:
-    client.set_model_version_tag(name, version, REASON_TAG, "\n".join(why)[:_LONGEST_TAG])
+    client.set_model_version_tag(name, version, REASON_TAG, redact("\n".join(why))[:_LONGEST_TAG])
     client.set_model_version_tag(name, version, DECISION_TAG, _MOVED if moved else _STAYED)
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from optexport import pipeline
-from optexport.errors import redact
+from optexport.config.file import load_config
+from optexport.errors import ConfigError, first_line, redact
+from optexport.tracking import store
 from tests import stores
 from tests.tracking.bundles import QUIET
 
@@ -41,6 +43,11 @@ SECRET_URIS = [
     f'http://127.0.0.1:9/?password="{SECRET} {SECRET}"',
     f"mssql+pyodbc:///?Pwd={{a}}}}{SECRET}}}",
     f"http://127.0.0.1:9 with Authorization: Bearer {SECRET}",
+    f"postgresql://someone:{'a/b@' * 1000}{SECRET}@127.0.0.1:9/db",
+    f"postgresql://someone:{'a/b@' * 1000} {SECRET}@127.0.0.1:9/db",
+    f"postgresql://someone:{'a/b' * 1000} {SECRET}@127.0.0.1:9/db",
+    f'http://127.0.0.1:9/?token="{"a" * 4000}{SECRET}"',
+    f'http://127.0.0.1:9/?token="{SECRET}',
 ]
 
 
@@ -49,6 +56,21 @@ def test_no_secret_of_a_uri_stays_in_a_text(uri: str) -> None:
     for text in (uri, f"cannot connect to {uri}: refused", f'uri = "{uri}"', f"({uri})\n{uri}"):
         assert SECRET not in redact(text)
     assert "127.0.0.1" in redact(f"http://someone:{SECRET}@127.0.0.1:9")
+
+
+@pytest.mark.parametrize("begin", ["http://", "http://127.0.0.1:9/?token=", "postgresql://someone:a/"])
+def test_a_secret_that_is_longer_than_a_message_is_hidden_before_the_message_is_cut(begin: str) -> None:
+    told = ConnectionError(f"cannot reach {begin}{SECRET * 200}@127.0.0.1:9")
+    assert SECRET not in first_line(told)
+    assert SECRET not in str(store.failure(told, "http://127.0.0.1:9", "Again."))
+
+
+def test_a_mistake_in_a_config_tells_no_part_of_a_uri(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f'[model]\nsource = "x"\n[tracking]\nuri = ["http://someone:{SECRET}{"x" * 80}@127.0.0.1:9"]\n')
+    with pytest.raises(ConfigError, match=r"tracking\.uri") as caught:
+        load_config(config)
+    assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +93,7 @@ def test_what_holds_no_secret_stays_as_it_is(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["token={ ", "token%3D%7B&", "://x", "a://b:c'", 'password="', "authorization: bearer "]
+    "text", ["token={ ", "token%3D%7B&", "://x", "a://b:c'", 'password="', "authorization: bearer ", "token='"]
 )
 def test_a_text_that_is_made_to_take_long_takes_no_longer_than_others(text: str) -> None:
     """Of a megabyte it would have taken most of an hour: the time grew with the square of the length."""
