@@ -122,7 +122,15 @@ def _store(uri: str | None, path: Path | None, config: Config | None) -> str | N
         from optexport.tracking.store import resolved_uri
 
         return resolved_uri(config.tracking.uri, path.parent)
-    return uri or os.environ.get("MLFLOW_TRACKING_URI")
+    found, place = (uri, "--uri") if uri else (os.environ.get("MLFLOW_TRACKING_URI"), "MLFLOW_TRACKING_URI")
+    if not found:
+        return None
+    from optexport.config.tracking_uri import check_uri
+
+    try:
+        return check_uri(found)
+    except ValueError as error:
+        raise ConfigError(str(error), place=place) from error
 
 
 def _known_store(uri: str | None, path: Path | None, config: Config | None) -> str:

@@ -19,7 +19,7 @@ def promote(uri: str, name: str, version: str, alias: str) -> str | None:
         ConfigError: There is no such version.
         TrackingError: The store cannot be reached, or refuses.
     """
-    return _asked(uri, lambda client: registry.promote(client, name, version, alias))
+    return _asked(uri, name, lambda client: registry.promote(client, name, version, alias))
 
 
 def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
@@ -29,13 +29,17 @@ def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
         ConfigError: No version holds it, or none did before that is still there.
         TrackingError: The store cannot be reached, or refuses.
     """
-    return _asked(uri, lambda client: registry.rollback(client, name, alias))
+    return _asked(uri, name, lambda client: registry.rollback(client, name, alias))
 
 
-def _asked(uri: str, action: Callable[[Any], T]) -> T:
+def _asked(uri: str, name: str, action: Callable[[Any], T]) -> T:
+    where = "The alias stays where it was."
     try:
-        return action(store.open_store(uri, Path()))
+        client = store.open_store(uri, Path())
+        registry.check_model(client, name)
+        where = "Nothing says whether the alias moved: look."
+        return action(client)
     except OptexportError:
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
-        raise store.failure(error, uri, "Nothing says whether the alias moved: look, and do it again.") from error
+        raise store.failure(error, uri, f"{where} {store.when(error)}, do it again.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,9 @@ def _log(finished: Finished, uri: str, experiment: str | None) -> Logged:
     except OptexportError:
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
-        failed = store.failure(
-            error, uri, f"The bundle is whole on disk. Again, with the same options: optexport log {finished.folder}"
-        )
+        again = shlex.join(["optexport", "log", str(finished.folder)])
+        mend = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
+        failed = store.failure(error, uri, mend)
         if run_id is not None:
             give_up(client, run_id, str(failed))
         raise failed from error
@@ -82,7 +83,8 @@ def _own_uri(finished: Finished, folder: Path) -> str:
         raise ConfigError(
             f"its config says {uri}, which does not tell where that is",
             place=str(folder),
-            mend="Say so with --config CONFIG, --uri URI, or MLFLOW_TRACKING_URI.",
+            mend=f"Say so: {shlex.join(['optexport', 'log', str(folder)])} --config PATH/TO/config.toml "
+            "(or --uri URI, or MLFLOW_TRACKING_URI)",
         )
     return uri
 
@@ -101,7 +103,8 @@ def _run_of(client: Any, experiment: str, finished: Finished) -> Any:
             if run.info.lifecycle_stage == "active":
                 return run
     found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{finished.identity[RUN_TAG]}'")
-    return found[0] if found else None
+    # Two where an answer was lost on the way, and the run was started again.
+    return next((run for run in found if run.info.status == "FINISHED"), found[0] if found else None)
 
 
 def _started(client: Any, experiment: str, finished: Finished) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from optexport.bundle.manifest import Manifest, TensorRecord
 from optexport.tracking.finished import Finished
+from optexport.tracking.store import made_once
 
 _NUMPY_NAMES = {"bool": "bool_"}
 
@@ -26,13 +27,23 @@ def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
     from mlflow.models import Model
 
-    run = client.get_run(run_id)
-    experiment = run.info.experiment_id
-    made = client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'")
-    model = made[0] if made else client.create_logged_model(experiment, name="model", source_run_id=run_id)
+    experiment = client.get_run(run_id).info.experiment_id
+
+    def known() -> Any:
+        made = client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'")
+        return made[0] if made else None
+
+    model = known() or made_once(
+        lambda: client.create_logged_model(experiment, name="model", source_run_id=run_id), known
+    )
     model_id = str(model.model_id)
-    if model_id not in [output.model_id for output in (run.outputs.model_outputs if run.outputs else ())]:
-        client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
+
+    def named() -> bool | None:
+        outputs = client.get_run(run_id).outputs
+        return model_id in [output.model_id for output in (outputs.model_outputs if outputs else ())] or None
+
+    if not named():
+        made_once(lambda: client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)]), named)
     if model.status == LoggedModelStatus.READY:
         return model_id
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:

@@ -15,6 +15,7 @@ from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, 
 from optexport.tracking import ratchet
 from optexport.tracking.finished import BUNDLE_TAG, Finished
 from optexport.tracking.ratchet import Verdict
+from optexport.tracking.store import made_once
 
 # Of a version: what became of the alias when it was registered, and why.
 DECISION_TAG = "optexport.register"
@@ -133,17 +134,34 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
     return holder, before[-1]["version"]
 
 
+def check_model(client: Any, name: str) -> None:
+    """A first question, which moves nothing.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    _model(client, name)
+
+
 def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, name: str) -> Any:
     """The version of a run's model, which is made where it is not there yet."""
-    if name not in [model.name for model in client.search_registered_models(_named(name))]:
-        client.create_registered_model(name)
-    source = f"models:/{model_id}"
-    made = client.search_model_versions(_named(name))
-    known = [version for version in made if version.run_id == run_id]
-    if known:
-        return client.get_model_version(name, known[0].version)
+
+    def model() -> Any:
+        found = client.search_registered_models(_named(name))
+        return next((model for model in found if model.name == name), None)
+
+    def known() -> Any:
+        made = client.search_model_versions(_named(name))
+        found = next((version for version in made if version.run_id == run_id), None)
+        return None if found is None else client.get_model_version(name, found.version)
+
+    if model() is None:
+        made_once(lambda: client.create_registered_model(name), model)
     origin = {BUNDLE_TAG: finished.identity[BUNDLE_TAG], "weights_sha256": finished.manifest.model.weights_sha256}
-    return client.create_model_version(name, source, run_id, tags=origin, model_id=model_id)
+    source = f"models:/{model_id}"
+    return known() or made_once(
+        lambda: client.create_model_version(name, source, run_id, tags=origin, model_id=model_id), known
+    )
 
 
 def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, champion: str | None) -> Verdict:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import shlex
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ PARENT_VARIABLE = "OPTEXPORT_PARENT_RUN"
 # That with what the runs of an attempt of a batch are known by, so that they can be ended where its process cannot.
 ATTEMPT_VARIABLE = "OPTEXPORT_ATTEMPT"
 ATTEMPT_TAG = "optexport.attempt"
+# Another one for each call that starts a run, by which it is found where the answer was lost.
+START_TAG = "optexport.start"
 # Where it is set nothing is tracked: someone else sends the bundle.
 LATER_VARIABLE = "OPTEXPORT_LOG_LATER"
 
@@ -84,8 +88,8 @@ class Tracker:
         try:
             action()
         except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
-            later = f"optexport log {self._bundle} --config {self._path}"
-            mend = f"The bundle is whole on disk. When the store answers: {later}"
+            later = shlex.join(["optexport", "log", str(self._bundle), "--config", str(self._path)])
+            mend = f"The bundle is whole on disk. {store.when(error)}: {later}"
             self.failure = store.failure(error, self._config.uri, mend)
 
 
@@ -98,8 +102,14 @@ def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) ->
     nested = {"mlflow.parentRunId": parent} if parent else {}
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     known = {ATTEMPT_TAG: attempt} if attempt else {}
-    named = {"mlflow.runName": name, **user, **nested, **known, **tags}
-    return str(client.create_run(experiment, tags=named).info.run_id)
+    start = uuid.uuid4().hex
+    named = {"mlflow.runName": name, START_TAG: start, **user, **nested, **known, **tags}
+
+    def started() -> Any:
+        found = client.search_runs([experiment], f"tags.`{START_TAG}` = '{start}'")
+        return found[0] if found else None
+
+    return str(store.made_once(lambda: client.create_run(experiment, tags=named), started).info.run_id)
 
 
 def give_up(client: Any, run_id: str, reason: str) -> None:

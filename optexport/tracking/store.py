@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from optexport import telemetry
 from optexport.bundle.drafts import locked
 from optexport.errors import TrackingError, first_line, redact
+
+T = TypeVar("T")
 
 _SQLITE = "sqlite:///"
 # In characters: what answers may be no server of MLflow's, and say it with a page.
@@ -21,8 +24,14 @@ _LONGEST = 500
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 # mlflow waits minutes for a server that is down. A user's own setting stays.
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-_HASTE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+_TRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+_PATIENCE = {
+    _TRIES: "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    # A server may ask for an hour.
+    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
+}
+_HASTE = {**_PATIENCE, "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
 
 
 def import_mlflow() -> Any:
@@ -48,6 +57,33 @@ def hastily() -> Iterator[None]:
         yield
     finally:
         os.environ.update({name: _PATIENCE[name] for name in ours})
+
+
+def made_once(make: Callable[[], T], find: Callable[[], T | None]) -> T:
+    """What is made by one call to a server, where a second call would make another.
+
+    mlflow sends again what was not answered. Here it is looked for instead: it may have been made, and only the answer
+    lost.
+
+    Args:
+        find: Gives what the call made; None where there is none.
+    """
+    tries = os.environ[_TRIES]
+    os.environ[_TRIES] = "0"
+    try:
+        return make()
+    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
+        os.environ[_TRIES] = tries
+        try:
+            with hastily():
+                found = find()
+        except Exception:  # what failed first says more
+            raise error from None
+        if found is None:
+            raise
+        return found
+    finally:
+        os.environ[_TRIES] = tries
 
 
 def open_store(uri: str, folder: Path) -> Any:
@@ -77,7 +113,12 @@ def experiment_id(client: Any, name: str, folder: Path) -> str:
     if uri.startswith(_SQLITE):
         folder = _database(uri).parent
     beside = (folder / "mlartifacts").resolve().as_uri() if uri.startswith(_DATABASES) else None
-    return str(client.create_experiment(name, artifact_location=beside))
+
+    def known() -> str | None:
+        made = client.get_experiment_by_name(name)
+        return None if made is None else str(made.experiment_id)
+
+    return made_once(lambda: str(client.create_experiment(name, artifact_location=beside)), known)
 
 
 def resolved_uri(uri: str, folder: Path) -> str:
@@ -95,15 +136,36 @@ def page(uri: str, experiment: str, run_id: str) -> str:
         return f"{redact(uri).rstrip('/')}/{path}"
     # The program may have been called by its path, from an environment that the shell does not know.
     program = shutil.which("mlflow") or str(Path(sys.executable).with_name("mlflow"))
-    return f"{program} ui --backend-store-uri {redact(uri)}\nhttp://127.0.0.1:5000/{path}"
+    return f"{shlex.join([program, 'ui', '--backend-store-uri', redact(uri)])}\nhttp://127.0.0.1:5000/{path}"
 
 
 def failure(error: Exception, uri: str, mend: str) -> TrackingError:
     """What went wrong with a store, as one message: mlflow, SQLAlchemy and requests each raise their own."""
-    said = first_line(error)[:_LONGEST]
+    said = first_line(error)[:_LONGEST]  # which holds no secret that the cut could lay bare
     told = TrackingError(f"{type(error).__name__}: {said}", place=f"tracking.uri: {uri}", mend=mend)
     told.__cause__ = error
     return told
+
+
+def when(error: Exception) -> str:
+    """When it is worth to ask a store again that has failed, as the beginning of a sentence."""
+    if _status(error) in (401, 403):
+        return (
+            "When the credentials are right (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
+            "or user and password in the URI)"
+        )
+    return "When the store answers"
+
+
+def _status(error: Exception) -> int | None:
+    """The status that a server of the web answered with; None where it did not."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()  # type: ignore[no-untyped-call]
+    else:  # of requests, where files are sent
+        status = getattr(getattr(error, "response", None), "status_code", None)
+    return None if status is None else int(status)
 
 
 def _database(uri: str) -> Path:

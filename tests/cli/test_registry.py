@@ -104,7 +104,20 @@ def test_a_call_that_is_wrong_ends_with_2_and_one_message(arguments: list[str], 
 @pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"]])
 def test_a_store_that_cannot_be_reached_ends_with_7(command: list[str], tmp_path: Path) -> None:
     result = call(*command, "--uri", f"sqlite:///{tmp_path}/nowhere/mlflow.db")
-    assert "Nothing says whether the alias moved" in message(result, 7)
+    assert "The alias stays where it was" in message(result, 7)
+
+
+@pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"], ["log", "nowhere"]])
+def test_a_uri_that_is_none_is_a_wrong_call_and_told_without_its_password(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for uri in ("http://someone:hun/ter2@127.0.0.1:9", "http://someone:hun ter2@127.0.0.1:9", "htpp://127.0.0.1:9"):
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        told = message(call(*command, "--uri", uri), 2)
+        assert told.startswith("--uri: ")
+        assert "ter2" not in told
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert message(call(*command), 2).startswith("MLFLOW_TRACKING_URI: ")
 
 
 @pytest.mark.parametrize("alias", ["latest", "v3", "the best"])

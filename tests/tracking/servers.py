@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import http.client
+import http.server
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,6 +84,99 @@ class Server(Program):
     def restarted(self) -> Server:
         self.stop()
         return Server(self.folder, self.store, self.port)
+
+
+@contextlib.contextmanager
+def answering(status: int, **headers: str) -> Iterator[str]:
+    """A server that answers every call with a status and nothing else; gives its URI."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *told: object) -> None:
+            pass
+
+        def answer(self) -> None:
+            self.send_response(status)
+            for key, value in {**headers, "Content_Length": "0"}.items():
+                self.send_header(key.replace("_", "-"), value)
+            self.end_headers()
+
+        do_GET = do_POST = answer  # noqa: N815 - the names of http.server
+
+    with _served(Handler) as uri:
+        yield uri
+
+
+@contextlib.contextmanager
+def _served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Lossy:
+    """A way to a server on which the first answer to each kind of call that writes is lost: the call is done.
+
+    Attributes:
+        lost: The kinds, in order, ids left out.
+    """
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+
+    @contextlib.contextmanager
+    def to(self, port: int) -> Iterator[str]:
+        """Serves until the block ends; gives the URI."""
+        lost = self.lost
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *told: object) -> None:
+                pass
+
+            def forward(self) -> None:
+                if self.headers.get("Transfer-Encoding") == "chunked":
+                    body = b"".join(self.chunks())
+                else:
+                    body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                own = ("host", "content-length", "transfer-encoding", "connection")
+                server = http.client.HTTPConnection("127.0.0.1", port)
+                given = {key: value for key, value in self.headers.items() if key.lower() not in own}
+                server.request(self.command, self.path, body, given)
+                answer = server.getresponse()
+                told = answer.read()
+                server.close()
+                kind = re.sub(r"[0-9a-f]{32}|(?<=artifacts/artifacts/).*", "ID", self.path.partition("?")[0])
+                # What only searches is sent in a body too.
+                if self.command != "GET" and "search" not in kind and kind not in lost:
+                    lost.append(kind)
+                    self.close_connection = True
+                    return
+                self.send_response(answer.status)
+                for key, value in answer.getheaders():
+                    if key.lower() not in own:
+                        self.send_header(key, value)
+                self.send_header("Content-Length", str(len(told)))
+                self.end_headers()
+                self.wfile.write(told)
+
+            def chunks(self) -> Iterator[bytes]:
+                while size := int(self.rfile.readline(), 16):
+                    yield self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = forward  # noqa: N815 - the names of http.server
+
+        with _served(Handler) as uri:
+            yield uri
 
 
 def serving(model: str, tracking_uri: str, folder: Path) -> Program:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
 
 from optexport import pipeline
 from optexport.bundle.verification import verify
-from optexport.errors import ParityError
+from optexport.config.file import TrackingConfig
+from optexport.errors import ParityError, TrackingError
 from optexport.stages import Stages
-from optexport.tracking import store
+from optexport.tracking import by_hand, store
+from optexport.tracking.later import log_bundle
+from optexport.tracking.run import Tracker
 from tests import stores
 from tests.pipeline.projects import RULES
-from tests.tracking.bundles import QUIET, only_run
+from tests.tracking.bundles import QUIET, bundle, only_run
+from tests.tracking.servers import answering
 
 pytestmark = QUIET
 
@@ -74,3 +79,30 @@ def test_a_database_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> No
     """mlflow itself tries for two minutes."""
     with pytest.raises(sqlite3.OperationalError, match="unable to open database file"):
         store.open_store(f"sqlite:///{tmp_path}/no such folder/mlflow.db", tmp_path)
+
+
+def test_a_server_that_asks_to_be_called_much_later_is_not_waited_for(tmp_path: Path) -> None:
+    place = bundle(tmp_path)
+    start = time.monotonic()
+    with answering(503, Retry_After="30") as uri, pytest.raises(TrackingError, match="When the store answers, again"):
+        log_bundle(place, uri)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_refuses_the_credentials_has_answered(tmp_path: Path, status: int) -> None:
+    mend = (
+        r"When the credentials are right \(MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
+        r"or user and password in the URI\)"
+    )
+    place = bundle(tmp_path)
+    with answering(status) as uri:
+        with pytest.raises(TrackingError, match=rf"on disk\. {mend}, again with the same options: optexport log"):
+            log_bundle(place, uri)
+        with pytest.raises(TrackingError, match=rf"The alias stays where it was\. {mend}, do it again\."):
+            by_hand.promote(uri, "block", "1", "champion")
+        tracker = Tracker(TrackingConfig(uri=uri), tmp_path / "a config.toml", place)
+        tracker.start({}, {})
+    later = rf"{mend}: optexport log {place} --config '{tmp_path}/a config\.toml'"
+    with pytest.raises(TrackingError, match=later):
+        raise tracker.failure or AssertionError

@@ -176,7 +176,8 @@ def test_a_bundle_that_was_changed_is_not_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("uri", ["sqlite:///mlflow.db", "http://***@example.org"])
 def test_a_bundle_that_does_not_tell_where_its_store_is_needs_to_be_told(tmp_path: Path, uri: str) -> None:
     place = bundle(tmp_path, manifest=lambda document: document["config"]["tracking"].update(uri=uri))
-    with pytest.raises(ConfigError, match="--config CONFIG, --uri URI, or MLFLOW_TRACKING_URI"):
+    mend = rf"optexport log {place} --config PATH/TO/config\.toml \(or --uri URI, or MLFLOW_TRACKING_URI\)"
+    with pytest.raises(ConfigError, match=mend):
         log_bundle(place)
 
 

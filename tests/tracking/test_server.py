@@ -21,7 +21,7 @@ from optexport.errors import TrackingError
 from optexport.tracking.later import log_bundle
 from tests import exports, stores
 from tests.tracking.bundles import bundle, registering, runs
-from tests.tracking.servers import SECRET, Server, postgresql
+from tests.tracking.servers import SECRET, Lossy, Server, postgresql
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]
 
@@ -203,6 +203,43 @@ def test_a_server_that_is_lost_ends_with_seven_and_what_is_missing_is_sent_later
     assert [run.info.run_id] == (started or [run.info.run_id])
     assert run.data.params["export.formats"]
     assert run.data.metrics["seconds.trace"] > 0
+
+
+CREATING = ["experiments/create", "runs/create", "logged-models", "registered-models/create", "model-versions/create"]
+
+
+@pytest.mark.parametrize("by", ["run", "log"])
+def test_where_each_answer_is_lost_once_nothing_is_made_twice(server: Server, tmp_path: Path, by: str) -> None:
+    """mlflow sends again what was not answered: there were two runs, two models and two versions."""
+    name, lossy = f"lossy {by}", Lossy()
+    with lossy.to(server.port) as uri:
+        if by == "run":
+            process = optexport("run", project(tmp_path, uri, name))
+        else:
+            place = bundle(tmp_path, manifest=registering(name))
+            process = optexport("log", place, "--uri", uri, "--experiment", name)
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert [kind for kind in CREATING if not any(lost.endswith(f"/{kind}") for lost in lossy.lost)] == []
+    run = only(server, name)
+    client = mlflow.MlflowClient(server.uri)
+    for key in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, key)
+        assert len(history) == len({point.step for point in history}), key
+    (model,) = client.search_logged_models([run.info.experiment_id])
+    assert len(model.metrics) == len({(metric.key, metric.step) for metric in model.metrics})
+
+
+def test_of_two_runs_of_a_bundle_the_one_that_is_whole_counts(server: Server, tmp_path: Path) -> None:
+    """A program that ended between two answers may have left another behind, which is newer and found first."""
+    place = bundle(tmp_path, manifest=registering("two"))
+    whole = log_bundle(place, server.uri, "two")
+    client = mlflow.MlflowClient(server.uri)
+    (run,) = runs(server.uri, "two")
+    client.create_run(run.info.experiment_id, tags=run.data.tags)
+    again = log_bundle(place, server.uri, "two")
+    assert (again.run_id, again.before) == (whole.run_id, True)
+    assert len(client.search_model_versions("name = 'two'")) == 1
 
 
 def test_a_server_that_takes_calls_and_never_answers_costs_seconds_and_not_minutes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,13 @@ def test_a_relative_store_lies_beside_the_config(tmp_path: Path) -> None:
     assert store.resolved_uri("sqlite:///mlflow.db", tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
     for uri in (f"sqlite:///{tmp_path}/x.db", "http://127.0.0.1:5000", "databricks"):
         assert store.resolved_uri(uri, tmp_path) == uri
+
+
+def test_the_command_that_serves_a_run_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/other folder/mlflow.db"
+    command, address = store.page(uri, "1", "abc").splitlines()
+    assert shlex.split(command)[1:] == ["ui", "--backend-store-uri", uri]
+    assert address == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
 
 
 def test_without_tracking_there_is_no_run_and_no_store(tmp_path: Path) -> None:
