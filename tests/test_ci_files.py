@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -109,6 +111,29 @@ def test_the_hook_of_pre_commit_is_a_command_that_takes_many_files() -> None:
     done = CliRunner().invoke(cli, [command, *options, *map(str, sorted(ROOT.glob("pipelines/*.toml")))])
     assert done.exit_code == 0, done.output
     assert "It is a template: optexport batch CONFIG --from-registry FILTER runs it" in done.output
+
+
+def test_the_hook_leaves_alone_what_runs_make(tmp_path: Path) -> None:
+    text = (ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8")
+    (hook,) = yaml.safe_load(text)
+    (shown,) = [line.removeprefix("#") for line in text.splitlines() if "hooks: [" in line]
+    (snippet,) = yaml.safe_load(shown)["hooks"]
+    for patterns in (hook, snippet):
+        for path, taken in {"pipelines/a.toml": True, "pipelines/build/a/config.toml": False, "a.toml": False}.items():
+            found = re.search(patterns["files"], path) and not re.search(patterns["exclude"], path)
+            assert bool(found) == taken, path
+
+
+@pytest.mark.parametrize("end", ["Complete", "Failed"])
+def test_waiting_for_the_job_of_kubernetes_ends_with_it_however_it_ends(end: str, tmp_path: Path) -> None:
+    text = (ROOT / "pipelines/kubernetes-job.yml").read_text(encoding="utf-8")
+    (command,) = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#   timeout ")]
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f"#!/bin/sh\necho 'FailureTarget {end}'\n")
+    kubectl.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(command, shell=True, env={"PATH": path}, capture_output=True, text=True, timeout=9)
+    assert (done.returncode, done.stdout) == (0, f"FailureTarget {end}\n")
 
 
 def test_the_bundle_that_they_keep_is_the_output_of_their_config() -> None:
