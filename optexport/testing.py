@@ -192,11 +192,24 @@ def check_undo_alone(
             assert not rule.get_transformed_nodes(graph), f"{type(rule).__name__} undone: marks are left"
 
 
-def check_applied(rule: Rule, graph_module: fx.GraphModule, inputs: Inputs, count: int = 1, **options: Any) -> Report:
-    """Asserts that a rule finds so many places, besides the laws; the report says what else it found."""
+def check_applied(
+    rule: Rule,
+    graph_module: fx.GraphModule,
+    inputs: Inputs,
+    count: int = 1,
+    *,
+    exact: bool = False,
+    scale: float | None = None,
+) -> Report:
+    """Asserts that a rule finds so many places, besides the laws; the report says what else it found.
+
+    Args:
+        count: In how many places.
+        exact: As for `check_laws`, and so is ``scale``.
+    """
     _, report = run(rule, sharing(graph_module))
     assert len(report.changes) == count, report
-    check_laws(rule, graph_module, inputs, **options)
+    check_laws(rule, graph_module, inputs, exact=exact, scale=scale)
     return report
 
 

@@ -60,6 +60,11 @@ def _sums() -> GraphModule:
     return by_fx(lambda m, x: (x + x.exp()) + (m.q(x) + 1), q=nn.Linear(4, 4))
 
 
+def test_a_keyword_that_the_helper_does_not_know_is_told_by_name() -> None:
+    with pytest.raises(TypeError, match="places"):
+        check_applied(SwapSummands(), _sums(), X, places=2)  # type: ignore[call-arg]
+
+
 def test_a_rule_of_ones_own_keeps_the_laws() -> None:
     report = check_applied(SwapSummands(), _sums(), X, count=2, exact=True)
     assert [near_miss.reason for near_miss in report.near_misses] == ["a number is added"]
