@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optexport.errors import DeviceError
+from optexport.extras import how_to_install
 
 Device = Literal["cpu", "cuda"]
 
@@ -24,7 +25,7 @@ _PROVIDERS: dict[Device, list[Any]] = {
 _CUDA = "CUDAExecutionProvider"
 _MEND = 'Run it where there is a card, with its driver; or export for the CPU: leave out device = "cuda".'
 _MEND_ONNX = (
-    "Install optexport[cuda], and then, since both packages write to one folder: pip uninstall onnxruntime; "
+    f"{how_to_install('cuda')}, and then, since both packages write to one folder: pip uninstall onnxruntime; "
     "pip install --force-reinstall --no-deps onnxruntime-gpu"
 )
 

@@ -20,6 +20,7 @@ from optexport.bundle import contents, digests, drafts, lockfile, places, record
 from optexport.bundle.checkout import checkout
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measured import Origin
+from optexport.config.checks import check_extras
 from optexport.config.file import Config, load_config
 from optexport.config.measuring import TuneConfig
 from optexport.config.source import SourceKind, source_kind
@@ -131,10 +132,11 @@ def run(
     if config.generation is not None:
         raise ConfigError(
             "it exports the parts of a generative model, of which there is no single result",
-            place=f"{path.name}: generation",
+            place=f"{path}: generation",
             mend="Call optexport.run_generation(path), or: optexport run",
         )
-    devices.check(config.model.device, config.export.formats, f"{path.name}: model.device")
+    check_extras(config, path)
+    devices.check(config.model.device, config.export.formats, f"{path}: model.device")
     lock = lockfile.read(path) if locked else None
     if lock is not None:
         lockfile.check_surroundings(lock, config, path, versions())

@@ -54,7 +54,7 @@ def test_a_run_without_a_card_is_refused_before_any_work(tmp_path: Path) -> None
     (tmp_path / "work").mkdir()
     call = Caller(tmp_path / "work")
     told = message(call("run", ON_CUDA.replace("enabled = false", "enabled = true")), 3)
-    assert told.startswith("mine.toml: model.device: torch ")
+    assert told.startswith(f"{tmp_path / 'work' / 'mine.toml'}: model.device: torch ")
     assert "sees no CUDA device" in told
     assert 'leave out device = "cuda"' in told
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"halves.py", "mine.toml"}
@@ -100,7 +100,7 @@ def test_nor_measured(file_format: str, cause: str, for_a_card: Path) -> None:
 @NO_PROVIDER
 def test_a_session_without_the_provider_is_refused_with_the_package_that_has_it() -> None:
     path = exports.exported().files["onnx"]
-    with pytest.raises(DeviceError, match=r"no CUDAExecutionProvider\n.*optexport\[cuda\]"):
+    with pytest.raises(DeviceError, match=r"no CUDAExecutionProvider\n.*'\.\[cuda\]'"):
         devices.onnx_session(path, onnxruntime.SessionOptions(), "cuda")
 
 

@@ -12,7 +12,7 @@ from optexport.config.processing import LABELS, PROBABILITIES
 from optexport.inputs.positions import most_tokens
 from optexport.signature import Signature
 from optexport.sources.loading import Loaded
-from optexport.sources.tasks import AUTO_CLASSES, SPEECH
+from optexport.sources.tasks import AUTO_CLASSES, SENTENCES, SPEECH
 
 # What the names of classes end with; a model without a head gives features.
 _ENDINGS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
@@ -47,7 +47,7 @@ def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Pat
 
 def _task_of(model: Any) -> str | None:
     if isinstance(model, sentence_embedding.SentenceEmbedder):
-        return sentence_embedding.TASK
+        return SENTENCES
     if not hasattr(model, "main_input_name"):
         return None
     name = type(model).__name__

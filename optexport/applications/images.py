@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from optexport.errors import ConfigError, first_line
+from optexport.extras import check_extra
 
 # So many channels has an image that is transparent in places.
 _WITH_ALPHA = 4
@@ -26,16 +27,15 @@ def read(image: Any) -> Any:
         An image of PIL, or the array where it has channels of colours already.
 
     Raises:
-        ConfigError: It is none of these, cannot be read, or has pixels of more than 8 bits.
+        ConfigError: It is none of these, cannot be read, or has pixels of more than 8 bits; or Pillow is missing.
     """
     if isinstance(image, np.ndarray) and image.dtype != np.uint8:
         raise ConfigError(f"it is {image.dtype}", place="images", mend="Give uint8, from 0 to 255.")
     if isinstance(image, np.ndarray) and image.ndim > 2 and image.shape[-1] != _WITH_ALPHA:
         return image
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError("reading images needs Pillow", place="images", mend="pip install pillow") from error
+    check_extra("images", "images")
+    from PIL import Image
+
     if isinstance(image, np.ndarray):
         return Image.fromarray(image).convert("RGB")
     if isinstance(image, Image.Image):

@@ -1,6 +1,6 @@
 """Models of sentence-transformers: a transformer, and the modules that make one vector of a sentence of its output.
 
-The one door to ``sentence_transformers``, an optional package: its extra is ``optexport[sentence-transformers]``.
+The one door to ``sentence_transformers``, an optional package: its extra is ``sentence-transformers``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from optexport.applications.pretrained_files import find
 from optexport.errors import SourceError, first_line
+from optexport.extras import check_extra
 from optexport.signature import unused
+from optexport.sources.tasks import SENTENCES, TRANSFORMER_ALONE
 
-TASK = "sentence-similarity"
 _OUTPUT = "sentence_embedding"
 _MODULES = "modules.json"
-_TRY_TRANSFORMER = 'Or export the transformer alone: task = "feature-extraction".'
 
 
 class SentenceEmbedder(nn.Module):
@@ -88,7 +88,7 @@ def wanted(task: str | None, name: str, options: Mapping[str, Any]) -> bool:
         name: A folder, or a hub id.
         options: As for ``from_pretrained``.
     """
-    return task == TASK or (task is None and _kind(name, options) == "SentenceTransformer")
+    return task == SENTENCES or (task is None and _kind(name, options) == "SentenceTransformer")
 
 
 def _kind(name: str, options: Mapping[str, Any]) -> str | None:
@@ -113,6 +113,7 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
         place: What errors name.
 
     Raises:
+        ConfigError: The library is not installed.
         SourceError: It is none, cannot be loaded, lacks weights, or does something that no graph of tensors holds.
     """
     kind = _kind(name, options)
@@ -121,16 +122,11 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
         raise SourceError(
             f"{what}, so it gives no sentence embeddings",
             place=place,
-            mend=f'task = "{TASK}" is for what SentenceTransformer.save_pretrained wrote.',
+            mend=f'task = "{SENTENCES}" is for what SentenceTransformer.save_pretrained wrote.',
         )
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ModuleNotFoundError as error:
-        raise SourceError(
-            "it is a model of sentence-transformers, which is not installed",
-            place=place,
-            mend=f'pip install "optexport[sentence-transformers]". {_TRY_TRANSFORMER}',
-        ) from error
+    check_extra("sentence-transformers", place, TRANSFORMER_ALONE)
+    from sentence_transformers import SentenceTransformer
+
     try:
         sentences = SentenceTransformer(name, device="cpu", model_kwargs=dict(model_options), **options).eval()
     except Exception as error:  # sentence-transformers, transformers and the hub's client raise many kinds
@@ -139,7 +135,7 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
             place=place,
             mend="The folder brings code of its own: read it, then model.trust_remote_code = true runs it."
             if "trust_remote_code" in str(error)
-            else _TRY_TRANSFORMER,
+            else TRANSFORMER_ALONE,
         ) from error
     modules = list(sentences.children())
     _check_transformer(modules[0], place)
@@ -149,7 +145,7 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
         raise SourceError(
             "its pooling leaves out the tokens of the prompt, wherever a row's padding ends, which no graph holds",
             place=place,
-            mend=_TRY_TRANSFORMER,
+            mend=TRANSFORMER_ALONE,
         )
     _check_modules(modules, sentences.preprocess(["a", "a b c"]), place)
     return Embedder(SentenceEmbedder(modules, sentences.truncate_dim).eval(), sentences.tokenizer, prompt)
@@ -167,7 +163,7 @@ def _check_transformer(module: nn.Module, place: str) -> None:
         raise SourceError(
             f"it takes {', '.join(map(str, takes))}, and not plain texts",
             place=place,
-            mend=_TRY_TRANSFORMER,
+            mend=TRANSFORMER_ALONE,
         )
 
 
@@ -205,7 +201,7 @@ def _check_modules(modules: Sequence[nn.Module], features: dict[str, Any], place
             raise SourceError(
                 f"it does not run on token ids and a mask alone: {type(error).__name__}: {first_line(error)}",
                 place=what,
-                mend=_TRY_TRANSFORMER,
+                mend=TRANSFORMER_ALONE,
             ) from error
     if not isinstance(features.get(_OUTPUT), torch.Tensor):
-        raise SourceError(f"its modules give no {_OUTPUT}", place=place, mend=_TRY_TRANSFORMER)
+        raise SourceError(f"its modules give no {_OUTPUT}", place=place, mend=TRANSFORMER_ALONE)

@@ -18,6 +18,7 @@ from optexport.batch.run import Engine
 from optexport.batch.tasks import Task
 from optexport.bundle.lockfile import named_files
 from optexport.errors import ConfigError
+from optexport.extras import check_extra
 
 # What the head of a cluster has to answer.
 _ANSWER_SECONDS = 10.0
@@ -46,10 +47,9 @@ def _run(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without it Ray warns of accelerators, which nobody here asked for.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("Ray is not installed", place="--engine ray", mend='pip install "optexport[ray]"') from error
+    check_extra("ray", "--engine ray")
+    import ray
+
     for task in tasks:
         if task.config is not None:
             check_portable(task)

@@ -144,14 +144,14 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
 @no_code_option
 def check(configs: tuple[Path, ...]) -> None:
     """Check the whole of each CONFIG, without loading anything."""
-    from optexport.config.checks import check_output, open_question
+    from optexport.config.checks import check_here, open_question
     from optexport.config.file import load_config
 
     mistakes = []
     for config in configs:
         try:
             read = load_config(config)
-            check_output(read, config.parent)
+            check_here(read, config)
         except ConfigError as error:  # the next one is checked all the same
             mistakes.append(error)
             continue

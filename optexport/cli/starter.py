@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, package_folder, source_kind
+from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, source_folder, source_kind
 from optexport.registry import PRESET, RULES
 from optexport.sources.tasks import AUTO_CLASSES
 
@@ -39,7 +39,7 @@ def starter_config(source: str, folder: Path) -> str:
         folder: Where the config will lie, which a relative source starts from.
     """
     kind = source_kind(source, folder)
-    known = _config_json(source, kind, folder)
+    known = _config_json(source, folder)
     path = (folder / source).resolve().name if kind is SourceKind.FOLDER else source.rstrip("/").rpartition("/")[2]
     name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
     for suffix in (".pt2", *TORCHSCRIPT_SUFFIXES):
@@ -86,16 +86,9 @@ def missing_model(source: str, folder: Path) -> str | None:
     return f"{source} holds no config.json, so it is no folder of a transformers model: edit model.source"
 
 
-def _config_json(source: str, kind: SourceKind, folder: Path) -> dict[str, Any]:
-    if kind is SourceKind.FOLDER:
-        path = folder / os.path.expanduser(source)
-    elif kind is SourceKind.PACKAGE:
-        package, _, inner = source.removeprefix("package:").partition("/")
-        found = package_folder(package)
-        if found is None:
-            return {}
-        path = found / inner
-    else:
+def _config_json(source: str, folder: Path) -> dict[str, Any]:
+    path = source_folder(source, folder)
+    if path is None:
         return {}
     known = _json(path / "config.json")
     if (longest := _json(path / "tokenizer_config.json").get("model_max_length")) is not None:
@@ -127,7 +120,7 @@ def _number(value: Any, least: int, default: int) -> int:
 
 def _task(known: dict[str, Any]) -> list[str]:
     if known.get(_SENTENCES):
-        return ['task = "sentence-similarity"  # its modules.json: pip install "optexport[sentence-transformers]"']
+        return ['task = "sentence-similarity"  # its modules.json; needs the extra sentence-transformers']
     architectures = known.get("architectures")
     names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     names = [name for name in names if name.isidentifier()]

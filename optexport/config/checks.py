@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optexport import registry
 from optexport.bundle.places import check_place, output_of
-from optexport.config.source import check_module, is_template
+from optexport.config.mistakes import Mistakes
+from optexport.config.source import check_module, is_template, source_folder
 from optexport.errors import ConfigError, did_you_mean
+from optexport.extras import check_extra
 from optexport.formats import lowerings
+from optexport.sources.tasks import SENTENCES, TRANSFORMER_ALONE
 
 if TYPE_CHECKING:
     from optexport.config.file import Config, InputsConfig, TransformationConfig
@@ -158,16 +162,59 @@ def check_device(config: Config, place: str) -> None:
         )
 
 
-def check_output(config: Config, folder: Path) -> None:
-    """Checks that the bundle may be written where the config says, without writing there.
+def check_here(config: Config, path: Path) -> None:
+    """Checks that this machine has what a run needs, and that the bundle may be written where the config says.
 
     Args:
-        folder: The config's folder, which paths are relative to.
+        path: The config's.
 
     Raises:
-        ConfigError: Something else is there, or nothing can be written there.
+        ConfigError: An extra is missing, something else is where the bundle goes, or nothing can be written there.
     """
-    check_place(output_of(config, folder))
+    mistakes = Mistakes(str(path))
+    for key, extra, otherwise in _extras(config, path.parent):
+        mistakes.of(check_extra, extra, f"{path}: {key}", otherwise)
+    mistakes.of(check_place, output_of(config, path.parent))
+    mistakes.tell()
+
+
+def check_extras(config: Config, path: Path) -> None:
+    """Checks that the optional packages are installed that a config asks for, without importing them.
+
+    Args:
+        path: The config's.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for key, extra, otherwise in _extras(config, path.parent):
+        check_extra(extra, f"{path}: {key}", otherwise)
+
+
+def _extras(config: Config, folder: Path) -> Iterator[tuple[str, str, str | None]]:
+    """The keys that need an extra, with it, and what can be done without."""
+    if config.model.task == SENTENCES:
+        yield "model.task", "sentence-transformers", TRANSFORMER_ALONE
+    elif config.model.task is None and _has_sentence_modules(config, folder):
+        yield "model.source", "sentence-transformers", TRANSFORMER_ALONE
+    if config.model.adapter is not None:
+        yield "model.adapter", "adapters", None
+    if config.inputs.images is not None:
+        yield "inputs.images", "images", None
+
+
+def _has_sentence_modules(config: Config, folder: Path) -> bool:
+    """Whether a folder is loaded with its modules though no task asks for it, see `sentence_embedding.wanted`."""
+    lies = source_folder(config.model.source, folder)
+    if lies is None or not (lies / "modules.json").is_file():
+        return False
+    try:
+        settings = json.loads((lies / "config_sentence_transformers.json").read_text(encoding="utf-8"))
+        return bool(settings.get("model_type", "SentenceTransformer") == "SentenceTransformer")
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, AttributeError):  # which loading tells
+        return False
 
 
 def open_question(config: Config) -> str | None:

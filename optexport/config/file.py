@@ -294,28 +294,28 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
         ConfigError: As for `load_config`.
     """
     raw = config_text.parse(text, path)
-    config = checked_settings(raw, path.name)
-    check_foreign_code(config, path.name)  # before anything that asks a package for its rules
-    mistakes = Mistakes(path.name)
-    mistakes.of(config_text.check_secrets, raw, text, path.name)
+    config = checked_settings(raw, str(path))
+    check_foreign_code(config, str(path))  # before anything that asks a package for its rules
+    mistakes = Mistakes(str(path))
+    mistakes.of(config_text.check_secrets, raw, text, str(path))
     for index, rule in enumerate(config.rules()):
-        place = f"{path.name}: transformations[{index}]"
+        place = f"{path}: transformations[{index}]"
         mistakes.of(check_rule, rule, path.parent, place)
     for name in config.parity.decisions or ():
         if name.startswith(METRIC):
-            place = f"{path.name}: parity.decisions.{name}"
+            place = f"{path}: parity.decisions.{name}"
             mistakes.of(check_module, name.removeprefix(METRIC), path.parent, place)
-    mistakes.of(check_formats, config, path.name)
+    mistakes.of(check_formats, config, str(path))
     formats, dynamic = config.export.formats, config.inputs.dynamic
-    mistakes.of(check_measuring, config.bench, config.gate, formats, dynamic, path.name)
+    mistakes.of(check_measuring, config.bench, config.gate, formats, dynamic, str(path))
     mistakes.of(check_source, config, path)
     mistakes.of(check_beside_source, config, path)
     of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
-    mistakes.of(check_inputs, config.inputs, of_program=of_program, place=path.name)
-    mistakes.of(check_tolerance, config, without, path.name)
-    mistakes.of(check_processing, config, path.parent, path.name)
+    mistakes.of(check_inputs, config.inputs, of_program=of_program, place=str(path))
+    mistakes.of(check_tolerance, config, without, str(path))
+    mistakes.of(check_processing, config, path.parent, str(path))
     for check in (check_precision, check_generation, check_register, check_device):
-        mistakes.of(check, config, path.name)
+        mistakes.of(check, config, str(path))
     mistakes.tell()
     return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from enum import StrEnum
 from pathlib import Path
@@ -62,7 +63,7 @@ def check_source(config: Config, path: Path) -> None:
         ConfigError: One is not, or something is asked for that its kind of source does not have.
     """
     folder, source = path.parent, config.model.source
-    place = f"{path.name}: model.source"
+    place = f"{path}: model.source"
     kind = source_kind(source, folder)
     _, _, rest = source.partition(":")
     if kind is SourceKind.PACKAGE:
@@ -103,20 +104,20 @@ def check_beside_source(config: Config, path: Path) -> None:
     folder = path.parent
     kind = source_kind(config.model.source, folder)
     if config.model.arguments and kind is not SourceKind.PYTHON:
-        raise ConfigError("only a python: source takes arguments", place=f"{path.name}: model.arguments")
+        raise ConfigError("only a python: source takes arguments", place=f"{path}: model.arguments")
     if config.model.adapter is not None and kind in (SourceKind.PYTHON, SourceKind.PT2, SourceKind.TORCHSCRIPT):
-        raise ConfigError("only a model of transformers takes one", place=f"{path.name}: model.adapter")
+        raise ConfigError("only a model of transformers takes one", place=f"{path}: model.adapter")
     if config.model.adapter is not None and not _is_dir(folder, config.model.adapter):
-        raise ConfigError(f"there is no folder {config.model.adapter}", place=f"{path.name}: model.adapter")
+        raise ConfigError(f"there is no folder {config.model.adapter}", place=f"{path}: model.adapter")
     try:
         Path(config.export.output).expanduser()
     except RuntimeError as error:
-        raise ConfigError(str(error), place=f"{path.name}: export.output") from error
+        raise ConfigError(str(error), place=f"{path}: export.output") from error
     if config.inputs.data is not None and not _is_file(folder, config.inputs.data):
-        raise ConfigError(f"there is no file {config.inputs.data}", place=f"{path.name}: inputs.data")
+        raise ConfigError(f"there is no file {config.inputs.data}", place=f"{path}: inputs.data")
     for image in config.inputs.images or []:
         if not _is_file(folder, image):
-            raise ConfigError(f"there is no file {image}", place=f"{path.name}: inputs.images")
+            raise ConfigError(f"there is no file {image}", place=f"{path}: inputs.images")
 
 
 def package_folder(package: str) -> Path | None:
@@ -126,6 +127,22 @@ def package_folder(package: str) -> Path | None:
     except (ImportError, ValueError):
         return None
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def source_folder(source: str, folder: Path) -> Path | None:
+    """Where the folder of a model lies, or is to lie, that is here; None where the source is of another kind.
+
+    Args:
+        folder: The config's.
+    """
+    kind = source_kind(source, folder)
+    if kind is SourceKind.FOLDER:
+        return folder / os.path.expanduser(source)
+    if kind is not SourceKind.PACKAGE:
+        return None
+    package, _, inner = source.removeprefix("package:").partition("/")
+    found = package_folder(package)
+    return None if found is None else found / inner
 
 
 def check_module(location: str, folder: Path, place: str) -> None:

@@ -57,13 +57,13 @@ def parse(text: str, path: Path) -> dict[str, Any]:
         raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
     for count, (place, value) in enumerate(_items(table)):
         if count >= _KEYS:
-            raise ConfigError(f"it holds more than {_KEYS} keys and values", place=path.name)
+            raise ConfigError(f"it holds more than {_KEYS} keys and values", place=str(path))
         if len(place) > _DEPTH:
-            raise ConfigError(f"it is nested deeper than {_DEPTH}", place=f"{path.name}: {dotted(place[:3])}...")
+            raise ConfigError(f"it is nested deeper than {_DEPTH}", place=f"{path}: {dotted(place[:3])}...")
         if isinstance(value, int) and value not in _INTEGERS:
             raise ConfigError(
                 "it is no whole number of 64 bits",
-                place=f"{path.name}: {dotted(place)}",
+                place=f"{path}: {dotted(place)}",
                 mend="Write one below 2^63, that is of 18 digits at most.",
             )
     return table

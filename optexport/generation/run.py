@@ -12,6 +12,7 @@ from optexport import interrupts, pipeline, tracking
 from optexport.bundle import places
 from optexport.bundle.checkout import checkout
 from optexport.bundle.measured import Origin
+from optexport.config.checks import check_extras
 from optexport.config.file import Config, load_config
 from optexport.errors import ConfigError, redact
 from optexport.generation import export
@@ -40,7 +41,8 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
     stages = stages or Stages()
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
-        raise ConfigError("it has no such table", place=f"{path.name}: generation", mend="Call optexport.run(path).")
+        raise ConfigError("it has no such table", place=f"{path}: generation", mend="Call optexport.run(path).")
+    check_extras(config, path)
     rules, new_tokens = rules_of(config, folder, without), config.generation.new_tokens
     config = resolved(config, rules)
     output = places.output_of(config, folder)

@@ -1,6 +1,6 @@
 """Adapters of low rank (LoRA and its kin), merged into the model that they were trained for.
 
-The one door to ``peft``, an optional package: its extra is ``optexport[adapters]``.
+The one door to ``peft``, an optional package: its extra is ``adapters``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from optexport import transformers_exporters
 from optexport.errors import SourceError, first_line
+from optexport.extras import check_extra
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -57,15 +58,14 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
         The model as it was built, without layers of the adapter.
 
     Raises:
-        SourceError: peft is not installed, or the adapter is none that can be merged into this model.
+        ConfigError: peft is not installed.
+        SourceError: The adapter is none that can be merged into this model.
     """
     place = f"model.adapter: {folder.name}"
     saved = saved_weights(folder)
-    try:
-        with transformers_exporters.quiet():
-            import peft
-    except ModuleNotFoundError as error:
-        raise SourceError("peft is not installed", place=place, mend='pip install "optexport[adapters]"') from error
+    check_extra("adapters", place)
+    with transformers_exporters.quiet():
+        import peft
     try:
         settings = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
         with transformers_exporters.quiet():

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 # A model that goes on from what it has heard, or, without model.task, one that gives a letter for each moment (CTC).
 SPEECH = "automatic-speech-recognition"
+# That of a model of sentence-transformers with its modules, and what to do where the library is missing.
+SENTENCES = "sentence-similarity"
+TRANSFORMER_ALONE = 'Or export the transformer alone: task = "feature-extraction".'
 
 AUTO_CLASSES: Mapping[str, str] = {
     "audio-classification": "AutoModelForAudioClassification",
@@ -21,7 +24,7 @@ AUTO_CLASSES: Mapping[str, str] = {
     "multiple-choice": "AutoModelForMultipleChoice",
     "object-detection": "AutoModelForObjectDetection",
     "question-answering": "AutoModelForQuestionAnswering",
-    "sentence-similarity": "AutoModel",  # with the modules of sentence-transformers behind it
+    SENTENCES: "AutoModel",  # with the modules of sentence-transformers behind it
     "semantic-segmentation": "AutoModelForSemanticSegmentation",
     "text-classification": "AutoModelForSequenceClassification",
     "text-generation": "AutoModelForCausalLM",

@@ -18,7 +18,7 @@ from transformers import BertModel
 
 from optexport import Bundle
 from optexport.config.file import ModelConfig
-from optexport.errors import SourceError
+from optexport.errors import ConfigError, SourceError
 from optexport.sources import loading
 from tests.applications import bundles
 from tests.applications.folders import TEXTS, encode, export, save_sentences
@@ -165,8 +165,10 @@ def test_code_that_the_folder_names_is_not_run(tmp_path: Path) -> None:
 def test_without_the_library_the_refusal_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_sentences(tmp_path / "sentences")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    told = refusal(folder)
-    assert 'pip install "optexport[sentence-transformers]"' in told
+    with pytest.raises(ConfigError) as caught:
+        load(folder)
+    told = str(caught.value)
+    assert "pip install -c constraints.txt '.[sentence-transformers]'" in told
     assert 'task = "feature-extraction"' in told
 
 

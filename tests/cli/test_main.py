@@ -130,7 +130,7 @@ def test_check_says_that_only_a_model_of_transformers_needs_no_inputs(call: Call
 def test_check_refuses_texts_for_a_file_that_has_no_tokenizer(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "model.pt2").touch()
     told = message(call("check", '[model]\nsource = "model.pt2"\n[inputs]\ntexts = ["a"]\n'), 2)
-    assert told.startswith("mine.toml: inputs.texts: a .pt2 or TorchScript file has no tokenizer")
+    assert told.startswith(f"{tmp_path / 'mine.toml'}: inputs.texts: a .pt2 or TorchScript file has no tokenizer")
 
 
 def test_every_rule_is_listed_for_people_and_for_machines() -> None:
@@ -213,6 +213,54 @@ def test_a_call_that_is_wrong_ends_with_2(
     message(CliRunner().invoke(cli, arguments), 2)
 
 
+def test_check_tells_wrong_configs_of_one_name_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "config.toml" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text('[model]\nsorce = "x"\n', encoding="utf-8")
+    done = CliRunner().invoke(cli, ["check", *map(str, paths)])
+    assert done.exit_code == 2
+    for path in paths:
+        assert f"\n  {path}: 2 mistakes\n" in done.stderr
+
+
+# What a config asks for, the key that does, the module that is not installed, and the extra that brings it.
+_NEEDS = {
+    "task": ('[model]\nsource = "org/name"\ntask = "sentence-similarity"', "model.task", "sentence-transformers"),
+    "modules": ('[model]\nsource = "sentences"', "model.source", "sentence-transformers"),
+    "adapter": ('[model]\nsource = "org/name"\nadapter = "sentences"', "model.adapter", "adapters"),
+    "images": ('[model]\nsource = "org/name"\n[inputs]\nimages = ["a.png"]', "inputs.images", "images"),
+}
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize("name", _NEEDS)
+def test_an_extra_that_is_missing_is_told_before_anything_is_made(
+    name: str, command: str, call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, key, extra = _NEEDS[name]
+    (tmp_path / "sentences").mkdir()
+    (tmp_path / "sentences" / "modules.json").write_text("[]")
+    (tmp_path / "a.png").touch()
+    before = {*tmp_path.iterdir()}
+    monkeypatch.setitem(sys.modules, {"adapters": "peft", "images": "PIL"}.get(extra, "sentence_transformers"), None)
+    told = message(call(command, text), 2)
+    assert f": {key}: it needs the extra {extra}, of which " in told
+    assert f"pip install -c constraints.txt '.[{extra}]'" in told
+    assert {path.suffix for path in {*tmp_path.iterdir()} - before} == {".toml"}
+
+
+def test_modules_of_another_kind_and_a_transformer_alone_need_no_extra(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sentences").mkdir()
+    (tmp_path / "sentences" / "modules.json").write_text("[]")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    assert call("check", '[model]\nsource = "sentences"\ntask = "feature-extraction"').exit_code == 0
+    (tmp_path / "sentences" / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
+    assert call("check", '[model]\nsource = "sentences"').exit_code == 0
+
+
 def test_check_tells_of_each_config_and_goes_on_after_a_wrong_one(tmp_path: Path) -> None:
     for name, text in (("a", "[model]"), ("b", '[model]\nsource = "org/name"'), ("c", "x = 1")):
         (tmp_path / f"{name}.toml").write_text(text)
@@ -220,7 +268,7 @@ def test_check_tells_of_each_config_and_goes_on_after_a_wrong_one(tmp_path: Path
     assert done.exit_code == 2
     assert "b.toml: good" in done.stdout
     assert "2 of 3 configs are wrong" in done.stderr
-    assert "  a.toml: model.source: it is required" in done.stderr
+    assert f"  {tmp_path / 'a.toml'}: model.source: it is required" in done.stderr
     assert "there is no such key" in done.stderr
 
 

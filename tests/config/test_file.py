@@ -34,7 +34,7 @@ def test_a_mistake_is_told_with_its_file_its_key_and_its_mend(name: str, tmp_pat
     text, key, words = MISTAKES[name]
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
     message = refusal(tmp_path / "mine.toml")
-    assert message.startswith(f"mine.toml: {key}: "), message
+    assert message.startswith(f"{tmp_path / 'mine.toml'}: {key}: "), message
     assert words in message
 
 
@@ -56,7 +56,7 @@ def test_what_cannot_be_read_as_toml_is_refused(name: str, tmp_path: Path) -> No
 def test_all_mistakes_are_told_at_once_a_line_each(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[model]\nsorce = "x"\n[parity]\natol = "a"\n', encoding="utf-8")
     first, *rest = refusal(tmp_path / "mine.toml").splitlines()
-    assert first == "mine.toml: 3 mistakes"
+    assert first == f"{tmp_path / 'mine.toml'}: 3 mistakes"
     assert [line.partition(":")[0].strip() for line in rest] == ["model.source", "model.sorce", "parity.atol"]
     assert rest[1].endswith('Did you mean "source"?')
 
@@ -75,7 +75,7 @@ def test_an_input_may_have_any_name(name: str, tmp_path: Path) -> None:
     path.write_text(table(f"inputs.tensors.{name}", "shape = [1]"), encoding="utf-8")
     assert load_config(path).inputs.tensors
     path.write_text(table(f"inputs.tensors.{name}", "shape = [1]", "hihg = 1.0"), encoding="utf-8")
-    assert refusal(path) == f'mine.toml: inputs.tensors.{name}.hihg: there is no such key\n  Did you mean "high"?'
+    assert refusal(path) == f'{path}: inputs.tensors.{name}.hihg: there is no such key\n  Did you mean "high"?'
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_input_may_have_any_name(name: str, tmp_path: Path) -> None:
 )
 def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
-    assert refusal(tmp_path / "mine.toml").startswith(f"mine.toml: {key}: ")
+    assert refusal(tmp_path / "mine.toml").startswith(f"{tmp_path / 'mine.toml'}: {key}: ")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
 )
 def test_a_value_that_no_run_can_use_is_refused_before_one(text: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
-    assert refusal(tmp_path / "mine.toml").startswith(f"mine.toml: {key}")
+    assert refusal(tmp_path / "mine.toml").startswith(f"{tmp_path / 'mine.toml'}: {key}")
 
 
 @pytest.mark.parametrize("name", ["batch size", "1x", "a-b", ""])
@@ -230,7 +230,7 @@ def understood(raw: dict[str, Any]) -> Config | None:
             return load_config(path)
         except ConfigError as error:
             message = str(error)
-    assert message.startswith("mine.toml: ")
+    assert message.startswith(f"{path}: ")
     assert "it is not TOML" not in message
     return None
 
@@ -347,6 +347,6 @@ def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Pa
     with pytest.raises(ConfigError) as raised:
         parse_config(text, tmp_path / "mine.toml")
     first, *lines = str(raised.value).splitlines()
-    assert first == "mine.toml: 4 mistakes"
+    assert first == f"{tmp_path / 'mine.toml'}: 4 mistakes"
     places = [line.strip().partition(": ")[0] for line in lines]
     assert places == ["transformations[0].use", "export.layout", "model.source", "inputs.images"]
