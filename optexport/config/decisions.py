@@ -22,7 +22,14 @@ DEFAULT_K = 5
 
 
 class DecisionConfig(BaseModel):
-    """One gate: the least value that passes, and of what; a number alone is its ``min``."""
+    """One gate: the least value that passes, and of what; a number alone is its ``min``.
+
+    Attributes:
+        min: The least value that passes.
+        output: Of which output; by default every floating point one that fits.
+        k: How many labels ``top_k_agreement`` compares; by default 5.
+        classes: For ``iou``, whether channels of masks are classes that exclude each other; by default they are.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     min: float

@@ -100,7 +100,20 @@ class _Table(BaseModel):
 
 
 class ModelConfig(_Table):
-    """``[model]``: which model, and how to load it."""
+    """``[model]``: which model, and how to load it.
+
+    Attributes:
+        source: A folder, a hub id, ``package:NAME/PATH``, ``python:module:factory``, ``mlflow:models:/NAME@ALIAS``,
+            a ``.pt2`` or a TorchScript file.
+        task: Picks the AutoModel class; by default that which the model's config names.
+        revision: Of a model of the hub; by default the newest.
+        dtype: What it is loaded in; by default as stored.
+        device: Where the files run: ``"cuda"`` is a card of NVIDIA's.
+        attn_implementation: As transformers takes it; by default the model's own.
+        adapter: The folder of a LoRA adapter, which is merged first; needs the extra ``adapters``.
+        trust_remote_code: Whether code that lies beside the weights may run.
+        arguments: Of a ``python:`` factory; no secrets.
+    """
 
     source: str = Field(min_length=1)
     task: str | None = None
@@ -121,7 +134,14 @@ class ModelConfig(_Table):
 
 
 class TensorConfig(_Table):
-    """``[inputs.tensors.NAME]``: an input made of random numbers (the same every time)."""
+    """``[inputs.tensors.NAME]``: an input made of random numbers (the same every time).
+
+    Attributes:
+        shape: Sizes, and names of dimensions, as ``["batch", 3, 224, 224]``.
+        dtype: What its numbers are.
+        low: The least of them.
+        high: What they stay below.
+    """
 
     shape: list[Annotated[int | str, PlainValidator(_size, json_schema_input_type=int | str)]]
     dtype: Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"] = "float32"
@@ -145,7 +165,19 @@ _Constant = Annotated[
 
 
 class InputsConfig(_Table):
-    """``[inputs]``: what the model is traced with and checked on. One of texts, images, data, tensors, or none."""
+    """``[inputs]``: what the model is traced with and checked on. One of texts, images, data, tensors, or none.
+
+    Attributes:
+        texts: Sentences, for the model's tokenizer.
+        images: Image files, for the model's image processor; needs the extra ``images``.
+        data: A ``.jsonl``, ``.npz`` or ``.safetensors`` file with the inputs by name.
+        tensors: Random numbers, by the name of the input.
+        constants: Arguments that are the same in every call, which the files do not take; lists are tensors.
+        max_length: Texts of more tokens are cut.
+        axes: Names of an input's axes, where the usual ones do not fit.
+        dynamic: The sizes that each named dimension may take, as ``batch = [1, 64]``. What is left out is fixed;
+            without any, whatever the model leaves dynamic.
+    """
 
     texts: list[str] | None = Field(default=None, min_length=1)
     images: list[str] | None = Field(default=None, min_length=1)
@@ -169,7 +201,11 @@ class InputsConfig(_Table):
 
 
 class ExpectConfig(_Table):
-    """``expect`` of a rule: in how many places it must find work."""
+    """``expect`` of a rule: in how many places it must find work.
+
+    Attributes:
+        min: At least in so many; else the run fails.
+    """
 
     min: int = Field(ge=1)
 
@@ -177,7 +213,10 @@ class ExpectConfig(_Table):
 class TransformationConfig(BaseModel):
     """``[[transformations]]``: a rule by name, or a plugin as ``python:module:Class``; other keys are its options.
 
-    ``formats`` says which files it is applied for; all by default.
+    Attributes:
+        use: A rule of ``optexport transformations``, or ``python:module:Class``.
+        expect: In how many places it must find work.
+        formats: Which files it is applied for; all by default.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -203,7 +242,16 @@ class TransformationConfig(BaseModel):
 
 
 class ParityConfig(_Table):
-    """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured."""
+    """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured.
+
+    Attributes:
+        multiple: How many times the noise floor of the original is allowed.
+        atol: Together with ``rtol``, in place of ``multiple``: what ``abs(result - original)`` may be.
+        rtol: As much more, as a part of ``abs(original)``.
+        effort: How much is checked.
+        seed: Of random inputs.
+        decisions: Gates on what the model decides, each a number or ``{ min = 0.99, output = "logits" }``.
+    """
 
     # Below 1 the original itself would not pass.
     multiple: float = Field(default=4.0, ge=1, allow_inf_nan=False)
@@ -215,14 +263,22 @@ class ParityConfig(_Table):
 
 
 class ExportConfig(_Table):
-    """``[export]``: which files, and where."""
+    """``[export]``: which files, and where.
+
+    Attributes:
+        formats: Which files.
+        output: The bundle's folder.
+        opset: Of ONNX; by default the exporter's own. It writes older ones wrongly, and ONNX Runtime reads no
+            newer ones.
+        lowerings: Other ways to write a format's file, as ``{ onnx = ["sum-residuals"] }``; ``optexport lowerings``
+            lists them.
+        layout: Where the files lie in the bundle; by default beside the manifest.
+    """
 
     formats: list[Format] = Field(default=list(FORMATS), min_length=1)
     output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
-    # The exporter writes older ones wrongly, and ONNX Runtime reads no newer ones.
     opset: int | None = Field(default=None, ge=18, le=26)
     lowerings: dict[Format, list[str]] = {}
-    # Where the files lie in the bundle; by default beside the manifest.
     layout: Layout | None = None
 
     @model_validator(mode="after")
@@ -243,7 +299,13 @@ class ExportConfig(_Table):
 
 
 class TrackingConfig(_Table):
-    """``[tracking]``: the MLflow server, or the embedded database, that keeps the run."""
+    """``[tracking]``: the MLflow server, or the embedded database, that keeps the run.
+
+    Attributes:
+        enabled: Whether the run is tracked.
+        uri: Where MLflow is; a relative path starts at the config.
+        experiment: Its name in MLflow.
+    """
 
     enabled: bool = True
     uri: Annotated[str, AfterValidator(check_uri)] = Field(default="sqlite:///mlflow.db", min_length=1)

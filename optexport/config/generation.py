@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class GenerationConfig(BaseModel):
-    """``[generation]``: for how many tokens the files must go on as the model does."""
+    """``[generation]``: for how many tokens the files must go on as the model does.
+
+    Attributes:
+        new_tokens: How many tokens are compared.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     new_tokens: int = Field(default=64, ge=1, lt=2**20)

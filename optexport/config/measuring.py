@@ -33,7 +33,14 @@ _Shape = Annotated[dict[str, Annotated[int, Field(ge=1, lt=2**31)]], AfterValida
 
 
 class BenchConfig(_Table):
-    """``[bench]``: whether exported files are measured, at which sizes, with how many threads and rounds."""
+    """``[bench]``: whether exported files are measured, at which sizes, with how many threads and rounds.
+
+    Attributes:
+        enabled: Whether the files are measured.
+        shapes: At which sizes, as ``[{ batch = 1, sequence = 16 }]``; by default the traced ones.
+        threads: Threads of a process.
+        rounds: How often each file has its turn.
+    """
 
     enabled: bool = False
     shapes: list[_Shape] = []
@@ -48,7 +55,11 @@ def _duration(text: str) -> str:
 
 
 class TuneConfig(_Table):
-    """``[tune]``: search for the rules and lowerings that pay, for so long."""
+    """``[tune]``: search for the rules and lowerings that pay, for so long.
+
+    Attributes:
+        budget: How long: ``"90s"``, ``"5m"``, ``"1h"``.
+    """
 
     budget: Annotated[str, AfterValidator(_duration)] = "5m"
 
@@ -61,7 +72,14 @@ _Bar = Annotated[float | None, Field(gt=0)]
 
 
 class BarConfig(_Table):
-    """A demand on all exported files, on those of some formats, or both; a number alone is ``every``."""
+    """A demand on all exported files, on those of some formats, or both; a number alone is ``every``.
+
+    Attributes:
+        every: Of files of which nothing else is said.
+        onnx: Of the ONNX file.
+        torchscript: Of the TorchScript file.
+        pt2: Of the ``.pt2`` file.
+    """
 
     every: _Bar = None
     onnx: _Bar = None
@@ -86,7 +104,13 @@ Bar = Annotated[BarConfig, BeforeValidator(_as_table, json_schema_input_type=Ann
 
 
 class GateConfig(_Table):
-    """``[gate]``: what the exported files must keep to; a run that finds otherwise fails with exit code 6."""
+    """``[gate]``: what the exported files must keep to; a run that finds otherwise fails with exit code 6.
+
+    Attributes:
+        max_size_mb: The most bytes of a file, in millions.
+        max_latency_ms: The most that its p50 may be, at each shape of ``bench``.
+        min_speedup: How many times as fast it has to be as the same format exported without rules.
+    """
 
     max_size_mb: Bar | None = None
     max_latency_ms: Bar | None = None

@@ -36,7 +36,7 @@ def explained(error: ValidationError, model: type[BaseModel], name: str) -> Conf
         else:
             cause = f"{cause}, not {shown(found['input'])}"
         mistakes.append(ConfigError(cause, place=f"{name}: {dotted(location)}", mend=mend))
-    return _as_one(mistakes, name)
+    return _as_one(mistakes, name, "; others may show when these are mended")
 
 
 class Mistakes:
@@ -67,14 +67,14 @@ class Mistakes:
             raise _as_one(self._found, self._name)
 
 
-def _as_one(mistakes: Sequence[ConfigError], name: str) -> ConfigError:
+def _as_one(mistakes: Sequence[ConfigError], name: str, after: str = "") -> ConfigError:
     if len(mistakes) == 1:
         return mistakes[0]
     lines = []
     for mistake in mistakes:
         place = (mistake.place or name).removeprefix(f"{name}: ")
         lines.append(f"\n  {place}: {'. '.join(filter(None, [mistake.cause, mistake.mend]))}")
-    return ConfigError(f"{len(mistakes)} mistakes{''.join(lines)}", place=name)
+    return ConfigError(f"{len(mistakes)} mistakes{after}{''.join(lines)}", place=name)
 
 
 def shown(value: Any) -> str:
@@ -95,7 +95,7 @@ def _known_keys(model: type[BaseModel], location: list[int | str]) -> list[str]:
     annotation: Any = model
     for part in location:
         annotation = _inside(annotation, part)
-    table = _table_in(annotation)
+    table = table_in(annotation)
     return [] if table is None else list(_fields(table))
 
 
@@ -114,9 +114,9 @@ def _inside(annotation: Any, part: int | str) -> Any:
     return first if get_origin(annotation) is list else _inside(first, part)
 
 
-def _table_in(annotation: Any) -> Any:
+def table_in(annotation: Any) -> Any:
     """The table class somewhere inside an annotation such as ``dict[str, TensorConfig] | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    inner = (_table_in(argument) for argument in getattr(annotation, "__args__", ()))
+    inner = (table_in(argument) for argument in getattr(annotation, "__args__", ()))
     return next((found for found in inner if found is not None), None)

@@ -18,7 +18,11 @@ Half = Literal["bfloat16", "float16"]
 class PrecisionConfig(BaseModel):
     """``[precision]``: the precision of files that are to be smaller or faster than proven to rounding.
 
-    ``keep`` names layers, or modules with all layers in them, that stay in float32 whatever is measured.
+    Attributes:
+        onnx: What the layers of the ONNX file are computed in.
+        torchscript: What those of the TorchScript file are.
+        pt2: What those of the ``.pt2`` file are.
+        keep: Layers, or modules with all layers in them, that stay in float32 whatever is measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

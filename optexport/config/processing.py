@@ -27,8 +27,10 @@ OF_LABELS = ("argmax", "top_k")
 class ProcessingConfig(BaseModel):
     """``[processing]``: what the files do besides what the model does.
 
-    ``normalize`` has them take images as whole numbers from 0 to 255; ``outputs`` says what they give in place of
-    logits, and ``k`` how many labels with ``outputs = "top_k"``.
+    Attributes:
+        normalize: Whether they take images as whole numbers from 0 to 255.
+        outputs: What they give in place of logits.
+        k: How many labels with ``outputs = "top_k"``; by default 5.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -48,7 +48,13 @@ class RatchetConfig(_Table):
 
 
 class RegisterConfig(_Table):
-    """``[register]``: the registered model that gets the ONNX file as a version, and the alias that may move to it."""
+    """``[register]``: the registered model that gets the ONNX file as a version, and the alias that may move to it.
+
+    Attributes:
+        name: What the registered model is called.
+        alias: Moves to the new version if that is as good as the one that holds it.
+        ratchet: By how much, as a part of the champion's figure, a new version may be worse.
+    """
 
     name: Annotated[str, Field(max_length=256), AfterValidator(_model_name)]
     alias: Annotated[str, AfterValidator(alias_name)] = DEFAULT_ALIAS

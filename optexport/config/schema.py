@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
-from optexport.config.file import Config
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import ModelSchema
+
+from optexport.config.file import FORMATS, Config
+from optexport.config.mistakes import table_in
+from optexport.formats import lowerings
 from optexport.registry import RULES, Option
+from optexport.sources.tasks import AUTO_CLASSES
 
 _TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", tuple: "array"}
 
@@ -16,10 +25,40 @@ def config_schema() -> dict[str, Any]:
     It takes whatever `optexport check` takes. What `check` finds beyond it is what two keys say together, and what is
     on the disk.
     """
-    schema = Config.model_json_schema()
-    rule = schema["$defs"]["TransformationConfig"]
+    schema = Config.model_json_schema(schema_generator=_Described)
+    tables = schema["$defs"]
+    tables["ModelConfig"]["properties"]["task"] |= {"anyOf": [{"enum": list(AUTO_CLASSES)}, {"type": "null"}]}
+    tables["ExportConfig"]["properties"]["lowerings"]["properties"] = {
+        name: {"type": "array", "items": {"enum": list(lowerings.of_format(name))}} for name in FORMATS
+    }
+    rule = tables["TransformationConfig"]
+    rule["properties"]["use"] |= {"anyOf": [{"enum": list(RULES)}, {"type": "string"}]}
     rule["anyOf"] = [*map(_rule, RULES), {"properties": {"use": {"not": {"enum": list(RULES)}}}}]
     return {**schema, "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Config of optexport"}
+
+
+class _Described(GenerateJsonSchema):
+    """Gives every key the description that its table's docstring has of it; one of a table, that table's own."""
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        found, table = super().model_schema(schema), schema["cls"]
+        found["description"], told = _docstring(table)
+        for name, field in table.model_fields.items():
+            inner = table_in(field.annotation)
+            text = told[name] if name in told or inner is None else _docstring(inner)[0]
+            found["properties"][field.alias or name]["description"] = text
+        return found
+
+
+def _docstring(table: type[BaseModel]) -> tuple[str, dict[str, str]]:
+    """What a table's docstring says of the table, and of each key."""
+    summary, _, attributes = (inspect.getdoc(table) or "").partition("\n\nAttributes:\n")
+    keys = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+    return _plain(summary), {name: _plain(text) for name, text in keys}
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
 
 
 def _rule(name: str) -> dict[str, Any]:

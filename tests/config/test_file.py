@@ -56,7 +56,7 @@ def test_what_cannot_be_read_as_toml_is_refused(name: str, tmp_path: Path) -> No
 def test_all_mistakes_are_told_at_once_a_line_each(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[model]\nsorce = "x"\n[parity]\natol = "a"\n', encoding="utf-8")
     first, *rest = refusal(tmp_path / "mine.toml").splitlines()
-    assert first == f"{tmp_path / 'mine.toml'}: 3 mistakes"
+    assert first == f"{tmp_path / 'mine.toml'}: 3 mistakes; others may show when these are mended"
     assert [line.partition(":")[0].strip() for line in rest] == ["model.source", "model.sorce", "parity.atol"]
     assert rest[1].endswith('Did you mean "source"?')
 

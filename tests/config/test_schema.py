@@ -15,6 +15,7 @@ from optexport.config.file import checked_settings
 from optexport.config.schema import config_schema
 from optexport.errors import ConfigError
 from optexport.registry import RULES
+from optexport.sources.tasks import AUTO_CLASSES
 from tests.calling import CliRunner, cli
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,8 @@ BAD: list[dict[str, Any]] = [
     {"export": {"formats": ["onxx"]}},
     {"export": {"formats": []}},
     {"export": {"layout": "flat"}},
+    {"export": {"lowerings": {"onnx": ["gemmm"]}}},
+    {"model": {"source": "org/name", "task": "feature-extractoin"}},
     {"transformations": [{"use": "merge-linears", "outputs": ["a"]}]},
     {"transformations": [{"use": "replace-activation", "new": "tanh"}]},
     {"transformations": [{"options": 1}]},
@@ -88,6 +91,27 @@ def test_what_it_refuses_check_refuses(tables: dict[str, Any], tmp_path: Path) -
         config = checked_settings(MODEL | tables, "config.toml")
         for rule in config.rules():
             registry.check(rule.use, rule.options, "config.toml")
+
+
+def test_every_key_of_every_table_has_a_description() -> None:
+    tables = {"the file": SCHEMA, **SCHEMA["$defs"]}
+    without = [
+        f"{name}.{key}"
+        for name, table in tables.items()
+        for key, said in table["properties"].items()
+        if not said.get("description", "").endswith(".")
+    ]
+    assert without == []
+    assert all("Attributes" not in table["description"] for table in tables.values())
+
+
+def test_it_names_the_values_that_are_known_and_leaves_those_of_packages_open() -> None:
+    tables = SCHEMA["$defs"]
+    assert tables["ModelConfig"]["properties"]["task"]["anyOf"][0] == {"enum": list(AUTO_CLASSES)}
+    assert {"enum": list(RULES)} in tables["TransformationConfig"]["properties"]["use"]["anyOf"]
+    named = tables["ExportConfig"]["properties"]["lowerings"]["properties"]
+    assert "sum-residuals" in named["onnx"]["items"]["enum"]
+    assert is_valid(MODEL | {"transformations": [{"use": "rule-of-a-package", "anything": 1}]})
 
 
 def test_it_names_every_rule_and_option() -> None:
