@@ -53,7 +53,7 @@ def test_a_mistake_is_told_with_its_key_and_the_nearest_known_name_before_torch_
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
     result = CliRunner().invoke(cli, ["check", str(tmp_path / "mine.toml")])
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"Error: mine.toml: {place}: ")
+    assert result.stderr.startswith(f"Error: {tmp_path / 'mine.toml'}: {place}: ")
     assert words in result.stderr
 
 

@@ -37,7 +37,7 @@ def test_it_is_refused_by_its_place_and_never_imported(
     (spy / "config.toml").write_text(CALLING[place])
     done = CliRunner().invoke(cli, [command, "--no-code", str(spy / "config.toml")])
     assert done.exit_code == 2
-    assert done.stderr.startswith(f"Error: config.toml: {place}: ")
+    assert done.stderr.startswith(f"Error: {spy / 'config.toml'}: {place}: ")
     assert "Read that code" in done.stderr
     assert not (spy / "ran").exists()
 
