@@ -45,7 +45,9 @@ def test_transforms_of_any_length_are_as_near_as_products_are(transforms: Any, t
     files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(*size)} for size in sizes))
 
 
-@pytest.mark.parametrize("length", [16, 30, 37])
+@pytest.mark.parametrize(
+    "length", [pytest.param(16, marks=pytest.mark.nightly), 30, pytest.param(37, marks=pytest.mark.nightly)]
+)
 def test_transforms_of_a_fixed_length_are_written(length: int, tmp_path: Path) -> None:
     for transforms in (_complex, _half, _back):
         path = tmp_path / f"{transforms.__name__}.onnx"
