@@ -274,7 +274,8 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
                     if (found := script_code.forbidden_text(code)) is not None:
                         raise _does_more(found, f"{path.name}: {name}")
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise SourceError(f"it is no TorchScript archive, or a damaged one: {error}", place=path.name) from error
+        cause = f"it is no TorchScript archive, or a damaged one: {error}"
+        raise SourceError(cause, place=path.name, mend=_MEND) from error
     try:
         module = torch.jit.load(str(path))
     except RuntimeError as error:
