@@ -18,7 +18,7 @@ from optexport.applications.pretrained_files import find
 from optexport.errors import SourceError, first_line
 from optexport.extras import check_extra
 from optexport.signature import unused
-from optexport.sources.tasks import SENTENCES, TRANSFORMER_ALONE
+from optexport.sources.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
 
 _OUTPUT = "sentence_embedding"
 _MODULES = "modules.json"
@@ -97,8 +97,7 @@ def _kind(name: str, options: Mapping[str, Any]) -> str | None:
         return None
     path = find(name, "config_sentence_transformers.json", options)
     try:
-        settings = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
-        return str(settings.get("model_type", "SentenceTransformer"))  # older versions had no other, and left it out
+        return sentence_kind(path)
     except (ValueError, AttributeError) as error:
         raise SourceError(f"it is no JSON object: {first_line(error)}", place=str(path)) from error
 

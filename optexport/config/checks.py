@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from optexport.config.source import check_module, is_template, source_folder
 from optexport.errors import ConfigError, did_you_mean
 from optexport.extras import check_extra
 from optexport.formats import lowerings
-from optexport.sources.tasks import SENTENCES, TRANSFORMER_ALONE
+from optexport.sources.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
 
 if TYPE_CHECKING:
     from optexport.config.file import Config, InputsConfig, TransformationConfig
@@ -208,11 +207,9 @@ def _has_sentence_modules(config: Config, folder: Path) -> bool:
     lies = source_folder(config.model.source, folder)
     if lies is None or not (lies / "modules.json").is_file():
         return False
+    saved = lies / "config_sentence_transformers.json"
     try:
-        settings = json.loads((lies / "config_sentence_transformers.json").read_text(encoding="utf-8"))
-        return bool(settings.get("model_type", "SentenceTransformer") == "SentenceTransformer")
-    except FileNotFoundError:
-        return True
+        return sentence_kind(saved if saved.is_file() else None) == "SentenceTransformer"
     except (OSError, ValueError, AttributeError):  # which loading tells
         return False
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 # A model that goes on from what it has heard, or, without model.task, one that gives a letter for each moment (CTC).
 SPEECH = "automatic-speech-recognition"
@@ -34,3 +36,17 @@ AUTO_CLASSES: Mapping[str, str] = {
     "zero-shot-image-classification": "AutoModelForZeroShotImageClassification",
     "zero-shot-object-detection": "AutoModelForZeroShotObjectDetection",
 }
+
+
+def sentence_kind(config: Path | None) -> str:
+    """The class of sentence-transformers that a folder with its modules was saved from.
+
+    Args:
+        config: ``config_sentence_transformers.json``; None where there is none.
+
+    Raises:
+        ValueError: It is no JSON.
+        AttributeError: It is no object.
+    """
+    settings = {} if config is None else json.loads(config.read_text(encoding="utf-8"))
+    return str(settings.get("model_type", "SentenceTransformer"))  # older versions had no other, and left it out

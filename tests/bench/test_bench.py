@@ -1,4 +1,4 @@
-"""``optexport bench``: what it measures, how it compares, what it refuses, and that it leaves no process behind."""
+"""``optexport bench``: what it measures, how it compares, and that it leaves no process behind."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
@@ -26,29 +24,16 @@ from optexport.bench.artifact import Artifact, open_target
 from optexport.bench.command import bench
 from optexport.bench.measuring import measure, pairs_of
 from optexport.bench.race import Settings, race
-from optexport.bench.workload import Workload
-from optexport.cli.main import cli
-from optexport.errors import BenchError
 from tests import exports
+from tests.bench.calling import BRIEF, call, workload
 from tests.bench.files import WIDTH, chain, lookup
 from tests.calling import message
-
-BRIEF = ("--rounds", "2", "--seconds", "0.01")
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["bench", *map(str, arguments)])
 
 
 def document(*arguments: object) -> dict[str, Any]:
     result = call(*arguments, *BRIEF, "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     return dict(json.loads(result.stdout))
-
-
-def workload(folder: Path, sequence: int = 32) -> Workload:
-    save_file({"x": np.ones((4, sequence, WIDTH), "float32")}, folder / "x.safetensors")
-    return Workload({"batch": 4, "length": sequence}, 4, folder / "x.safetensors")
 
 
 def given_inputs(folder: Path) -> Path:
@@ -234,99 +219,6 @@ def test_a_file_of_fixed_shape_is_measured_at_no_other(tmp_path: Path) -> None:
     assert report.notes == ("fixed: not at batch=4,length=32, since its shape is fixed",)
 
 
-# What it refuses
-
-
-def test_a_changed_bundle_is_refused_before_anything_in_it_is_loaded(tmp_path: Path) -> None:
-    bundle = shutil.copytree(exports.exported().output, tmp_path / "bundle")
-    content = bytearray((bundle / "model.onnx").read_bytes())
-    content[len(content) // 2] ^= 1
-    (bundle / "model.onnx").write_bytes(content)
-    assert "model.onnx: it was changed" in message(call(bundle), 4)
-    assert "model.onnx: it was changed" in message(call(bundle / "model.pt2"), 4)
-
-
-@pytest.mark.parametrize(
-    ("shape", "told"),
-    [
-        ("batch=0", "is not of the form"),
-        ("batch", "is not of the form"),
-        ("batch=2,batch=3", "is not of the form"),
-        (f"batch={'9' * 5000}", "is not of the form"),
-        ("bach=2", 'Did you mean "batch"?'),
-        ("sequence=65", "sequence may be 2 to 64, not 65"),
-    ],
-)
-def test_sizes_that_cannot_be_meant_are_refused(shape: str, told: str) -> None:
-    result = call(exports.exported().output, "--shape", shape)
-    assert result.exit_code == 2
-    assert told in result.stderr
-
-
-def test_what_is_no_exported_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    assert "neither a bundle nor an exported file" in message(call(tmp_path / "a.txt"), 2)
-    assert "it holds no manifest.json" in message(call(tmp_path), 2)
-    (tmp_path / "a.onnx").write_text("x")
-    assert "it is no ONNX file" in message(call(tmp_path / "a.onnx"), 5)
-    assert call(tmp_path / "nowhere.onnx").exit_code == 2
-    assert "none of what is given is pt2" in message(call(chain(tmp_path / "b.onnx", 1), "--format", "pt2"), 2)
-
-
-@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
-def test_a_turn_of_no_length_is_refused(seconds: str) -> None:
-    assert call(exports.exported().output, "--seconds", seconds).exit_code == 2
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe.onnx"
-    os.mkfifo(pipe)
-    assert "neither a bundle nor an exported file" in message(call(pipe), 2)
-    path = chain(tmp_path / "a.onnx", 1)
-    assert "it is no file" in message(call(path, "--inputs", pipe), 2)
-    assert "it exists and holds no measurements" in message(call(path, "--output", pipe), 2)
-
-
-def test_what_torchscript_says_last_is_what_is_told(tmp_path: Path) -> None:
-    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4)))
-    torch.jit.save(scripted, tmp_path / "a.pt")
-    save_file({"input": np.ones((2, 5), "float32")}, tmp_path / "in.safetensors")
-    told = message(call(tmp_path / "a.pt", "--inputs", tmp_path / "in.safetensors", *BRIEF), 5)
-    assert "it cannot be run: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)" in told
-
-
-def test_an_error_at_one_of_several_shapes_names_it(tmp_path: Path) -> None:
-    path = chain(tmp_path / "a.onnx", 1)
-    good = workload(tmp_path)
-    save_file({"x": np.ones((4, 8, WIDTH - 1), "float32")}, tmp_path / "bad.safetensors")
-    bad = replace(good, sizes={"batch": 9}, file=tmp_path / "bad.safetensors")
-    with pytest.raises(BenchError, match="one: at batch=9 it cannot be run: "):
-        measure([Artifact("one", path, "onnx", 1)], [good, bad], [], Settings(rounds=2, seconds=0.001))
-
-
-def test_a_file_that_its_runtime_refuses_is_named(tmp_path: Path) -> None:
-    other = tmp_path / "in.safetensors"
-    save_file({"z": np.ones((2, 2), "float32")}, other)
-    path = chain(tmp_path / "a.onnx", 1)
-    told = message(call(path, "--inputs", other, *BRIEF), 5)
-    assert told.startswith(f"{path}: it cannot be run")
-    assert "takes x, and the inputs are z" in told
-    read = json.loads(call(path, "--inputs", other, *BRIEF, "--json").stdout)
-    assert read == {"passed": False, "exit_code": 5, "error": told.rstrip("\n"), "parity": None}
-
-
-def test_a_process_that_dies_is_told_with_its_artifact_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = chain(tmp_path / "a.onnx", 1)
-    monkeypatch.setattr(racing, "_WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(BenchError) as caught:
-        race([Artifact("mine", path, "onnx", 1)], workload(tmp_path), Settings(rounds=2))
-    assert (caught.value.place, caught.value.cause) == ("mine", "its process ended by SIGKILL")
-    assert caught.value.exit_code == 5
-    monkeypatch.setattr(racing, "_WORKER", "import sys; sys.exit('no room')")
-    with pytest.raises(BenchError, match="its process ended with exit code 1: no room"):
-        race([Artifact("mine", path, "onnx", 1)], workload(tmp_path), Settings(rounds=2))
-
-
 # What it leaves
 
 
@@ -412,16 +304,3 @@ def test_the_weights_of_inner_graphs_are_counted_too(tmp_path: Path) -> None:
     path.write_bytes(helper.make_model(graph).SerializeToString())
     (artifact,) = open_target(path).artifacts
     assert artifact.size == path.stat().st_size + 4 * 64 * 64
-
-
-def test_sizes_that_are_asked_for_twice_are_refused(tmp_path: Path) -> None:
-    path = chain(tmp_path / "a.onnx", 2)
-    told = message(call(path, "--shape", "batch=1,length=2", "--shape", "length=2,batch=1", *BRIEF), 2)
-    assert "--shape[1]: these sizes are asked for twice" in told
-
-
-def test_inputs_of_sizes_that_a_bundle_does_not_take_are_refused(tmp_path: Path) -> None:
-    tensors = {"x": np.ones((2, 65, 8), "float32"), "mask": np.ones((2, 65), "int64")}
-    save_file(tensors, tmp_path / "in.safetensors")
-    told = message(call(exports.exported().output, "--inputs", tmp_path / "in.safetensors", *BRIEF), 2)
-    assert "sequence may be 2 to 64, not 65" in told
