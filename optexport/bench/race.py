@@ -38,7 +38,7 @@ class Settings:
     Attributes:
         threads: Threads of each artifact.
         rounds: How often each artifact has its turn; a multiple of `ROUNDS_PER_LAUNCH`, to which it is rounded up.
-        seconds: How long a turn is; it has three calls at the least.
+        seconds: How long a turn is; it has three calls at the least, or as many as begin within ten times as long.
     """
 
     threads: int = 1

@@ -18,7 +18,11 @@ from optexport.errors import first_line
 
 # One sample of a time is at least this long, so that neither the clock's grain nor reading it counts.
 _LEAST_SAMPLE = 1e-4
-_LEAST_SAMPLES = 3
+_USUAL_SAMPLES = 3
+# A call that takes longer than so many turns is as steady a sample as the median of three: it is not made again.
+_LONGEST = 10
+# A TorchScript file is optimised at its second call, by what was seen at the first.
+_WARMING_CALLS = 2
 
 Run = Callable[[], object]
 Loader = Callable[[], Run]
@@ -69,7 +73,7 @@ def _serve(calls: Connection) -> None:
             run = load()
             answer = time.perf_counter() - start
         elif order == "warm up":
-            repeats = max(1, round(_LEAST_SAMPLE / min(_samples(run, seconds, 1))))
+            repeats = max(1, round(_LEAST_SAMPLE / min(_samples(run, seconds, least=_WARMING_CALLS))))
         elif order == "turn":
             answer = _samples(run, seconds, repeats)
         elif before is not None and (after := _memory()) is not None:
@@ -77,13 +81,17 @@ def _serve(calls: Connection) -> None:
         calls.send((True, answer))
 
 
-def _samples(run: Run, seconds: float, repeats: int) -> list[float]:
+def _samples(run: Run, seconds: float, repeats: int = 1, least: int = 1) -> list[float]:
     """Seconds of one call, sampled for that long; each sample is the mean of some calls."""
     samples: list[float] = []
     gc.collect()
     gc.disable()
-    end = time.perf_counter() + seconds
-    while len(samples) < _LEAST_SAMPLES or time.perf_counter() < end:
+    begun = time.perf_counter()
+    while (
+        len(samples) < least
+        or (spent := time.perf_counter() - begun) < seconds
+        or (len(samples) < _USUAL_SAMPLES and spent < _LONGEST * seconds)
+    ):
         start = time.perf_counter()
         for _ in range(repeats):
             run()

@@ -195,6 +195,14 @@ def test_the_order_of_turns_changes_and_everyone_has_the_same_number(
     assert [np.shape(timing.medians) for timing in timings] == [(3, 2)] * 3, "started afresh every second round"
 
 
+def test_a_turn_has_three_calls_or_one_that_takes_very_long(tmp_path: Path) -> None:
+    files = [chain(tmp_path / "few.onnx", 2), chain(tmp_path / "many.onnx", 4000)]
+    artifacts = [Artifact(path.name, path, "onnx", 1) for path in files]
+    few, many = race(artifacts, workload(tmp_path), Settings(rounds=2, seconds=0.002))
+    assert all(len(turn) >= 3 for launch in few.turns for turn in launch)
+    assert [[len(turn) for turn in launch] for launch in many.turns] == [[1, 1]]
+
+
 @pytest.mark.parametrize(
     ("formats", "baselines", "pairs"),
     [
