@@ -1,6 +1,6 @@
 """What a run holds in memory, beyond its imports, as multiples of the model's weights: the peak of every stage.
 
-    python -m tests.benchmarks.memory [--size 100M] [--dtype float32] [--formats onnx,torchscript,pt2] [--effort quick]
+    python -m tests.benchmarks.memory [--size 100M] [--dtype float32] [--formats onnx,torchscript,pt2] [--multiple 4]
 
 A decoder like Llama with random weights is saved as safetensors, and `optexport run` is a process of its own on it,
 without MLflow, with sequences of up to 32 tokens. Its resident memory is sampled every 10 ms. Anonymous memory is its
@@ -64,6 +64,7 @@ formats = {formats}
 output = "{output}"
 [parity]
 effort = "{effort}"
+multiple = {multiple}
 [tracking]
 enabled = false
 """
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--formats", default="onnx,torchscript,pt2")
     parser.add_argument("--effort", choices=("quick", "standard"), default="quick")
+    parser.add_argument("--multiple", type=float, default=4.0, help="parity.multiple")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, help="where a folder for the model and the bundle is made for the time")
     arguments = parser.parse_args()
@@ -149,6 +151,7 @@ def main() -> None:
             "formats": json.dumps(arguments.formats.split(",")),
             "output": folder / "bundle",
             "effort": arguments.effort,
+            "multiple": arguments.multiple,
         }
         (folder / "config.toml").write_text(CONFIG.format(**values), encoding="utf-8")
         seen = Watch([PROGRAM, "run", str(folder / "config.toml")], arguments.threads)

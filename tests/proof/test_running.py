@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,24 @@ def test_where_float64_is_something_else_either_way_nothing_is_proven() -> None:
     assert known.fallback is None
     with pytest.raises(ParityError, match="nothing can be proven"):
         bounds(known, 4.0)
+
+
+class Coarse(nn.Module):
+    """Leaves four binary digits of what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 2.0**19) - 2.0**19
+
+
+def test_where_a_smaller_multiple_would_prove_something_it_is_named() -> None:
+    known = run_original(call, Coarse(), [Case("only", {"x": torch.rand(64, 6)})])
+    with pytest.raises(ParityError, match="nothing can be proven") as told:
+        bounds(known, 4.0)
+    named = re.match(r"Set parity.multiple to ([\d.]+), or", told.value.mend or "")
+    assert named is not None
+    assert bounds(known, float(named[1]))["y"].limit <= 0.1
+    with pytest.raises(ParityError):
+        bounds(known, float(named[1]) + 0.1)
 
 
 class Cancels(nn.Module):
