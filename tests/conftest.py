@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 import torch
 import transformers
+from torch._export import utils
 from torch.onnx._internal.exporter import _constants, _registration
 
 torch.set_num_threads(1)
@@ -47,6 +48,9 @@ def _from_torchlib(opset_version: int = _constants.TORCHLIB_OPSET) -> _registrat
 
 
 _registration.ONNXRegistry.from_torchlib = staticmethod(_from_torchlib)  # type: ignore[method-assign]
+
+# torch makes a Python object of each of its operators that are made of others, some thirty times an export.
+utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ def _back(m: nn.Module, x: torch.Tensor) -> Any:
     return same, fft.irfft(y), fft.irfft(y, n=7, dim=1), fft.irfft2(y), fft.hfft(y), fft.ihfft(x).abs()
 
 
-@pytest.mark.parametrize("transforms", [_complex, _half, _back])
+@pytest.mark.parametrize("transforms", [_complex, pytest.param(_half, marks=pytest.mark.nightly), _back])
 def test_transforms_of_any_length_are_as_near_as_products_are(transforms: Any, tmp_path: Path) -> None:
     dynamic = {"x": {0: "batch", 1: "rows", 2: "columns"}}
     made = files.prepare(Program(transforms), {"x": torch.randn(2, 6, 9)}, dynamic)

@@ -27,6 +27,7 @@ def test_what_is_held_is_not_computed_anew_of_other_inputs() -> None:
     torch.testing.assert_close(next(iter(got.values())) if isinstance(got, dict) else got[0], want)
 
 
+@pytest.mark.nightly
 def test_an_input_that_is_too_long_to_be_held_is_refused() -> None:
     class Cut(nn.Module):
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from optexport import registry
 from optexport.transform import NamedRule, transform
 from tests.benchmarks.rules_cost import OTHERS, stack
 
-STEP = 150
+STEP = 100
 # Hashes that differ from process to process move the counts by less.
 MORE = 1.02
 

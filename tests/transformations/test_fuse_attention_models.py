@@ -63,7 +63,7 @@ _EAGER: dict[str, tuple[int, Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", sorted(_EAGER))
 def test_the_eager_attention_of_transformers(name: str, dtype: torch.dtype) -> None:
     count, factory = _EAGER[name]

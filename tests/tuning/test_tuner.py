@@ -74,7 +74,7 @@ formats = ["onnx"]
 [bench]
 rounds = 12
 [tune]
-budget = "10s"
+budget = "4s"
 [tracking]
 enabled = false
 """
