@@ -19,7 +19,7 @@ _MODULES = {
 
 def how_to_install(extra: str) -> str:
     """The command for an extra. The package is in no registry: it is installed from a checkout."""
-    return f"In the checkout of optexport: pip install -c constraints.txt '.[{extra}]'"
+    return f"In the checkout of optexport: pip install -c constraints.txt -e '.[{extra}]'"
 
 
 def check_extra(extra: str, place: str, otherwise: str | None = None) -> None:

@@ -12,6 +12,7 @@ It sends the inputs that the bundle holds, and says how far the answers are from
 
 import json
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -48,4 +49,7 @@ def main(url, bundle):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except urllib.error.URLError as error:
+        sys.exit(f"{sys.argv[1]}: {error}")

@@ -168,7 +168,7 @@ def test_without_the_library_the_refusal_says_what_to_install(tmp_path: Path, mo
     with pytest.raises(ConfigError) as caught:
         load(folder)
     told = str(caught.value)
-    assert "pip install -c constraints.txt '.[sentence-transformers]'" in told
+    assert "pip install -c constraints.txt -e '.[sentence-transformers]'" in told
     assert 'task = "feature-extraction"' in told
 
 

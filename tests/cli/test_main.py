@@ -246,7 +246,7 @@ def test_an_extra_that_is_missing_is_told_before_anything_is_made(
     monkeypatch.setitem(sys.modules, {"adapters": "peft", "images": "PIL"}.get(extra, "sentence_transformers"), None)
     told = message(call(command, text), 2)
     assert f": {key}: it needs the extra {extra}, of which " in told
-    assert f"pip install -c constraints.txt '.[{extra}]'" in told
+    assert f"pip install -c constraints.txt -e '.[{extra}]'" in told
     assert {path.suffix for path in {*tmp_path.iterdir()} - before} == {".toml"}
 
 

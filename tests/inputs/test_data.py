@@ -251,4 +251,4 @@ def test_images_need_a_processor(made: Maker) -> None:
 def test_images_without_pillow_say_what_to_install(made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     name = picture(made.folder / "a.png")
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert "pip install -c constraints.txt '.[images]'" in made.refusal(Pixels(), images=[name])
+    assert "pip install -c constraints.txt -e '.[images]'" in made.refusal(Pixels(), images=[name])

@@ -374,4 +374,4 @@ def test_without_its_packages_it_says_how_to_get_them(
     for command, key in zip(("sign", "verify"), keys, strict=True):
         told = message(signed.call(command, copied, key), 2)
         assert told.startswith("signing: it needs the extra trust, of which model_signing is not installed\n  ")
-        assert told.endswith("pip install -c constraints.txt '.[trust]'\n")
+        assert told.endswith("pip install -c constraints.txt -e '.[trust]'\n")
