@@ -17,7 +17,7 @@ import onnxruntime
 import torch
 from torch import fx
 
-from optexport.errors import first_line, redact
+from optexport.errors import first_line, redact_error
 from optexport.signature import as_arguments
 from optexport.sources import archives
 from optexport.transformations import DeepCopy
@@ -219,4 +219,4 @@ def _leaves(returned: Any) -> Iterable[Any]:
 
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return redact(lines[-1])[:200] if lines else type(error).__name__
+    return redact_error(lines[-1])[:200] if lines else type(error).__name__

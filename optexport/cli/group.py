@@ -17,7 +17,7 @@ import click
 from optexport import interrupts
 from optexport.bundle.places import cache
 from optexport.cli.console import echo
-from optexport.errors import OptexportError, redact
+from optexport.errors import OptexportError, redact_error
 from optexport.sources import foreign_code
 
 # What a command was asked for, in the part of click's contexts that the program's and the command's share.
@@ -126,13 +126,14 @@ class Group(click.Group):
             if isinstance(error, OptexportError):
                 _fail(ctx, str(error), error.exit_code, error)
             if _is_full(error):
-                _fail(ctx, f"{error}\n  {_room()}", 1)
+                _fail(ctx, f"{redact_error(str(error))}\n  {_room()}", 1)
             if isinstance(error, PermissionError) and error.filename is not None:
                 _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
             if isinstance(error, SystemExit):
                 _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
             # A defect of ours, or of a library: still one message.
-            _fail(ctx, f"{type(error).__name__}: {error}\n  This is a defect: please report it, with --debug.", 1)
+            told = f"{type(error).__name__}: {redact_error(str(error))}"
+            _fail(ctx, f"{told}\n  This is a defect: please report it, with --debug.", 1)
 
 
 def _is_full(error: BaseException) -> bool:
@@ -151,7 +152,7 @@ def _room() -> str:
 
 def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> NoReturn:
     if ctx.meta.get(_DEBUG):
-        echo(redact(traceback.format_exc().rstrip()), err=True)
+        echo(redact_error(traceback.format_exc().rstrip()), err=True)
     echo(f"Error: {message}", err=True)
     _tell_machine(ctx, message, code, error)
     ctx.exit(code)

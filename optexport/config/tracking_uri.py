@@ -11,11 +11,16 @@ from optexport.errors import did_you_mean, redact
 # The kinds of stores that MLflow has itself; packages may add others.
 _STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
 
+_PARAMETER = re.compile(r"[\w.\-]*(?:=.*)?", re.ASCII)
+# A letter, a digit, or one of - . _ in another form: SQLAlchemy decodes keys, and those of ODBC stand in a value.
+_ENCODED = re.compile(r"%(?:2D|2E|3\d|[46][1-9A-F]|[57][\dA]|5F)", re.ASCII | re.IGNORECASE)
+
 
 def check_uri(uri: str) -> str:
     """Refuses a URI that names no place, one of a kind that is nearly, but not, one of MLflow's, and a malformed one.
 
-    What stands before a host has to be percent-encoded, or nobody could tell where a password ends.
+    What stands before a host has to be percent-encoded, or nobody could tell where a password ends; and a key of the
+    query must not be, or nobody could tell that a password begins.
 
     Raises:
         ValueError: It is one of these; no part of a password is told.
@@ -33,6 +38,12 @@ def check_uri(uri: str) -> str:
         raise ValueError(
             "it holds a character that a URI cannot have there: write those of user and password percent-encoded "
             "(a blank is %20, / is %2F, @ is %40, a quote %22)"
+        )
+    query = rest.partition("?")[2] if separator else ""
+    if _ENCODED.search(query) or not all(map(_PARAMETER.fullmatch, query.split("&"))):
+        raise ValueError(
+            "its query hides what a key is called: write keys with letters, digits, - . and _ alone, and none of these "
+            "percent-encoded, in values either"
         )
     if separator and kind in ("http", "https"):
         _check_address(uri)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.config.file import TrackingConfig
-from optexport.errors import TrackingError, redact
+from optexport.errors import TrackingError, redact_error
 from optexport.tracking import store
 from optexport.tracking.run import ATTEMPT_TAG, PARENT_VARIABLE, REASON_TAG, give_up, new_run
 
@@ -92,7 +92,7 @@ def end_lost(config: TrackingConfig, path: Path, attempt: str, reason: str, stat
         lost = [str(run.info.run_id) for run in client.search_runs([experiment.experiment_id], query)]
         for run_id in lost:
             client.set_terminated(run_id, status)
-            client.set_tag(run_id, REASON_TAG, redact(reason))
+            client.set_tag(run_id, REASON_TAG, redact_error(reason))
         return lost
     except Exception as error:
         raise store.failure(error, config.uri, "An MLflow run that it had begun stays RUNNING.") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.config.file import TrackingConfig
-from optexport.errors import TrackingError, redact
+from optexport.errors import TrackingError, redact_error
 from optexport.tracking import store
 from optexport.tracking.finished import Finished
 from optexport.tracking.registry import Registered
@@ -116,7 +116,7 @@ def give_up(client: Any, run_id: str, reason: str) -> None:
     """Marks a run as FAILED, as far as the store answers: what is known to have failed is the failure that counts."""
     with contextlib.suppress(Exception), store.hastily():
         client.set_terminated(run_id, "FAILED")
-        client.set_tag(run_id, REASON_TAG, redact(reason)[:5000])
+        client.set_tag(run_id, REASON_TAG, redact_error(reason)[:5000])
 
 
 @contextlib.contextmanager

@@ -22,6 +22,10 @@ URIS = [
     "postgresql://someone:sec%20ret%2F%40@host/db",
     "postgresql+psycopg2://someone:secret@host:5432/db?sslmode=require",
     "mssql+pyodbc:///?odbc_connect=DRIVER%3Dx",
+    "mssql+pyodbc:///?odbc_connect=DRIVER%3D%7BODBC+Driver%7D%3BPWD+%3D%7Ba%20b%7D",
+    "mssql+pyodbc://host/db?driver=ODBC+Driver+18&TrustServerCertificate=yes",
+    "postgresql://host/db?user=x&password=a%26%2B%25",
+    "sqlite:///mlflow.db?",
 ]
 SLIPS = [
     ("sqllite:///x.db", 'Did you mean "sqlite"'),
@@ -42,6 +46,15 @@ MALFORMED = [
     "http://someone:my SECRET@host",
     "http://someone:SECRET/x@host",
 ]
+HIDDEN_KEYS = [
+    "postgresql://host/db?user=x&passw%6Frd=SECRET",
+    "postgresql://host/db?user=x&passw%6frd=SECRET",
+    "postgresql://host/db?user=x#&passw%6Frd=SECRET",
+    "postgresql://host/db?password%20=SECRET",
+    "postgresql://host/db?password+=SECRET",
+    "mssql+pyodbc:///?odbc_connect=DRIVER%3Dx%3BP%57D%3DSECRET",
+    "http://host/?tok%65n=SECRET",
+]
 
 
 @pytest.mark.parametrize("uri", URIS)
@@ -53,6 +66,14 @@ def test_what_mlflow_takes_passes(uri: str) -> None:
 def test_a_password_that_is_not_encoded_is_refused_and_not_told(uri: str) -> None:
     """Nobody could tell where it ends, so that a part of it would stay in copies of the config."""
     with pytest.raises(ValueError, match="percent-encoded") as caught:
+        check_uri(uri)
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", HIDDEN_KEYS)
+def test_a_key_that_is_encoded_is_refused_and_not_told(uri: str) -> None:
+    """SQLAlchemy decodes it, and nobody else would know that a password follows."""
+    with pytest.raises(ValueError, match="its query hides what a key is called") as caught:
         check_uri(uri)
     assert "SECRET" not in str(caught.value)
 
