@@ -20,9 +20,13 @@ class _Table(BaseModel):
 
 
 def _model_name(name: str) -> str:
-    # By a name with " or \ MLflow finds nothing again.
-    if not name.strip() or re.search(r'[/:"\\]', name):
-        raise ValueError(f'{name!r} is no name of a registered model: it may hold none of / : " \\')
+    # By a name with " or \ MLflow finds nothing again, and of models:/NAME@alias it takes a ? and what follows for a
+    # query, and leaves out ends of lines. One of dots alone it refuses, and PostgreSQL one that holds a NUL.
+    if not name.strip() or not name.strip(".") or re.search(r'[/:"\\?\x00-\x1f\x7f-\x9f]', name):
+        raise ValueError(
+            f'{name!r} is no name of a registered model: it may hold none of / : " \\ ? and no control characters, '
+            "and not be dots alone"
+        )
     return name
 
 
