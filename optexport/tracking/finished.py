@@ -59,9 +59,11 @@ class Finished:
         """Reads the two documents of a bundle; its other files are not checked.
 
         Raises:
-            BundleError: A document was changed, is missing, or is of another form.
+            BundleError: A document was changed, is missing, of another form, or of another bundle.
         """
         manifest, document = digests.manifest_alone(folder), sealed_json.read(folder / MEASUREMENTS)
+        if document.get("manifest") != manifest.digest:
+            raise BundleError("it belongs to another bundle", place=str(folder / MEASUREMENTS))
         asked = sealed_json.validated(Asked, manifest.config, folder / MANIFEST)
         measured = sealed_json.validated(Measured, document, folder / MEASUREMENTS)
         try:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from optexport.bundle.manifest import ArtifactRecord, DecisionRecord, Manifest, OutputRecord, PlaceRecord, TensorRecord
+from optexport.bundle.manifest import (
+    ArtifactRecord,
+    DecisionRecord,
+    DimRecord,
+    Manifest,
+    OutputRecord,
+    PlaceRecord,
+    TensorRecord,
+)
 from optexport.bundle.measured import FigureRecord, Measured
 from optexport.config.registering import RatchetConfig
 from optexport.tracking.finished import Finished
 
+# A dimension of which a manifest tells nothing.
+_FREE = DimRecord(min=1, max=None)
 # What makes times comparable, among the measurements, and among those of bench.
 _MACHINE = ("host", "processor", "cpus")
 
@@ -36,6 +47,7 @@ def compare(new: Finished, champion: Finished, allowed: RatchetConfig) -> Verdic
         missing.append("parity: the champion was proven on other batches")
     if (reason := _incomparable_times(new.measured, champion.measured)) is None:
         worse += _latency(new.measured, champion.measured, allowed.latency)
+        missing += _untimed(new.measured, champion.measured)
     else:
         missing.append(f"latency: {reason}")
     ours, theirs = ({artifact.format for artifact in each.manifest.artifacts} for each in (new, champion))
@@ -45,11 +57,54 @@ def compare(new: Finished, champion: Finished, allowed: RatchetConfig) -> Verdic
 
 
 def _interface(new: Manifest, champion: Manifest) -> Iterator[str]:
-    """Whoever calls the alias would find other inputs or outputs."""
+    """Whoever calls the alias would find other inputs or outputs, or inputs refused, or none proven, of some sizes."""
     for what in ("inputs", "outputs"):
         ours, theirs = (_told(getattr(each, what)) for each in (new, champion))
         if ours != theirs:
             yield f"{what}: {ours}, the champion's {theirs}"
+    if _told(new.inputs) == _told(champion.inputs):
+        yield from _ranges(new, champion)
+        yield from _ties(new, champion)
+    free = {artifact.format for artifact in champion.artifacts if artifact.fixed_shape is None}
+    for artifact in new.artifacts:
+        if artifact.fixed_shape is not None and artifact.format in free:
+            yield f"inputs: {artifact.format} takes the traced sizes alone, the champion's others too"
+
+
+def _axes(new: Manifest, champion: Manifest) -> Iterator[tuple[str, str, str]]:
+    """The dynamic axes of inputs that both have, as ``x[1]``, with how each of the two calls its size."""
+    for ours, theirs in zip(new.inputs, champion.inputs, strict=True):
+        for axis, (size, other) in enumerate(zip(ours.shape, theirs.shape, strict=True)):
+            if isinstance(size, str) and isinstance(other, str):
+                yield f"{ours.name}[{axis}]", size, other
+
+
+def _ranges(new: Manifest, champion: Manifest) -> Iterator[str]:
+    for axis, size, other in _axes(new, champion):
+        ours, theirs = _range(new, size), _range(champion, other)
+        if ours[0] > theirs[0] or ours[1] < theirs[1]:
+            told = (f"{low} or more" if high == math.inf else f"{low} to {high:g}" for low, high in (ours, theirs))
+            yield "inputs: {} takes {}, the champion's {}".format(axis, *told)
+
+
+def _range(manifest: Manifest, size: str) -> tuple[int, float]:
+    """The least and the most that a size may be, which may be a sum of dimensions."""
+    dims = [manifest.dims.get(name, _FREE) for name in size.split(" + ")]
+    return sum(dim.min for dim in dims), sum(math.inf if dim.max is None else dim.max for dim in dims)
+
+
+def _ties(new: Manifest, champion: Manifest) -> Iterator[str]:
+    """Sizes that follow from others where the champion's do not: each is a dimension that was met, or a sum of them."""
+    met: dict[str, tuple[str, str]] = {}
+    axes = list(_axes(new, champion))
+    for axis, size, other in axes:
+        met.setdefault(size, (axis, other))
+    for axis, size, other in axes:
+        parts = [met[name] for name in size.split(" + ") if name in met]
+        if len(parts) < len(size.split(" + ")):
+            continue
+        if sorted(other.split(" + ")) != sorted(name for _, theirs in parts for name in theirs.split(" + ")):
+            yield f"inputs: {axis} is as long as {' + '.join(each for each, _ in parts)}, the champion's need not be"
 
 
 def _told(records: Sequence[TensorRecord]) -> str:
@@ -137,12 +192,22 @@ def _incomparable_times(new: Measured, champion: Measured) -> str | None:
 
 def _pairs(new: Measured, champion: Measured) -> Iterator[tuple[FigureRecord, FigureRecord]]:
     """The figures of the same file at the same sizes, but for those without an interval."""
-    ours, theirs = (
-        {(row.artifact, row.shape): row for row in each.bench.figures if row.low_ms is not None}
-        for each in (new, champion)
-        if each.bench is not None
-    )
+    ours, theirs = (_with_interval(each) for each in (new, champion))
     yield from ((row, theirs[place]) for place, row in ours.items() if place in theirs)
+
+
+def _with_interval(measured: Measured) -> dict[tuple[str, str], FigureRecord]:
+    rows = [] if measured.bench is None else measured.bench.figures
+    return {(row.artifact, row.shape): row for row in rows if row.low_ms is not None and row.high_ms is not None}
+
+
+def _untimed(new: Measured, champion: Measured) -> Iterator[str]:
+    rows = [row for each in (new, champion) if each.bench is not None for row in each.bench.figures]
+    both = _with_interval(new).keys() & _with_interval(champion).keys()
+    left = dict.fromkeys((row.artifact, row.shape) for row in rows if (row.artifact, row.shape) not in both)
+    if left:
+        told = ", ".join(f"{artifact} at {shape}" for artifact, shape in left)
+        yield f"latency: {told}: not measured by both, in enough rounds for an interval"
 
 
 def _latency(new: Measured, champion: Measured, allowed: float) -> Iterator[str]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from optexport.config.registering import RatchetConfig
+from optexport.errors import BundleError
 from optexport.tracking.finished import Finished
 from optexport.tracking.ratchet import Verdict, compare
+from tests import exports
 from tests.tracking.bundles import HOST, bundle, timed
 
 Change = Callable[[dict[str, Any]], object]
@@ -152,6 +154,105 @@ def test_another_interface_is_worse_whatever_the_figures_are(tmp_path: Path) -> 
     assert told.startswith("inputs: y float32 [?, ?, 8]; mask int64 [?, ?], the champion's x float32")
     (told,) = verdict(tmp_path, {}, {"manifest": sized}).worse
     assert told.startswith("outputs: hidden float32 [?, ?, 8]")
+
+
+def sized(dims: dict[str, list[int | None]], **shapes: list[str | int]) -> Change:
+    """Has dimensions have these ranges, and inputs these shapes."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["dims"] = {name: {"min": low, "max": high} for name, (low, high) in dims.items()}
+        for record in document["inputs"]:
+            record["shape"] = shapes.get(record["name"], record["shape"])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("new", "champion", "worse"),
+    [
+        ({"s": [17, 64]}, {"s": [17, 64]}, ()),
+        ({"s": [1, 128]}, {"s": [17, 64]}, ()),
+        ({"s": [1, None]}, {"s": [17, None]}, ()),
+        ({"s": [2, 16]}, {"s": [17, 64]}, ("2 to 16, the champion's 17 to 64",)),
+        ({"s": [2, 16]}, {"s": [2, 64]}, ("2 to 16, the champion's 2 to 64",)),
+        ({"s": [18, 64]}, {"s": [17, 64]}, ("18 to 64, the champion's 17 to 64",)),
+        ({"s": [1, 64]}, {"s": [1, None]}, ("1 to 64, the champion's 1 or more",)),
+    ],
+)
+def test_fewer_sizes_than_the_champions_are_worse(
+    tmp_path: Path, new: dict[str, list[int | None]], champion: dict[str, list[int | None]], worse: tuple[str, ...]
+) -> None:
+    ours, theirs = (
+        {"manifest": sized({"b": [1, 8], **dims}, x=["b", "s", 8], mask=["b", 1])} for dims in (new, champion)
+    )
+    assert verdict(tmp_path, ours, theirs).worse == tuple(f"inputs: x[1] takes {told}" for told in worse)
+
+
+def test_a_sum_of_dimensions_has_the_range_of_both(tmp_path: Path) -> None:
+    def change(high: int) -> Change:
+        return sized({"p": [0, 8], "s": [1, high]}, x=["p", "s", 8], mask=[1, "p + s"])
+
+    found = verdict(tmp_path, {"manifest": change(3)}, {"manifest": change(4)}).worse
+    assert found == (
+        "inputs: x[1] takes 1 to 3, the champion's 1 to 4",
+        "inputs: mask[1] takes 1 to 11, the champion's 1 to 12",
+    )
+
+
+def test_sizes_that_are_tied_where_the_champions_are_free_are_worse(tmp_path: Path) -> None:
+    dims: dict[str, list[int | None]] = {"b": [1, 32], "s": [2, 64], "t": [2, 64]}
+    tied, free, summed = (sized(dims, x=["b", "s", 8], mask=["b", size]) for size in ("s", "t", "b + s"))
+    assert verdict(tmp_path, {"manifest": free}, {"manifest": tied}).worse == ()
+    (told,) = verdict(tmp_path, {"manifest": tied}, {"manifest": free}).worse
+    assert told == "inputs: mask[1] is as long as x[1], the champion's need not be"
+    assert "inputs: mask[1] is as long as x[0] + x[1], the champion's need not be" in (
+        verdict(tmp_path, {"manifest": summed}, {"manifest": free}).worse
+    )
+    renamed = sized({"p": [1, 32], "q": [2, 64]}, x=["p", "q", 8], mask=["p", "p + q"])
+    assert verdict(tmp_path, {"manifest": summed}, {"manifest": renamed}).worse == ()
+
+
+def test_an_axis_that_is_fixed_where_the_champions_is_not_is_worse(tmp_path: Path) -> None:
+    (told,) = verdict(tmp_path, {"manifest": sized({"b": [1, 32]}, x=["b", 5, 8], mask=["b", 5])}, {}).worse
+    assert told.startswith("inputs: x float32 [?, 5, 8]; mask int64 [?, 5], the champion's x float32 [?, ?, 8]")
+
+    def traced_alone(document: dict[str, Any]) -> None:
+        document["artifacts"][0]["fixed_shape"] = "it has to"
+
+    (told,) = verdict(tmp_path, {"manifest": traced_alone}, {}).worse
+    assert told.endswith(" takes the traced sizes alone, the champion's others too")
+    assert verdict(tmp_path, {}, {"manifest": traced_alone}).worse == ()
+
+
+def test_times_of_which_the_other_has_none_are_named(tmp_path: Path) -> None:
+    def more(document: dict[str, Any]) -> None:
+        timed(1.0, 1.1)(document)
+        (row,) = document["bench"]["figures"]
+        document["bench"]["figures"] += [{**row, "shape": "batch=64"}, {**row, "artifact": "pt2", "high_ms": None}]
+
+    less = {"measurements": timed(1.0, 1.1)}
+    for new, champion in ((less, {"measurements": more}), ({"measurements": more}, less)):
+        found = verdict(tmp_path, new, champion)
+        assert found.worse == ()
+        assert found.not_compared == (
+            "latency: onnx at batch=64, pt2 at batch=1: not measured by both, in enough rounds for an interval",
+        )
+
+
+def test_half_an_interval_is_none(tmp_path: Path) -> None:
+    def half(document: dict[str, Any]) -> None:
+        timed(1.0, 1.1)(document)
+        document["bench"]["figures"][0]["high_ms"] = None
+
+    (told,) = verdict(tmp_path, {"measurements": timed(9, 9)}, {"measurements": half}).not_compared
+    assert "in enough rounds for an interval" in told
+
+
+def test_measurements_of_another_bundle_are_not_believed(tmp_path: Path) -> None:
+    place = bundle(tmp_path)
+    exports.edit_json(place / "measurements.json", lambda document: document.update(manifest="0" * 64))
+    with pytest.raises(BundleError, match="it belongs to another bundle"):
+        Finished.read(place)
 
 
 def test_files_of_lower_precision_are_held_to_their_decisions(tmp_path: Path) -> None:
