@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from optexport.bundle.places import MANIFEST, MEASUREMENTS
 from optexport.config.registering import RegisterConfig
-from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, redact
+from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line, redact
 from optexport.tracking import ratchet
 from optexport.tracking.finished import BUNDLE_TAG, Finished
 from optexport.tracking.ratchet import Verdict
@@ -62,7 +63,7 @@ class Registered:
         return GateError(
             f"{self.told}{reasons}",
             place="register",
-            mend=f"To move it all the same: optexport promote {self.name} {self.version} --alias {self.alias}",
+            mend=f"To move it all the same: {_promoting(self.name, self.version, self.alias)}",
         )
 
 
@@ -122,16 +123,18 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
     if holder is None:
         raise ConfigError("no version holds it", place=f"{name}@{alias}", mend="optexport promote gives it to one.")
     history, known = _history(client, name, alias), _versions(client, name)
-    before = [entry for entry in history[:-1] if entry["version"] in known and entry["version"] != holder]
-    if not before:
+    # By their places: two entries may be equal, of one second.
+    held = [index for index, entry in enumerate(history[:-1]) if entry["version"] in {*known} - {holder}]
+    if not held:
         raise ConfigError(
             f"version {holder} holds it, and nothing tells of one that did before",
             place=f"{name}@{alias}",
-            mend=f"Versions are {', '.join(known)}: optexport promote {name} VERSION --alias {alias}",
+            mend=f"Versions are {', '.join(known)}: {_promoting(name, 'VERSION', alias)}",
         )
-    client.set_registered_model_alias(name, alias, before[-1]["version"])
-    _write_history(client, name, alias, history[: history.index(before[-1]) + 1])
-    return holder, before[-1]["version"]
+    history = history[: held[-1] + 1]
+    client.set_registered_model_alias(name, alias, history[-1]["version"])
+    _write_history(client, name, alias, history)
+    return holder, history[-1]["version"]
 
 
 def check_model(client: Any, name: str) -> None:
@@ -141,6 +144,11 @@ def check_model(client: Any, name: str) -> None:
         ConfigError: There is no such model.
     """
     _model(client, name)
+
+
+def _promoting(name: str, version: str, alias: str) -> str:
+    """The command that gives a version an alias, for a shell."""
+    return shlex.join(["optexport", "promote", name, version, "--alias", alias])
 
 
 def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, name: str) -> Any:
@@ -166,30 +174,41 @@ def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, nam
 
 def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, champion: str | None) -> Verdict:
     if champion is None and (history := _history(client, config.name, config.alias)):
-        return Verdict((), (f"version {history[-1]['version']}, which held {config.alias} last, is gone",))
+        last = history[-1]["version"]
+        if last in _versions(client, config.name):
+            return Verdict((), (f"{config.alias} was taken away from version {last}, which held it last",))
+        return Verdict((), (f"version {last}, which held {config.alias} last, is gone",))
     if champion is None or champion == version:
         return Verdict((), ())
+    # As where the answer was lost when the alias was to be moved, and another run has moved it since.
+    if int(champion) > int(version):
+        return Verdict((f"version {champion} is newer, and holds {config.alias}",), ())
+    run_id = client.get_model_version(config.name, champion).run_id
+    if not _kept(client, run_id) >= {f"bundle/{MANIFEST}", f"bundle/{MEASUREMENTS}"}:
+        why = f"version {champion} is of no run of optexport, or of one that was deleted: nothing tells how good it is"
+        return Verdict((why,), ())
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
-        run_id = client.get_model_version(config.name, champion).run_id
         try:
-            if not _kept(client, run_id) >= {f"bundle/{MANIFEST}", f"bundle/{MEASUREMENTS}"}:
-                return Verdict((f"version {champion} is of no run of optexport: nothing tells how good it is",), ())
             documents = [
                 client.download_artifacts(run_id, f"bundle/{each}", scratch) for each in (MANIFEST, MEASUREMENTS)
             ]
             held = Finished.read(Path(documents[0]).parent)
         except (BundleError, ValueError) as error:
-            return Verdict((f"version {champion} cannot be compared with: {error}",), ())
+            told = f"{error.place}: {error.cause}" if isinstance(error, BundleError) else first_line(error)
+            why = f"version {champion} cannot be compared with: {told}".replace(f"{scratch}/", "")
+            return Verdict((why,), ())
     return ratchet.compare(new, held, config.ratchet)
 
 
 def _kept(client: Any, run_id: str | None) -> set[str]:
-    """What a run keeps of its bundle; nothing where there is no run, or it is gone for good."""
+    """What a run keeps of its bundle; nothing where there is no run, it was deleted, or it is gone for good."""
     from mlflow.exceptions import MlflowException
 
     if not run_id:
         return set()
     try:
+        if client.get_run(run_id).info.lifecycle_stage != "active":
+            return set()
         return {file.path for file in client.list_artifacts(run_id, "bundle")}
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def test_a_champion_that_nothing_is_known_of_keeps_the_alias(store: Registry) ->
     store.client.set_registered_model_alias("block", "champion", other.version)
     found = store.log()
     assert (found.version, found.holder, found.moved) == ("2", "1", False)
-    assert found.why == ("version 1 is of no run of optexport: nothing tells how good it is",)
+    assert found.why == (
+        "version 1 is of no run of optexport, or of one that was deleted: nothing tells how good it is",
+    )
     assert store.tags("2")["optexport.register.why"] == found.why[0]
     assert by_hand.promote(store.uri, "block", "2", "champion") == "1"
     assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
@@ -127,6 +130,23 @@ def test_what_was_decided_is_not_decided_again(store: Registry) -> None:
     assert again is not None
     assert (again.version, again.holder, again.moved) == ("1", "2", True)
     assert store.holder == "2"
+
+
+def test_an_older_version_does_not_take_the_alias_from_a_newer_one(store: Registry) -> None:
+    """As of a run that the server was lost to when it was to move the alias, and which is sent again later."""
+    store.log()
+    place = bundle(store.folder)
+    store.send(place, 1000)
+    for tag in ("optexport.register", "optexport.register.why"):
+        store.client.delete_model_version_tag("block", "2", tag)
+    store.log()
+    late = log_bundle(place, store.uri).registered
+    assert late is not None
+    assert (late.version, late.holder, late.moved, store.holder) == ("2", "3", False, "3")
+    assert late.why == ("version 3 is newer, and holds champion",)
+    assert store.tags("2")["optexport.register.why"] == late.why[0]
+    assert late.failure is not None
+    assert late.failure.exit_code == 6
 
 
 def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) -> None:
@@ -160,6 +180,63 @@ def test_what_follows_a_holder_that_is_gone_says_so(store: Registry) -> None:
     assert (second.holder, second.moved) == ("2", True)
     assert second.why == ("not compared: version 1, which held champion last, is gone",)
     assert store.tags("2")["optexport.register.why"] == second.why[0]
+
+
+def test_what_follows_an_alias_that_was_taken_away_says_so(store: Registry) -> None:
+    store.log()
+    store.client.delete_registered_model_alias("block", "champion")
+    second = store.log()
+    assert (second.holder, second.moved) == ("2", True)
+    assert second.why == ("not compared: champion was taken away from version 1, which held it last",)
+
+
+def test_a_champion_whose_run_was_deleted_keeps_the_alias(store: Registry) -> None:
+    """As MLflow's page deletes it: the run can be restored."""
+    store.log()
+    run_id = store.client.get_model_version("block", "1").run_id
+    store.client.delete_run(run_id)
+    found = store.log()
+    assert (found.version, found.moved, store.holder) == ("2", False, "1")
+    assert "or of one that was deleted" in found.why[0]
+    store.client.restore_run(run_id)
+    assert store.log().moved
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("manifest.json", "{}", "manifest.json: it does not match its own digest"),
+        ("measurements.json", "", "measurements.json: it cannot be read: "),
+    ],
+)
+def test_a_champion_whose_documents_are_damaged_keeps_the_alias(
+    store: Registry, name: str, content: str, why: str
+) -> None:
+    store.log()
+    run_id = store.client.get_model_version("block", "1").run_id
+    store.client.log_text(run_id, content, f"bundle/{name}")
+    found = store.log()
+    assert (found.version, found.moved, store.holder) == ("2", False, "1")
+    (told,) = found.why
+    assert told.startswith(f"version 1 cannot be compared with: {why}")
+    assert store.tags("2")["optexport.register.why"] == told
+
+
+def test_of_equal_entries_the_last_one_is_gone_back_to(store: Registry) -> None:
+    """Their times are of seconds."""
+    for _ in range(2):
+        store.log()
+    entries = [{"version": version, "by": "promote", "at": "then"} for version in "12121"]
+    store.client.set_registered_model_tag("block", "optexport.history.champion", json.dumps(entries))
+    store.client.set_registered_model_alias("block", "champion", "1")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("1", "2")
+    assert [version for version, _ in store.history] == list("1212")
+
+
+def test_a_name_in_a_hint_is_written_for_a_shell() -> None:
+    found = Registered("it's; mine", "2", "champion", "1", False, ())
+    command = str(found.failure).rpartition("To move it all the same: ")[2]
+    assert shlex.split(command) == ["optexport", "promote", "it's; mine", "2", "--alias", "champion"]
 
 
 def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(store: Registry) -> None:
@@ -248,7 +325,9 @@ def test_a_champion_whose_run_is_gone_for_good_keeps_the_alias(store: Registry) 
                 database.execute(f"DELETE FROM {table} WHERE run_uuid = ?", (run_id,))
     found = store.log()
     assert (found.version, found.moved, store.holder) == ("2", False, "1")
-    assert found.why == ("version 1 is of no run of optexport: nothing tells how good it is",)
+    assert found.why == (
+        "version 1 is of no run of optexport, or of one that was deleted: nothing tells how good it is",
+    )
 
 
 @pytest.mark.parametrize("name", ["it's", "'", "a 'b' c", "50% {x} `y`; --", " \u202eé"])
