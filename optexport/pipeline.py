@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,6 +164,7 @@ def run(
     tags = facts.tags(settings["model"]["source"], versions(), origin)
     with (
         interrupts.temporary_folder() as downloads,
+        contextlib.ExitStack() as until_sent,
         tracking.tracking(config.tracking, path, output, settings, tags) as tracker,
     ):
         job = prepare(config, folder, rules, output, downloads, stages)
@@ -178,7 +180,7 @@ def run(
             )
         held = None if lock is None else digests.sha256(lockfile.lock_path(path))
         origin = origin.model_copy(update={"lock_sha256": held, "mlflow_run": tracker.run_id})
-        result = produce(replace(job, origin=origin), stages)
+        result = produce(replace(job, origin=origin), stages, until_sent)
         with stages.stage("track"):
             tracker.send()
     return replace(
@@ -221,10 +223,14 @@ def prepare(
     )
 
 
-def produce(job: Job, stages: Stages) -> Result:
-    """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before."""
+def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) -> Result:
+    """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before.
+
+    Args:
+        held: Takes over the lock of the bundle, which no other run replaces until it is closed.
+    """
     with (
-        drafts.drafting(job.output) as draft,
+        drafts.drafting(job.output, held=held) as draft,
         torch.random.fork_rng(devices=[]),
         interrupts.temporary_folder() as scratch,
     ):

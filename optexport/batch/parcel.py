@@ -24,7 +24,7 @@ from optexport.config.file import Config
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.generation.export import check_output
 from optexport.kept.surroundings import versions
-from optexport.tracking.later import log_bundle
+from optexport.tracking.later import log_locked
 from optexport.tracking.run import LATER_VARIABLE
 from optexport.tracking.store import resolved_uri
 
@@ -172,29 +172,30 @@ def brought_home(task: Task, folder: Path, found: Return) -> Ended:
                 if each != task.output and (Path(place) / each.name).is_dir():
                     shutil.copytree(Path(place) / each.name, each, dirs_exist_ok=True)
             if came.is_dir():
-                _keep(came, task.output, task.config)
-                ended = replace(ended, output=str(task.output))
-                return _tracked(ended, task.output, task.config, task.path.parent)
+                with contextlib.ExitStack() as held:  # until it is sent
+                    _keep(came, task.output, task.config, held)
+                    ended = replace(ended, output=str(task.output))
+                    return _tracked(ended, task.output, task.config, task.path.parent)
         except OptexportError as error:
             return replace(ended, exit_code=error.exit_code, error=str(error))
     return ended
 
 
-def _keep(came: Path, output: Path, config: Config) -> None:
+def _keep(came: Path, output: Path, config: Config, held: contextlib.ExitStack) -> None:
     read_bundles(came)  # it came whole
     output.parent.mkdir(parents=True, exist_ok=True)
     check = places.check_replaceable if config.generation is None else check_output
-    with drafts.drafting(output, check) as draft:
+    with drafts.drafting(output, check, held) as draft:
         shutil.copytree(came, draft, dirs_exist_ok=True)
 
 
 def _tracked(ended: Ended, output: Path, config: Config, folder: Path) -> Ended:
-    """Sends a bundle to MLflow from here, whose stores a node need not reach."""
+    """Sends a bundle, which is locked, to MLflow from here, whose stores a node need not reach."""
     if not config.tracking.enabled or ended.exit_code:
         return ended
     try:
         uri = resolved_uri(config.tracking.uri, folder)
-        logged = [log_bundle(bundle, uri, config.tracking.experiment) for bundle in read_bundles(output)]
+        logged = [log_locked(bundle, uri, config.tracking.experiment) for bundle in read_bundles(output)]
     except TrackingError as error:
         return replace(ended, exit_code=error.exit_code, error=str(error))
     failures = [done.registered.failure for done in logged if done.registered is not None and done.registered.failure]

@@ -1,7 +1,8 @@
 """Folders that appear under their name only when they are whole, whatever ends the program before.
 
 A draft lies beside its final name, and is locked as long as its run lives. So a run finds out whether another one
-writes to the same place, and removes what one that was killed has left.
+writes to the same place, and removes what one that was killed has left. A lock is of the folder and not of its name: it
+stays on what has become the bundle for whoever goes on to read it there.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ _OWN: set[Path] = set()
 
 
 @contextmanager
-def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) -> Iterator[Path]:
+def drafting(
+    output: Path, check: Callable[[Path], None] = check_replaceable, held: contextlib.ExitStack | None = None
+) -> Iterator[Path]:
     """Gives a folder to write a bundle in; it takes its final name when the block ends well, and goes when it fails.
 
-    A bundle of an earlier run stays under the name until then.
+    A bundle of an earlier run stays under the name until then, and longer where it is locked, as while it is sent.
 
     Args:
         check: Raises where something is there that may not be replaced.
+        held: Takes the lock over once the bundle has its name: until it is closed nobody replaces it.
 
     Raises:
-        ConfigError: Another run writes to the same place.
+        ConfigError: Another run writes to the same place, or what is there is being sent.
     """
     with contextlib.ExitStack() as locks:
         draft = _draft(output, locks)
@@ -49,14 +53,17 @@ def drafting(output: Path, check: Callable[[Path], None] = check_replaceable) ->
             mask = _umask()
             for path in (draft, *draft.rglob("*")):  # some writers keep their files to themselves
                 path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-            check(output)  # once more: the work took its time
-            with interrupts.deferred():
-                interrupts.check()
-                if output.exists():
-                    _exchange(draft, output)
-                    shutil.rmtree(draft)
-                else:
-                    draft.rename(output)
+            with locked(output, wait=True):
+                check(output)  # once more: the work took its time
+                with interrupts.deferred():
+                    interrupts.check()
+                    if output.exists():
+                        _exchange(draft, output)
+                        shutil.rmtree(draft)
+                    else:
+                        draft.rename(output)
+                    if held is not None:
+                        held.enter_context(locks.pop_all())
         except BaseException as error:
             with interrupts.deferred():
                 shutil.rmtree(draft, ignore_errors=True)
@@ -81,6 +88,13 @@ def _draft(output: Path, locks: contextlib.ExitStack) -> Path:
                     )
                 with interrupts.deferred():
                     shutil.rmtree(other, ignore_errors=True)
+        with locked(output, wait=False) as was_free:  # after the drafts, of which one may just have got its name
+            if not was_free:
+                raise ConfigError(
+                    "what is there is being sent to MLflow, by the run that made it or by optexport log",
+                    place=f"export.output: {output}",
+                    mend="Wait until that has ended, or choose another place.",
+                )
         draft = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
         locks.enter_context(locked(draft, wait=False))
         _OWN.add(draft)
@@ -97,28 +111,43 @@ def locked(folder: Path, *, wait: bool) -> Iterator[bool]:
     """Locks a folder, which the system undoes when the process ends, however it ends; says whether it could.
 
     Args:
-        wait: Whether to wait for another process that has locked it.
+        wait: Whether to wait for another process that has locked it. Then what is locked is what has the name at last.
     """
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:  # its run has just ended
-        yield True
-        return
-    except PermissionError:  # of another user
-        yield False
-        return
-    try:
+    while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):  # its run has just ended, or it is nobody's folder
+            yield True
+            return
+        except PermissionError:  # of another user
             yield False
             return
-        except OSError as error:
-            if error.errno not in _UNKNOWN:
-                raise
-        yield True
-    finally:
-        os.close(handle)
+        try:
+            is_ours = _lock(handle, wait=wait)
+            if not wait or _has_name(handle, folder):
+                yield is_ours
+                return
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+    return True
+
+
+def _has_name(handle: int, folder: Path) -> bool:
+    """Whether an open folder is the one of a name: another may have taken its place while it was waited for."""
+    try:
+        return os.path.samestat(os.fstat(handle), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _exchange(draft: Path, output: Path) -> None:

@@ -25,6 +25,12 @@ def read_bundles(folder: Path) -> dict[Path, Manifest]:
     return {folder / name: manifest for name, manifest in read_generation(folder)[1].items()}
 
 
+def whole(bundle: Path) -> Path:
+    """The folder that appears and is replaced as one with a bundle: its own, or that of the model it is a part of."""
+    around = bundle.resolve().parent
+    return around if (around / GENERATION).is_file() else bundle
+
+
 def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
     """Reads what says how parts belong together, and the manifest of each; all files are checked.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -108,15 +109,20 @@ def produce(
     make_job: Callable[[Component, Path], Job],
     new_tokens: int,
     stages: Stages,
+    held: contextlib.ExitStack | None = None,
 ) -> GenerationResult:
-    """Exports every part as its job says, and compares tokens. The folder appears when all of it is proven."""
+    """Exports every part as its job says, and compares tokens. The folder appears when all of it is proven.
+
+    Args:
+        held: Takes over the lock of the folder, which no other run replaces until it is closed.
+    """
     _check(model, prompts, new_tokens)
     check_output(output)
     prompts = [{name: t if t.is_floating_point() else t.long() for name, t in prompt.items()} for prompt in prompts]
     found = components(model, prompts)
     results: dict[str, Result] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with drafts.drafting(output, check_output) as draft:
+    with drafts.drafting(output, check_output, held) as draft:
         for part in found:
             # Of its data a quick proof takes the first: the prefill, whose cache is of length 0.
             # Nobody declared its sizes, so that those are left out which the model has no positions for.

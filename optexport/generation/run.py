@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +50,7 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
     export.check_output(output)
     git = checkout(folder)
     text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
-    with interrupts.temporary_folder() as downloads:
+    with interrupts.temporary_folder() as downloads, contextlib.ExitStack() as until_sent:
         with stages.stage("load"):
             loaded = pipeline.load_model(config, folder, downloads)
         with stages.stage("inputs"):
@@ -64,7 +65,7 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
             own = Loaded(part.module, revision=loaded.revision)
             return Job(config, own, first, part.batches, part.dynamic, rules, place, text, origin=origin(part.name))
 
-        result = export.produce(loaded.model, prompts, output, make_job, new_tokens, stages)
+        result = export.produce(loaded.model, prompts, output, make_job, new_tokens, stages, until_sent)
         with stages.stage("track"):
             parts = {name: _track(part, config, path, origin(name)) for name, part in result.parts.items()}
     return replace(result, parts=parts)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport.bundle import digests, drafts
-from optexport.errors import ConfigError, OptexportError
+from optexport.bundle import digests, drafts, parts
+from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.tracking import facts, store
 from optexport.tracking.finished import RUN_TAG, Finished
 from optexport.tracking.registry import Registered
@@ -35,6 +35,8 @@ class Logged:
 def log_bundle(folder: Path, uri: str | None = None, experiment: str | None = None) -> Logged:
     """Sends a bundle to MLflow, unless it is there; a run that is there in part is completed.
 
+    Whoever sends it already, which may be the run that made it, is waited for; and no run replaces it meanwhile.
+
     Args:
         uri: The store; by default the one that the bundle's config names.
         experiment: By default the config's.
@@ -44,14 +46,15 @@ def log_bundle(folder: Path, uri: str | None = None, experiment: str | None = No
         BundleError: The bundle was changed.
         TrackingError: The store cannot be reached, or refuses.
     """
+    with drafts.locked(parts.whole(folder), wait=True):  # of two at a time each would start a run
+        return log_locked(folder, uri, experiment)
+
+
+def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
+    """As `log_bundle`, for whoever has locked the folder."""
     digests.read_manifest(folder)
     finished = Finished.read(folder)
     uri = uri or _own_uri(finished, folder)
-    with drafts.locked(folder, wait=True):  # of two at a time each would start a run
-        return _log(finished, uri, experiment)
-
-
-def _log(finished: Finished, uri: str, experiment: str | None) -> Logged:
     run_id: str | None = None
     client: Any = None
     try:
@@ -61,19 +64,25 @@ def _log(finished: Finished, uri: str, experiment: str | None) -> Logged:
         if run is not None and run.info.status == "FINISHED":
             outcome = registered(client, run.info.run_id, finished)
             return _logged(client, run.info.run_id, True, outcome)
-        run_id = _started(client, found, finished) if run is None else _resumed(client, run)
-        outcome = send(client, run_id, finished)
+        if run is None:
+            run_id = _started(client, found, finished)
+        else:
+            run_id = str(run.info.run_id)
+            _resume(client, run)
+        done = _logged(client, run_id, False, send(client, run_id, finished))
         client.set_terminated(run_id)
-        return _logged(client, run_id, False, outcome)
-    except OptexportError:
-        raise
-    except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
-        again = shlex.join(["optexport", "log", str(finished.folder)])
-        mend = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
-        failed = store.failure(error, uri, mend)
+        return done
+    except BaseException as error:  # mlflow, SQLAlchemy and requests each raise their own, and a signal may come
+        told = error
+        if isinstance(error, Exception) and (isinstance(error, TrackingError) or not isinstance(error, OptexportError)):
+            again = shlex.join(["optexport", "log", str(finished.folder)])
+            mend = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
+            told = store.failure(error, uri, mend)
         if run_id is not None:
-            give_up(client, run_id, str(failed))
-        raise failed from error
+            give_up(client, run_id, str(told) or type(told).__name__)
+        if told is error:
+            raise
+        raise told from error
 
 
 def _own_uri(finished: Finished, folder: Path) -> str:
@@ -114,12 +123,10 @@ def _started(client: Any, experiment: str, finished: Finished) -> str:
     return new_run(client, experiment, Path(finished.asked.export.output).name, {**origin, **finished.identity})
 
 
-def _resumed(client: Any, run: Any) -> str:
-    run_id = str(run.info.run_id)
-    client.update_run(run_id, "RUNNING")
+def _resume(client: Any, run: Any) -> None:
+    client.update_run(run.info.run_id, "RUNNING")
     if REASON_TAG in run.data.tags:
-        client.delete_tag(run_id, REASON_TAG)
-    return run_id
+        client.delete_tag(run.info.run_id, REASON_TAG)
 
 
 def _logged(client: Any, run_id: str, before: bool, outcome: Registered | None) -> Logged:

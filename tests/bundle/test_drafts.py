@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,68 @@ def test_of_two_runs_to_one_place_the_second_says_so_and_the_first_goes_on(
     with drafting(tmp_path / "out-baseline") as draft:  # another place, whose name begins alike
         (draft / "file").touch()
     _kill(other)
+
+
+def test_a_bundle_that_is_held_is_not_replaced_and_the_next_run_says_so(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with contextlib.ExitStack() as held:
+        with drafting(output, held=held) as draft:
+            (draft / "first").touch()
+        with pytest.raises(ConfigError, match="what is there is being sent to MLflow") as caught, drafting(output):
+            pass
+        assert "Wait until that has ended" in str(caught.value)
+        assert _names(tmp_path) == ["out"]
+    with drafting(output, lambda place: None) as draft:
+        (draft / "second").touch()
+    assert _names(output) == ["second"]
+
+
+def test_a_run_that_is_done_while_the_bundle_before_is_sent_waits_for_that(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    about_to_end = threading.Event()
+
+    def run() -> None:
+        with drafting(output) as draft:
+            (draft / "new").touch()
+            assert about_to_end.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        while not list(tmp_path.glob(".out.partial-*/new")):
+            time.sleep(0.01)
+        with drafts.locked(output, wait=True):
+            about_to_end.set()
+            time.sleep(0.3)
+            assert not running.done()
+            assert _names(output) == []
+        running.result(60)
+    assert _names(output) == ["new"]
+
+
+def test_who_waits_for_a_folder_locks_what_has_its_name_at_last(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "old").touch()
+
+    def look() -> list[str]:
+        with drafts.locked(output, wait=True):
+            return _names(output)
+
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
+        with drafting(output, lambda place: None, held) as draft:
+            with drafts.locked(output, wait=True):
+                looking = pool.submit(look)
+                time.sleep(0.3)
+                (draft / "new").touch()
+                # As a run does that replaces it.
+                drafts._exchange(draft, output)
+            time.sleep(0.3)
+            assert not looking.done(), "what has the name now is locked too"
+            drafts._exchange(draft, output)
+            (output / "back").touch()
+        held.close()
+        assert looking.result(60) == ["new"]
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next_one(
