@@ -62,7 +62,7 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
             what = "folder" if path.is_dir() else "file"
             raise BundleError(f"the manifest does not know this {what}", place=str(path), mend="Remove it.")
     for name, record in expected.items():
-        _check_file(folder / name, record)
+        check_file(folder / name, record)
     if report:
         _check_report(folder, measurements.get("report_sha256"))
     return manifest
@@ -84,7 +84,12 @@ def manifest_alone(folder: Path) -> Manifest:
     return sealed_json.validated(Manifest, document, folder / MANIFEST)
 
 
-def _check_file(path: Path, record: FileRecord) -> None:
+def check_file(path: Path, record: FileRecord) -> None:
+    """Checks that a file is the one that a manifest vouches for.
+
+    Raises:
+        BundleError: It is missing, or was changed.
+    """
     try:
         if not path.is_file():
             raise BundleError("it is missing", place=str(path))

@@ -6,7 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest, TensorRecord
+from optexport.tracking import arrived
 from optexport.tracking.finished import Finished
 from optexport.tracking.store import made_once
 
@@ -19,24 +21,28 @@ def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
     One for a card is none: MLflow's models name providers, and not that these are to compute without TF32.
     """
     files = (file for file in finished.manifest.artifacts if (file.format, file.device) == ("onnx", "cpu"))
-    path = next((finished.folder / file.path for file in files), None)
-    if path is None:
+    name = next((file.path for file in files), None)
+    if name is None:
         return None
     import mlflow.onnx
-    import onnx
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
     from mlflow.models import Model
 
     experiment = client.get_run(run_id).info.experiment_id
 
-    def known() -> Any:
-        made = client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'")
-        return made[0] if made else None
+    oldest = {"field_name": "creation_timestamp", "ascending": True}
 
-    model = known() or made_once(
-        lambda: client.create_logged_model(experiment, name="model", source_run_id=run_id), known
+    def known() -> str | None:
+        query = f"source_run_id = '{run_id}'"
+        made = client.search_logged_models([experiment], filter_string=query, order_by=[oldest])
+        return str(made[0].model_id) if made else None
+
+    model_id = known() or made_once(
+        lambda: str(client.create_logged_model(experiment, name="model", source_run_id=run_id).model_id),
+        known,
+        client.delete_logged_model,
     )
-    model_id = str(model.model_id)
+    model = client.get_logged_model(model_id)
 
     def named() -> bool | None:
         outputs = client.get_run(run_id).outputs
@@ -50,7 +56,7 @@ def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
         folder = Path(scratch) / "model"
         versions = finished.manifest.versions
         mlflow.onnx.save_model(
-            onnx.load(path),
+            _proven(finished, name),
             folder,
             mlflow_model=Model(artifact_path=model.artifact_location, run_id=run_id, model_id=model_id),
             signature=signature(finished.manifest),
@@ -63,8 +69,24 @@ def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
             },
         )
         client.log_model_artifacts(model_id, str(folder))
+        arrived.check(lambda path: client.list_logged_model_artifacts(model_id, path), folder)
     client.finalize_logged_model(model_id, "READY")
     return model_id
+
+
+def _proven(finished: Finished, name: str) -> Any:
+    """The ONNX model of a file, whose bytes are those that were proven.
+
+    Raises:
+        BundleError: They are not.
+    """
+    import onnx
+
+    model = onnx.load(finished.folder / name)
+    for record in finished.manifest.files:
+        if record.path in (name, f"{name}.data"):
+            digests.check_file(finished.folder / record.path, record)
+    return model
 
 
 def signature(manifest: Manifest) -> Any:

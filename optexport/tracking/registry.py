@@ -158,18 +158,20 @@ def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, nam
         found = client.search_registered_models(_named(name))
         return next((model for model in found if model.name == name), None)
 
-    def known() -> Any:
+    def known() -> str | None:
         made = client.search_model_versions(_named(name))
-        found = next((version for version in made if version.run_id == run_id), None)
-        return None if found is None else client.get_model_version(name, found.version)
+        return min((str(version.version) for version in made if version.run_id == run_id), key=int, default=None)
 
     if model() is None:
         made_once(lambda: client.create_registered_model(name), model)
     origin = {BUNDLE_TAG: finished.identity[BUNDLE_TAG], "weights_sha256": finished.manifest.model.weights_sha256}
     source = f"models:/{model_id}"
-    return known() or made_once(
-        lambda: client.create_model_version(name, source, run_id, tags=origin, model_id=model_id), known
+    version = known() or made_once(
+        lambda: str(client.create_model_version(name, source, run_id, tags=origin, model_id=model_id).version),
+        known,
+        lambda made: client.delete_model_version(name, made),
     )
+    return client.get_model_version(name, version)
 
 
 def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, champion: str | None) -> Verdict:

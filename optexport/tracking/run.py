@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.config.file import TrackingConfig
-from optexport.errors import TrackingError, redact_error
+from optexport.errors import BundleError, TrackingError, redact_error
 from optexport.tracking import store
 from optexport.tracking.finished import Finished
 from optexport.tracking.registry import Registered
@@ -67,10 +67,13 @@ class Tracker:
         self._guarded(action)
 
     def send(self) -> None:
-        """Sends the bundle, which is whole by now."""
+        """Sends the bundle, which is whole by now, and locked: no other run replaces it, and nobody else sends it."""
 
         def action() -> None:
-            self.registered = send(self._client, str(self.run_id), Finished.read(self._bundle))
+            finished = Finished.read(self._bundle)
+            if finished.measured.origin.mlflow_run not in (None, self.run_id):  # where file systems know no locks
+                raise BundleError("it is of another run, which has replaced this one's", place=str(self._bundle))
+            self.registered = send(self._client, str(self.run_id), finished)
 
         self._guarded(action)
 

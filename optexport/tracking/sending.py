@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from optexport.bundle import digests
 from optexport.bundle.places import REPORT
-from optexport.tracking import facts
+from optexport.errors import BundleError
+from optexport.tracking import arrived, facts
 from optexport.tracking.datasets import datasets
 from optexport.tracking.figures import figures
 from optexport.tracking.finished import Finished
 from optexport.tracking.model import logged_model
 from optexport.tracking.registry import Registered, register
 from optexport.tracking.tables import tables
+
+# Where in the artifacts of a run its bundle lies.
+BUNDLE = "bundle"
 
 
 def send(client: Any, run_id: str, finished: Finished) -> Registered | None:
@@ -37,19 +45,41 @@ def send(client: Any, run_id: str, finished: Finished) -> Registered | None:
             if (name, step) not in known
         ],
     )
+    with tempfile.TemporaryDirectory(prefix="optexport-") as place:
+        shown = Path(place)
+        names = _write_shown(shown, finished)
+        client.log_artifacts(run_id, place)
+        # By this tag MLflow's page finds what it shows as tables; its log_table would append to one that is there.
+        client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([{"path": n, "type": "table"} for n in names]))
+        client.log_artifacts(run_id, str(folder), BUNDLE)
+        for sent, where in ((shown, ""), (folder, BUNDLE)):
+            arrived.check(lambda path: client.list_artifacts(run_id, path), sent, where)
+    _check_unchanged(finished)
+    return registered(client, run_id, finished)
+
+
+def _write_shown(folder: Path, finished: Finished) -> list[str]:
+    """Writes what is seen at once on the page of a run, outside of its bundle; gives the names of the tables."""
     shown = tables(finished)
     for name, table in shown.items():
-        client.log_dict(run_id, dict(table), name)
-    # By this tag MLflow's page finds what it shows as tables; its log_table would append to one that is there.
-    client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([{"path": name, "type": "table"} for name in shown]))
+        (folder / name).write_text(json.dumps(dict(table), indent=2, default=str), encoding="utf-8")
     for name, figure in figures(finished).items():
-        client.log_figure(run_id, figure, name)
-    if (folder / "config.toml").is_file():
-        client.log_artifact(run_id, str(folder / "config.toml"))
-    client.log_artifacts(run_id, str(folder), "bundle")
-    if (folder / REPORT).is_file():
-        client.log_artifact(run_id, str(folder / REPORT))  # once more, where it is seen at once
-    return registered(client, run_id, finished)
+        figure.savefig(folder / name)
+    for name in ("config.toml", REPORT):
+        if (finished.folder / name).is_file():
+            shutil.copyfile(finished.folder / name, folder / name)
+    return list(shown)
+
+
+def _check_unchanged(finished: Finished) -> None:
+    """Checks that what was sent file by file is the bundle that was read before, where file systems know no locks too.
+
+    Raises:
+        BundleError: It was changed, or another one has taken its place.
+    """
+    digests.read_manifest(finished.folder)
+    if Finished.read(finished.folder).identity != finished.identity:
+        raise BundleError("another one took its place while it was sent", place=str(finished.folder))
 
 
 def send_params(client: Any, run_id: str, settings: Mapping[str, Any]) -> None:

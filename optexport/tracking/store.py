@@ -22,6 +22,11 @@ _SQLITE = "sqlite:///"
 # In characters: what answers may be no server of MLflow's, and say it with a page.
 _LONGEST = 500
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+# What the drivers of databases call the seconds that they wait for a server to take a connection.
+_IN_TIME = {
+    **dict.fromkeys(("psycopg2", "psycopg", "mysqldb", "pymysql", "mysqlconnector"), "connect_timeout"),
+    "pg8000": "timeout",
+}
 
 # mlflow waits minutes for a server that is down. A user's own setting stays.
 _TRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -59,15 +64,27 @@ def hastily() -> Iterator[None]:
         os.environ.update({name: _PATIENCE[name] for name in ours})
 
 
-def made_once(make: Callable[[], T], find: Callable[[], T | None]) -> T:
+def made_once(make: Callable[[], T], find: Callable[[], T | None], drop: Callable[[T], object] | None = None) -> T:
     """What is made by one call to a server, where a second call would make another.
 
     mlflow sends again what was not answered. Here it is looked for instead: it may have been made, and only the answer
     lost.
 
     Args:
-        find: Gives what the call made; None where there is none.
+        find: Gives what the call made, or an older one; None where there is none.
+        drop: Removes what was made where an older one is found afterwards, which then counts: a call of a program that
+            was ended may have been answered meanwhile. Without it nothing is looked for.
     """
+    made = _made(make, find)
+    first = made if drop is None else find()
+    if drop is None or first is None or first == made:
+        return made
+    with contextlib.suppress(Exception):  # who may make something need not be allowed to remove it
+        drop(made)
+    return first
+
+
+def _made(make: Callable[[], T], find: Callable[[], T | None]) -> T:
     tries = os.environ[_TRIES]
     os.environ[_TRIES] = "0"
     try:
@@ -141,14 +158,17 @@ def page(uri: str, experiment: str, run_id: str) -> str:
 
 def failure(error: Exception, uri: str, mend: str) -> TrackingError:
     """What went wrong with a store, as one message: mlflow, SQLAlchemy and requests each raise their own."""
-    said = first_line(error)[:_LONGEST]  # which holds no secret that the cut could lay bare
-    told = TrackingError(f"{type(error).__name__}: {said}", place=f"tracking.uri: {uri}", mend=mend)
+    # Neither holds a secret that the cut could lay bare.
+    said = error.cause if isinstance(error, TrackingError) else f"{type(error).__name__}: {first_line(error)}"
+    told = TrackingError(said[:_LONGEST], place=f"tracking.uri: {uri}", mend=mend)
     told.__cause__ = error
     return told
 
 
 def when(error: Exception) -> str:
     """When it is worth to ask a store again that has failed, as the beginning of a sentence."""
+    if isinstance(error, TrackingError):
+        return "When the store keeps what it is sent"
     if _status(error) in (401, 403):
         return (
             "When the credentials are right (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
@@ -182,6 +202,7 @@ def _check_database(uri: str) -> None:
     elif uri.startswith(_DATABASES):
         import sqlalchemy
 
-        in_time = {"connect_timeout": 5} if uri.startswith(("postgresql", "mysql")) else {}
+        driver = sqlalchemy.make_url(uri).get_driver_name()
+        in_time = {_IN_TIME[driver]: 5} if driver in _IN_TIME else {}
         with sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool, connect_args=in_time).connect():
             pass

@@ -123,17 +123,21 @@ def _served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
 class Lossy:
     """A way to a server on which the first answer to each kind of call that writes is lost: the call is done.
 
+    Args:
+        signing_on: Instead of that, what is put under such a path is answered with a page, and not done.
+
     Attributes:
         lost: The kinds, in order, ids left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signing_on: str | None = None) -> None:
         self.lost: list[str] = []
+        self.signing_on = signing_on
 
     @contextlib.contextmanager
     def to(self, port: int) -> Iterator[str]:
         """Serves until the block ends; gives the URI."""
-        lost = self.lost
+        lost, signing_on = self.lost, self.signing_on
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -146,6 +150,9 @@ class Lossy:
                     body = b"".join(self.chunks())
                 else:
                     body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if signing_on is not None and self.command == "PUT" and re.search(signing_on, self.path):
+                    self.tell(200, b"<html>Please sign on.</html>")
+                    return
                 own = ("host", "content-length", "transfer-encoding", "connection")
                 server = http.client.HTTPConnection("127.0.0.1", port)
                 given = {key: value for key, value in self.headers.items() if key.lower() not in own}
@@ -155,15 +162,18 @@ class Lossy:
                 server.close()
                 kind = re.sub(r"[0-9a-f]{32}|(?<=artifacts/artifacts/).*", "ID", self.path.partition("?")[0])
                 # What only searches is sent in a body too.
-                if self.command != "GET" and "search" not in kind and kind not in lost:
+                if signing_on is None and self.command != "GET" and "search" not in kind and kind not in lost:
                     lost.append(kind)
                     self.close_connection = True
                     return
-                self.send_response(answer.status)
-                for key, value in answer.getheaders():
-                    if key.lower() not in own:
-                        self.send_header(key, value)
-                self.send_header("Content-Length", str(len(told)))
+                self.tell(
+                    answer.status, told, [header for header in answer.getheaders() if header[0].lower() not in own]
+                )
+
+            def tell(self, status: int, told: bytes, headers: Sequence[tuple[str, str]] = ()) -> None:
+                self.send_response(status)
+                for key, value in [*headers, ("Content-Length", str(len(told)))]:
+                    self.send_header(key, value)
                 self.end_headers()
                 self.wfile.write(told)
 

@@ -230,6 +230,23 @@ def test_where_each_answer_is_lost_once_nothing_is_made_twice(server: Server, tm
     assert len(model.metrics) == len({(metric.key, metric.step) for metric in model.metrics})
 
 
+@pytest.mark.parametrize("lost", ["artifacts/bundle/model[.]onnx", "models/.*/model[.]onnx"])
+def test_files_that_a_page_to_sign_on_took_are_told_and_sent_later(server: Server, tmp_path: Path, lost: str) -> None:
+    name = f"signing on {'bundle' if 'bundle' in lost else 'model'}"
+    place = bundle(tmp_path, manifest=registering(name))
+    with Lossy(signing_on=lost).to(server.port) as uri:
+        process = optexport("log", place, "--uri", uri, "--experiment", name)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 7, err
+    assert "files did not arrive, though the store took them: " in err
+    assert "model.onnx is not there" in err
+    assert f"When the store keeps what it is sent, again with the same options: optexport log {place}" in err
+    (run,) = runs(server.uri, name)
+    assert run.info.status == "FAILED"
+    log_bundle(place, server.uri, name)
+    only(server, name)
+
+
 def test_of_two_runs_of_a_bundle_the_one_that_is_whole_counts(server: Server, tmp_path: Path) -> None:
     """A program that ended between two answers may have left another behind, which is newer and found first."""
     place = bundle(tmp_path, manifest=registering("two"))
