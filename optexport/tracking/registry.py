@@ -21,6 +21,7 @@ from optexport.tracking.store import made_once
 # Of a version: what became of the alias when it was registered, and why.
 DECISION_TAG = "optexport.register"
 REASON_TAG = "optexport.register.why"
+ROLLED_BACK_TAG = "optexport.rolled_back"
 _MOVED, _STAYED = "moved", "stayed"
 # Of a registered model, for each alias: who held it, the last one last.
 _HISTORY_TAG = "optexport.history."
@@ -133,6 +134,7 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
         )
     history = history[: held[-1] + 1]
     client.set_registered_model_alias(name, alias, history[-1]["version"])
+    client.set_model_version_tag(name, holder, ROLLED_BACK_TAG, _now())
     _write_history(client, name, alias, history)
     return holder, history[-1]["version"]
 
@@ -282,7 +284,11 @@ def _entries(text: str) -> list[dict[str, str]]:
 
 
 def _entry(version: str, by: str) -> dict[str, str]:
-    return {"version": version, "by": by, "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    return {"version": version, "by": by, "at": _now()}
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _write_history(client: Any, name: str, alias: str, history: list[dict[str, str]]) -> None:

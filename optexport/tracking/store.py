@@ -21,6 +21,8 @@ T = TypeVar("T")
 _SQLITE = "sqlite:///"
 # In characters: what answers may be no server of MLflow's, and say it with a page.
 _LONGEST = 500
+# What MLflow's server says where it is called by a name that is neither localhost's nor a private address.
+_FOREIGN_HOST = "Invalid Host header"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 # What the drivers of databases call the seconds that they wait for a server to take a connection.
 _IN_TIME = {
@@ -169,6 +171,8 @@ def when(error: Exception) -> str:
     """When it is worth to ask a store again that has failed, as the beginning of a sentence."""
     if isinstance(error, TrackingError):
         return "When the store keeps what it is sent"
+    if _FOREIGN_HOST in str(error):
+        return "When the server has been told of that host (mlflow server --allowed-hosts)"
     if _status(error) in (401, 403):
         return (
             "When the credentials are right (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "

@@ -87,8 +87,8 @@ class Server(Program):
 
 
 @contextlib.contextmanager
-def answering(status: int, **headers: str) -> Iterator[str]:
-    """A server that answers every call with a status and nothing else; gives its URI."""
+def answering(status: int, body: str = "", **headers: str) -> Iterator[str]:
+    """A server that answers every call with a status and a text; gives its URI."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *told: object) -> None:
@@ -96,9 +96,10 @@ def answering(status: int, **headers: str) -> Iterator[str]:
 
         def answer(self) -> None:
             self.send_response(status)
-            for key, value in {**headers, "Content_Length": "0"}.items():
+            for key, value in {**headers, "Content_Length": str(len(body))}.items():
                 self.send_header(key.replace("_", "-"), value)
             self.end_headers()
+            self.wfile.write(body.encode())
 
         do_GET = do_POST = answer  # noqa: N815 - the names of http.server
 

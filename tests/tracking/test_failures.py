@@ -89,6 +89,13 @@ def test_a_server_that_asks_to_be_called_much_later_is_not_waited_for(tmp_path: 
     assert time.monotonic() - start < 20
 
 
+def test_a_server_that_does_not_know_its_host_says_nothing_of_credentials(tmp_path: Path) -> None:
+    said = "Invalid Host header - possible DNS rebinding attack detected"
+    mend = r"When the server has been told of that host \(mlflow server --allowed-hosts\), again"
+    with answering(403, said) as uri, pytest.raises(TrackingError, match=mend):
+        log_bundle(bundle(tmp_path), uri)
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_server_that_refuses_the_credentials_has_answered(tmp_path: Path, status: int) -> None:
     mend = (

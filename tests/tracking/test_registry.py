@@ -158,6 +158,8 @@ def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) ->
     assert store.tags("1")["optexport.register.why"] == "by hand"
     assert by_hand.promote(store.uri, "block", "1", "champion") == "1"
     assert by_hand.rollback(store.uri, "block", "champion") == ("1", "3")
+    assert "optexport.rolled_back" in store.tags("1")
+    assert "optexport.rolled_back" not in store.tags("3")
     assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
     assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
     with pytest.raises(ConfigError, match="version 1 holds it, and nothing tells of one that did before") as caught:
