@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from pathlib import Path
 
@@ -12,25 +14,35 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def imported_from(folder: Path) -> list[str]:
-    """The modules that were imported from a folder, by their paths in it, but for packages that are installed in it."""
-    folder = folder.resolve()
+    """The modules that were imported from a folder, by their paths in it, but for packages that are installed in it.
+
+    A link in it is a module of the folder, wherever it leads: on a mounted ConfigMap all files are links.
+    """
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "optexport"]
     files = [getattr(module, "__file__", None) for module in modules]
     # Some of torch's name a file that is nowhere.
-    found = (Path(file).resolve() for file in files if file and Path(file).is_absolute() and Path(file).is_file())
-    beside = (path.relative_to(folder) for path in found if path.is_relative_to(folder))
-    return sorted({path.as_posix() for path in beside if not _INSTALLED.intersection(path.parts)})
+    found = {os.path.abspath(file) for file in files if file and os.path.isabs(file) and os.path.isfile(file)}
+    places = [os.path.join(place, "") for place in (os.path.abspath(folder), os.path.realpath(folder))]
+    real = functools.cache(os.path.realpath)  # of folders, which are fewer than files
+    beside: set[Path] = set()
+    for file in found:
+        parent, name = os.path.split(file)
+        there = os.path.realpath(file) if os.path.islink(file) else os.path.join(real(parent), name)
+        # As it was imported, or else where links lead.
+        seen = [path.removeprefix(place) for path in (file, there) for place in places if path.startswith(place)]
+        beside.update(Path(path) for path in seen[:1])
+    return sorted(path.as_posix() for path in beside if not _INSTALLED.intersection(path.parts))
 
 
 def code_of(module: str) -> dict[str, str]:
     """Digests of the file of a module, and of all that was imported from where it was: it may call any of that.
 
-    Of a package that is installed they are those of its own modules. What has no file has none.
+    Of a package that is installed they are those of its own modules. What has no file, or one that is gone, has none.
     """
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
+    if file is None or not Path(file).is_file():
         return {}
-    path = Path(file).resolve()
+    path = Path(os.path.abspath(file))  # as it was imported: helpers lie beside a link, not where it leads
     depth = module.count(".") + (path.name == "__init__.py")
     folder = path.parents[min(depth, len(path.parents) - 1)]
     if _INSTALLED.intersection(folder.parts):

@@ -32,8 +32,8 @@ class Lock(BaseModel):
         versions: Of the packages that have a say in the files, of Python, and of optexport.
         revision: The model's commit on the hub, the version of the package that it is from, or its URI in MLflow.
         weights_sha256: Over names, dtypes, shapes and bytes of its state_dict.
-        files: SHA-256 of each file that the config names, and of each module beside it that the model's code imports,
-            by its path as seen from the config.
+        files: SHA-256 of each file that the config names, and of each module beside it that code which it names
+            imports, by its path as seen from the config.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -149,19 +149,28 @@ def _differences(was: Mapping[str, str], now: Mapping[str, str], shown: int | No
 
 
 def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, str]:
-    """Of all files but weights: of a folder of transformers the digest of its model stands for them.
+    """Of all files but weights in the model's own folder, for which the digest of the model stands.
 
     Args:
         others: Names of files beside those that the config names.
     """
-    files = {**{name: folder / name for name in others}, **dict(named_files(config, folder))}
-    return {
-        name: sha256(path) for name, path in sorted(files.items()) if path.suffix not in _WEIGHTS and path.is_file()
-    }
+    source, files = config.model.source, {name: folder / name for name in others}
+    # Code that a folder brings may read anything that lies in it.
+    apart = source_kind(source, folder) is SourceKind.FOLDER and not config.model.trust_remote_code
+    for named in _named(config, folder):
+        found = _within(named, folder)
+        files |= {n: path for n, path in found if not (apart and named == source and path.suffix in _WEIGHTS)}
+    return {name: sha256(path) for name, path in sorted(files.items()) if path.is_file()}
 
 
 def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
     """Every file beside the config, or elsewhere on this machine, that it names; of folders all that is in them."""
+    for name in _named(config, folder):
+        yield from _within(name, folder)
+
+
+def _named(config: Config, folder: Path) -> list[str]:
+    """The files and folders that a config names."""
     source, inputs = config.model.source, config.inputs
     named = [*([inputs.data] if inputs.data is not None else []), *(inputs.images or [])]
     if config.model.adapter is not None:
@@ -173,8 +182,22 @@ def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:
         if place.startswith(METRIC):
             module = place.removeprefix(METRIC).partition(":")[0].partition(".")[0]
             named += [name for name in (f"{module}.py", module) if (folder / name).exists()]
-    for name in dict.fromkeys(named):
-        path = folder / Path(name).expanduser()
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file() and "__pycache__" not in file.parts:
-                yield str(Path(name) / file.relative_to(path)), file
+    return list(dict.fromkeys(named))
+
+
+def _within(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    """A file that a config names, or all files in a folder that it names."""
+    path = folder / Path(name).expanduser()
+    for file in _files(path):
+        yield str(Path(name) / file.relative_to(path)), file
+
+
+def _files(path: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """A file, or all files in a folder and in what its links lead to, but for a link to a folder that it lies in."""
+    if path.is_file():
+        yield path
+    elif path.is_dir() and (real := path.resolve()) not in above:
+        for inner in sorted(path.iterdir()):
+            # Kubernetes keeps what it mounts in "..2025_01_01_00_00_00.1", and links to it under the files' names.
+            if inner.name != "__pycache__" and not inner.name.startswith(".."):
+                yield from _files(inner, (*above, real))

@@ -25,10 +25,12 @@ def lock(config: Path) -> None:
     with progress(quiet=False) as stages:
         from optexport import interrupts, pipeline
         from optexport.bundle import lockfile
+        from optexport.job import rules_of
         from optexport.kept.surroundings import versions
 
         with contextlib.redirect_stdout(sys.stderr), interrupts.temporary_folder() as scratch:
-            job = pipeline.prepare(read, folder, (), scratch / "bundle", scratch, stages)
+            rules = rules_of(read, folder, ())  # as a run does: they too import what lies beside the config
+            job = pipeline.prepare(read, folder, rules, scratch / "bundle", scratch, stages)
             made = lockfile.make(read, folder, job.loaded, versions())
     path = lockfile.write(made, config)
     echo(f"Wrote {path}: {len(made.versions)} versions, the model's weights, {len(made.files)} files. Then:")

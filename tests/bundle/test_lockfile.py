@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import Result
+from safetensors.numpy import save_file
 
 from optexport.bundle import lockfile
 from optexport.bundle.lockfile import Lock
@@ -120,6 +122,107 @@ def test_a_module_that_the_models_code_imports_is_locked_too(locked: Path) -> No
     scale.write_text("SCALE = 1.0\n")
     _in_lock(lambda document: document["files"].pop("locked_scale.py"))(locked)  # type: ignore[attr-defined]
     assert "locked_scale.py: absent when it was locked, " in message(run(locked), 2)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_data_are_locked_whatever_their_file_is_called(locked: Path, suffix: str) -> None:
+    """Files that are called as weights are were left out, though nothing else stands for them."""
+    data = locked.with_name(f"data{suffix}")
+
+    def write(value: float) -> None:
+        rows = np.full((2, 4), value, dtype=np.float32)
+        save_file({"input": rows}, data) if suffix == ".safetensors" else np.savez(data, input=rows)
+
+    write(1.0)
+    locked.write_text(CONFIG.replace("rows.jsonl", data.name))
+    assert CliRunner().invoke(cli, ["lock", str(locked)]).exit_code == 0
+    write(2.0)
+    assert f"{data.name}: " in message(run(locked), 2)
+
+
+def test_of_a_models_folder_the_weights_are_left_out_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "bert" / "sub").mkdir(parents=True)
+    (tmp_path / "rules_of_mine").mkdir()
+    for name in ("config.json", "model.safetensors", "sub/pytorch_model.bin", "sub/config.json", "rows.safetensors"):
+        (tmp_path / "bert" / name).write_text(name)
+    for name in ("__init__.py", "table.bin"):
+        (tmp_path / "rules_of_mine" / name).write_text(name)
+    text = """
+[model]
+source = "./bert"
+[inputs]
+data = "bert/rows.safetensors"
+[[transformations]]
+use = "python:rules_of_mine:Rule"
+"""
+    names = {"bert/config.json", "bert/sub/config.json", "bert/rows.safetensors"}
+    names |= {"rules_of_mine/__init__.py", "rules_of_mine/table.bin"}
+    config = parse_config(text, tmp_path / "mine.toml")
+    assert lockfile._digests(config, tmp_path, ()).keys() == names
+    code = parse_config(text.replace("[inputs]", "trust_remote_code = true\n[inputs]"), tmp_path / "mine.toml")
+    weights = {"bert/model.safetensors", "bert/sub/pytorch_model.bin"}
+    assert lockfile._digests(code, tmp_path, ()).keys() == names | weights
+
+
+def test_files_of_a_folder_are_those_of_its_links_too_each_once(tmp_path: Path) -> None:
+    """Kubernetes mounts a ConfigMap as links to links, with a time in the name of the folder that holds the files."""
+    there = tmp_path / "bert" / "..2025_01_01_00_00_00.1"
+    (there / "sub").mkdir(parents=True)
+    for name in ("config.json", "sub/config.json"):
+        (there / name).write_text(name)
+    (tmp_path / "bert" / "..data").symlink_to(there.name)
+    for name in ("config.json", "sub"):
+        (tmp_path / "bert" / name).symlink_to(f"..data/{name}")
+    (there / "sub" / "again").symlink_to(".")
+    config = parse_config('[model]\nsource = "./bert"', tmp_path / "mine.toml")
+    assert [name for name, _ in lockfile.named_files(config, tmp_path)] == ["bert/config.json", "bert/sub/config.json"]
+
+
+@pytest.mark.parametrize("place", ["..2025_01_01_00_00_00.1", "../shared"])
+def test_a_module_that_is_a_link_beside_the_config_is_locked_under_that_name(locked: Path, place: str) -> None:
+    """It was looked for where the link leads, which is not beside the config, and was left out."""
+    code, scale = locked.with_name("locked_model.py"), locked.parent / place / "locked_scale.py"
+    scale.parent.mkdir()
+    scale.write_text("SCALE = 1.0\n")
+    if place.startswith("../"):
+        locked.with_name("locked_scale.py").symlink_to(scale)
+    else:
+        locked.with_name("..data").symlink_to(scale.parent.name)
+        locked.with_name("locked_scale.py").symlink_to("..data/locked_scale.py")
+    code.write_text(MODULE.replace("SCALE = 1.0", "from locked_scale import SCALE"))
+    for name in ("locked_model", "locked_scale"):
+        sys.modules.pop(name, None)
+    assert CliRunner().invoke(cli, ["lock", str(locked)]).exit_code == 0
+    assert json.loads(lockfile.lock_path(locked).read_text())["files"].keys() >= {"locked_model.py", "locked_scale.py"}
+    sys.modules.pop("locked_scale", None)
+    done = run(locked)
+    assert done.exit_code == 0, done.stderr
+    scale.write_text("SCALE = 1.0  # of another kind\n")
+    assert "locked_scale.py: " in message(run(locked), 2)
+    sys.modules.pop("locked_scale", None)
+
+
+def test_what_a_rule_of_ones_own_imports_is_locked_too(locked: Path) -> None:
+    """A run imports its rules before it looks, which lock did not: what was locked was refused for ever."""
+    helper = locked.with_name("locked_helper.py")
+    helper.write_text("N = 1\n")
+    locked.with_name("locked_rule.py").write_text(
+        "import locked_helper\nfrom optexport.transformations import RemoveNoOps\nclass Mine(RemoveNoOps):\n    pass\n"
+    )
+    locked.write_text(f'{CONFIG}\n[[transformations]]\nuse = "python:locked_rule:Mine"\n')
+
+    def without_modules() -> None:
+        for name in ("locked_model", "locked_rule", "locked_helper"):
+            sys.modules.pop(name, None)
+
+    without_modules()
+    assert CliRunner().invoke(cli, ["lock", str(locked)]).exit_code == 0
+    without_modules()
+    done = run(locked)
+    assert done.exit_code == 0, done.stderr
+    helper.write_text("N = 2\n")
+    assert "locked_helper.py: " in message(run(locked), 2)
+    without_modules()
 
 
 def test_a_locked_run_is_one_from_the_configs_own_folder(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
