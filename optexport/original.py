@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from optexport.job import Job
+from optexport.kept import computation
 from optexport.proof import shards
 from optexport.proof.cases import cases
 from optexport.proof.reference import Call, Reference
@@ -57,6 +58,7 @@ def run_reference(job: Job, traced: Traced, call: Call, ids: Mapping[str, int]) 
         batched=signature.batched,
         in_other_ways=effort != "quick",
         device=job.config.model.device,
+        computation=computation.of(traced.graph_module, job.loaded.model),
     )
     unchecked = shards.why_unchecked(job.real, job.rows, reference.cases)
     return replace(reference, left_out=(*unchecked, *reference.left_out))

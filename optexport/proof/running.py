@@ -37,6 +37,7 @@ def run_original(
     batched: Collection[str] = (),
     in_other_ways: bool = True,
     device: Device = "cpu",
+    computation: str | None = None,
 ) -> Reference:
     """Runs the original on all cases, in its own precision and in float64.
 
@@ -55,6 +56,7 @@ def run_original(
         batched: The inputs whose first axis is the batch, if it is that of all outputs too.
         in_other_ways: Whether it is also run with one thread and by halves.
         device: Where the files run.
+        computation: A digest of what the model computes, under which its results are kept; None where they are not.
 
     Raises:
         TraceError: The original itself fails on a case that the user declared, or on the device.
@@ -67,7 +69,9 @@ def run_original(
             return own
         large = not writes and freeing.is_large(model)
         why_no_room = _why_no_room(model, copied=not large)
-        name = "" if why_no_room else _name(model, own, sorted(batched), in_other_ways, devices.described(device))
+        name = ""
+        if computation is not None and why_no_room is None:
+            name = _name(model, own, computation, sorted(batched), in_other_ways, devices.described(device))
         if name and (stored := results.read(name)) is not None:
             exact, notes = stored
             unguided, ways, noise = (tuple(notes[key]) for key in ("unguided", "ways", "other_noise"))
@@ -86,8 +90,9 @@ def run_original(
 def _name(model: nn.Module, own: Reference, *ways: object) -> str:
     """What the reference is kept under; empty where nothing is kept.
 
-    What the model made of its inputs in its own precision has a say in it, and is computed anew every time: a model
-    whose code was changed is never taken for the one before.
+    What the model computes has a say in it, which is found out anew every time, and so has what it made of its inputs
+    in its own precision: a model whose code was changed is never taken for the one before. The latter alone would not
+    do, as float32 does not show every change of a number.
     """
     if not store.enabled():
         return ""

@@ -12,7 +12,7 @@ from optexport.bundle.imported import code_of
 from optexport.config.decisions import METRIC
 from optexport.config.file import Format
 from optexport.job import Job, resolved
-from optexport.kept import content, store
+from optexport.kept import computation, content, store
 from optexport.proof.parity import Proof
 from optexport.proof.reference import Call
 from optexport.stages import Stages
@@ -82,7 +82,8 @@ def _entry(job: Job, traced: Traced, proof: Proof, workloads: Sequence[Workload]
     metrics = {gate.removeprefix(METRIC).partition(":")[0] for gate in gates if gate.startswith(METRIC)}
     return store.name(
         "tuning",
-        str(traced.graph_module.graph),
+        computation.of(traced.graph_module, job.loaded.model),
+        str(traced.graph_module.graph),  # where its calls are not known by name there is no digest of it
         job.loaded.weights_sha256,
         file_format,
         [[rule.name, rule.options, rule.formats, rule.least] for rule in job.rules],

@@ -14,6 +14,8 @@ from optexport.proof.running import _name, run_original
 from optexport.signature import Batch
 from tests.proof.measuring import Tensors, call, network
 
+COMPUTATION = "a digest of it"
+
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -34,7 +36,7 @@ class Counted:
 
 def reference(model: nn.Module, cases: list[Case], *, batched: list[str] | None = None) -> tuple[Reference, int]:
     run = Counted()
-    return run_original(run, model, cases, batched=batched or []), run.runs
+    return run_original(run, model, cases, batched=batched or [], computation=COMPUTATION), run.runs
 
 
 def assert_same(one: Reference, other: Reference) -> None:
@@ -66,10 +68,17 @@ def test_other_weights_inputs_or_ways_are_other_work() -> None:
 
 def test_what_is_kept_for_one_device_is_for_no_other() -> None:
     model, cases = network()
-    own = run_original(call, model, cases)
+    own = run_original(call, model, cases, computation=COMPUTATION)
     assert own.name
-    assert _name(model, own, [], True, "cpu") == own.name
-    assert _name(model, own, [], True, "cuda") != own.name
+    assert _name(model, own, COMPUTATION, [], True, "cpu") == own.name
+    assert _name(model, own, COMPUTATION, [], True, "cuda") != own.name
+
+
+def test_another_computation_is_other_work_and_of_one_that_is_not_known_nothing_is_kept() -> None:
+    model, cases = network()
+    own = run_original(call, model, cases, computation=COMPUTATION)
+    assert run_original(call, model, cases, computation="another").name != own.name
+    assert not run_original(call, model, cases).name
 
 
 def test_other_code_over_the_same_weights_is_other_work() -> None:

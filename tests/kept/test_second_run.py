@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from optexport.bundle import reproduction
+from optexport.bundle.contents import REFERENCE
 from optexport.bundle.digests import sha256
 from optexport.errors import OptexportError
 from optexport.pipeline import Result, run
@@ -18,12 +21,22 @@ import torch
 from tests.exports import block
 
 SCALE = 1.0
+EPS = 1e-12
+
+class Damped(torch.nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, mask):
+        y = self.block(x, mask)["hidden"]
+        return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 def load():
     model = block()
     with torch.no_grad():
         model.down.weight.mul_(SCALE)
-    return model
+    return Damped(model)
 """
 CONFIG = f"""
 [model]
@@ -81,6 +94,19 @@ def test_other_weights_are_other_work(config: Path, monkeypatch: pytest.MonkeyPa
     again(config)
     monkeypatch.setattr(sys.modules["second_run"], "SCALE", 1.5)
     assert again(config).kept == ()
+
+
+def test_a_number_that_float32_does_not_show_is_other_work(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The float64 results of the run before were taken, and the bytes depended on what lay in the cache."""
+    import sys
+
+    before = load_file(again(config).output / REFERENCE)
+    monkeypatch.setattr(sys.modules["second_run"], "EPS", 1e-11)
+    bundle = again(config).output
+    after = load_file(bundle / REFERENCE)
+    other = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[1] for name in other} == {"float64"}
+    assert reproduction.reproduce(bundle, config.parent, Stages()) == []
 
 
 def test_a_run_that_stopped_goes_on_from_there(config: Path) -> None:

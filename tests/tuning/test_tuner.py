@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import fx, nn
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
@@ -191,24 +192,26 @@ class _Kept:
         path = _write(folder, text)
         config = load_config(path)
         load_metrics(config.parity.decisions, folder)
+        self.norm = nn.Sequential(nn.LayerNorm(3))
         self.batches = [{"x": torch.zeros(2, 3)}, {"x": torch.ones(2, 3)}]
         self.job: Any = SimpleNamespace(
             config=config,
             rules=rules_of(config, folder, ()),
-            loaded=SimpleNamespace(weights_sha256="0"),
+            loaded=SimpleNamespace(weights_sha256="0", model=nn.Identity()),
             example=self.batches[0],
         )
 
     def name(self) -> str:
         cases = [SimpleNamespace(name=str(index), batch=batch) for index, batch in enumerate(self.batches)]
         proof: Any = SimpleNamespace(reference=SimpleNamespace(cases=cases, outputs=[]), bounds={})
-        traced: Any = SimpleNamespace(graph_module=SimpleNamespace(graph="graph"))
+        traced: Any = SimpleNamespace(graph_module=fx.symbolic_trace(self.norm))
         return tuner._entry(self.job, traced, proof, [], "onnx")
 
 
 def test_other_code_of_a_rule_or_a_metric_and_other_values_of_inputs_are_searched_for_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "kept"))
     monkeypatch.delitem(sys.modules, "rules_of_mine", raising=False)
     kept = _Kept(tmp_path)
     names = [kept.name(), kept.name()]
@@ -219,7 +222,10 @@ def test_other_code_of_a_rule_or_a_metric_and_other_values_of_inputs_are_searche
         names.append(kept.name())
     kept.batches[1]["x"][0, 0] = 2.0
     names.append(kept.name())
-    assert len(set(names)) == 5
+    for module in kept.norm:
+        module.eps = 1e-6  # which the text of a graph does not hold
+    names.append(kept.name())
+    assert len(set(names)) == 6
 
 
 @pytest.mark.nightly
