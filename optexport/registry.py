@@ -275,8 +275,7 @@ def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Tra
         return isinstance(value, type) and issubclass(value, Transformation) and not inspect.isabstract(value)
 
     cls = import_from(location, folder, place, is_transformation)
-    if not callable(cls):
-        raise ConfigError(f"{location} is a {type(cls).__name__}, not a class", place=place)
+    check_makes(Transformation, cls, location, place)
     if inspect.isabstract(cls):
         missing = " and ".join(sorted(cls.__abstractmethods__))
         raise ConfigError(f"{cls.__name__} must define {missing}", place=place)
@@ -328,6 +327,28 @@ def import_from(location: str, folder: Path, place: str, wanted: Callable[[Any],
         public = [n for n, value in vars(module).items() if not n.startswith("_") and wanted(value)]
         raise ConfigError(f"{module_name} has no {name}", place=place, mend=did_you_mean(name, public))
     return getattr(module, name)
+
+
+def check_makes(kind: type, factory: Any, location: str, place: str) -> None:
+    """Refuses what makes nothing of a kind, as far as that shows before it is called: a call may do anything.
+
+    A function that is not written in Python, as ``os.system``, makes neither a model nor a rule, and a class makes what
+    it is, unless it says otherwise itself.
+
+    Raises:
+        ConfigError: It makes none.
+    """
+    if not callable(factory):
+        raise ConfigError(f"{location} is a {type(factory).__name__}, not a function or a class", place=place)
+    is_other = isinstance(factory, type) and not issubclass(factory, kind)
+    plain = is_other and not inspect.isfunction(factory.__new__) and not inspect.isfunction(type(factory).__call__)
+    if plain or inspect.isbuiltin(factory) or inspect.ismethoddescriptor(factory):
+        what = f"a class of no {kind.__name__}" if plain else "a function that is not written in Python"
+        raise ConfigError(
+            f"{location} is {what}, and is not called: it makes no {kind.__name__}",
+            place=place,
+            mend=f"Name a subclass of {kind.__name__}, or a function in Python that makes one.",
+        )
 
 
 def parameters(function: Any) -> str:

@@ -202,8 +202,16 @@ def test_modules_of_one_name_beside_two_configs_are_told_apart(tmp_path: Path) -
 
 
 def test_a_plugin_whose_making_fails_is_explained(tmp_path: Path) -> None:
-    name = plugin(tmp_path, "class Mine:\n    def __init__(self, depth=1):\n        raise ValueError('too deep')\n")
-    assert "too deep" in refusal(f"{name}:Mine", tmp_path)
+    text = "    def __init__(self, depth=1):\n        raise ValueError('too deep')\n"
+    rule = plugin(tmp_path, f"from optexport.transformations import RemoveNoOps\n\nclass Mine(RemoveNoOps):\n{text}")
+    assert "too deep" in refusal(f"{rule}:Mine", tmp_path)
+
+
+def test_a_class_of_something_else_is_not_made(tmp_path: Path) -> None:
+    name = plugin(tmp_path, "class Mine:\n    def __init__(self):\n        raise ValueError('it was called')\n")
+    told = refusal(f"{name}:Mine", tmp_path)
+    assert "a class of no Transformation, and is not called" in told
+    assert "Name a subclass of Transformation" in told
 
 
 def test_a_built_in_rule_goes_by_its_class_too(tmp_path: Path) -> None:

@@ -21,16 +21,22 @@ from optexport.errors import ParityError
     default=Path(),
     help="What paths in its config are relative to; by default this folder.",
 )
+@click.option("--key", type=click.Path(path_type=Path), help="Check its signature first, with this public key (PEM).")
 @no_code_option
-def reproduce(bundle: Path, folder: Path) -> None:
+def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
     """Make BUNDLE again, and say what differs.
 
     Runs what the manifest says, with what a tuning chose, in a temporary folder. Exit code 4 where any file is not the
-    same to the byte.
+    same to the byte. Runs the code that the manifest names: of a bundle of others check the signature first,
+    with --key.
     """
     with progress(quiet=False) as stages:
         from optexport.bundle import reproduction
 
+        if key is not None:
+            from optexport.trust import signing
+
+            signing.check(bundle, key)
         with contextlib.redirect_stdout(sys.stderr):
             differing = reproduction.reproduce(bundle, folder, stages)
     if differing:

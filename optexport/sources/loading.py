@@ -155,8 +155,7 @@ def _resolved(path: str, folder: Path) -> Path:
 
 def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
     factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
-    if not callable(factory):
-        raise ConfigError(f"{location} is a {type(factory).__name__}, not a function", place="model.source")
+    registry.check_makes(nn.Module, factory, location, "model.source")
     try:
         model = factory(**config.arguments)
     except (Exception, SystemExit) as error:  # code of the user's, which may raise anything, or leave

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from optexport.bundle.places import MANIFEST
 from optexport.errors import ConfigError
 from optexport.sources import foreign_code
 from optexport.stages import Stages
+from optexport.trust.signing import sign
 from tests import exports
 from tests.calling import CliRunner, cli, message
+from tests.trust import signed
 
 MODULE = """
 import torch
@@ -92,6 +95,39 @@ def test_a_bundle_that_names_code_of_others_is_not_made_again_where_that_is_forb
     (project / "reproduced.py").write_text(f"open({str(project / 'ran')!r}, 'w').close()\n{MODULE}")
     assert "forbids to run any" in message(reproduce(project), 2)
     assert not (project / "ran").exists()
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "a function of C as the model": {"model": {"source": "python:os:system", "arguments": {"command": "touch RAN"}}},
+    "a class as the model": {
+        "model": {"source": "python:subprocess:Popen", "arguments": {"args": ["touch", "RAN"]}},
+    },
+    "a function of C as a rule": {"transformations": [{"use": "python:os:system", "command": "touch RAN"}]},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_what_makes_no_model_and_no_rule_is_not_called(project: Path, forged: str) -> None:
+    def forge(manifest: dict[str, Any]) -> None:
+        for key, value in json.loads(json.dumps(FORGED[forged]).replace("RAN", str(project / "ran"))).items():
+            manifest["config"][key] = {**manifest["config"][key], **value} if isinstance(value, dict) else value
+
+    exports.edit_json(project / "build" / "model" / MANIFEST, forge)
+    assert "is not called: it makes no " in message(reproduce(project), 2)
+    assert not (project / "ran").exists()
+
+
+def test_with_a_key_nothing_is_run_before_the_signature_is_checked(project: Path, tmp_path: Path) -> None:
+    private, public = signed.pair(tmp_path)
+    bundle = project / "build" / "model"
+    (project / "reproduced.py").write_text(f"open({str(project / 'ran')!r}, 'w').close()\n{MODULE}")
+    given = ["reproduce", str(bundle), "--folder", str(project), "--key", str(public)]
+    assert "nobody signed this" in message(CliRunner().invoke(cli, given), 4)
+    assert not (project / "ran").exists()
+    sign(bundle, private)
+    done = CliRunner().invoke(cli, given)
+    assert done.exit_code == 0, done.stderr
+    assert (project / "ran").exists()
 
 
 def test_a_model_that_changed_is_named_with_its_weights_in_every_file(project: Path) -> None:
