@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -31,8 +32,15 @@ def read(path: Path) -> str:
     """Reads a config file.
 
     Raises:
-        ConfigError: It cannot be read, or is larger than any config.
+        ConfigError: It cannot be read, is larger than any config, or lies where torch cannot write.
     """
+    folder = os.path.abspath(path.parent)
+    if folder != folder.encode("utf-8", "replace").decode("utf-8"):
+        raise ConfigError(
+            "the path of its folder is not UTF-8, and torch writes no file there",
+            place=str(path),
+            mend="Rename the folder.",
+        )
     try:
         if not path.exists():
             raise ConfigError("there is no such file", place=str(path), mend="optexport init writes one.")

@@ -53,6 +53,26 @@ def test_what_is_no_config_file_is_refused_at_once(make: Callable[[Path], object
         load_config(tmp_path / "mine.toml")
 
 
+def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check passed, and the run ended as a defect where torch was to write its file."""
+    folder = tmp_path / os.fsdecode(b"zwei-\xfc")
+    folder.mkdir()
+    (folder / "mine.toml").write_text(MODEL)
+    (folder / "mine.py").write_text("")
+    for place in (folder, Path()):
+        done = CliRunner().invoke(cli, ["check", str(place / "mine.toml")])
+        assert done.exit_code == 2, done.stdout
+        assert "the path of its folder is not UTF-8" in done.stderr
+        monkeypatch.chdir(folder)
+    monkeypatch.chdir(tmp_path)
+    named = tmp_path / os.fsdecode(b"drei-\xfc.toml")
+    named.write_text(MODEL)
+    (tmp_path / "mine.py").write_text("")
+    assert load_config(named).model.source == "python:mine:make"
+
+
 @pytest.mark.parametrize(
     "key",
     [
