@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import json
 import logging
 import re
@@ -184,7 +185,7 @@ def _check_texts(value: Any, place: str, key: str = "") -> None:
         if "inputs" in value and isinstance(target := value.get("target"), str):
             if not _OPERATOR.fullmatch(target):
                 raise SourceError(f"its graph calls {target}, which is no operator", place=place, mend=_MEND)
-            if script_code.REACHING_OUT.search(target):
+            if any(map(script_code.forbidden_name, target.split("."), itertools.repeat("."))):
                 raise SourceError(f"its graph calls {target}, which does more than compute", place=place, mend=_MEND)
         for name, item in value.items():
             _check_texts(name, place)
@@ -276,14 +277,17 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
         cause = f"it is no TorchScript archive, or a damaged one: {error}"
         raise SourceError(cause, place=path.name, mend=_MEND) from error
+    binding: Any = torch._C  # whose types do not tell of what torch.jit.load passes
+    unit = binding.CompilationUnit()
     try:
-        module = torch.jit.load(str(path))
+        module = binding.import_ir_module(unit, str(path), None, {}, False)
     except RuntimeError as error:
         raise SourceError(f"torch cannot load it: {first_line(error)}", place=path.name) from error
-    assert isinstance(module, torch.jit.ScriptModule)
-    if (found := script_code.forbidden_operator(module)) is not None:
+    if (found := script_code.forbidden_operator(unit)) is not None:
         raise _does_more(found, path.name)
-    return module
+    wrapped = torch.jit._recursive.wrap_cpp_module(module)
+    assert isinstance(wrapped, torch.jit.ScriptModule)
+    return wrapped
 
 
 def _does_more(found: str, place: str) -> SourceError:

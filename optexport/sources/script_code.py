@@ -2,64 +2,96 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import re
-import tokenize
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 # The namespaces of torch's operators that do more than compute, and those of "aten" that read and write files.
 _NAMESPACES = r"(?:_?c10d\w*|symm_mem|debugprims|inductor\w*|profiler|static_runtime)"
-_FILES = r"(?:from_file|save|load_tensor)"
-REACHING_OUT = re.compile(rf"\b{_NAMESPACES}\.\w|\b{_FILES}\b")
+_NAMESPACE = re.compile(_NAMESPACES)
+_FILES = ("from_file", "save", "load_tensor")
+_OPERATORS = re.compile(rf"{_NAMESPACES}::\w+|\w+::(?:{'|'.join(_FILES)})|prim::Print")
 # Runs as a file is loaded.
-_AT_LOADING = re.compile(r"__setstate__")
-_OPERATORS = re.compile(rf"{_NAMESPACES}::\w+|\w+::{_FILES}|prim::Print")
-_SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+_AT_LOADING = "__setstate__"
+# As torch's own lexer reads a program, to which blanks and comments may stand anywhere between two tokens.
+_TOKEN = re.compile(
+    r"""
+    (?: \s | \\\n | \#[^\n]* )++
+    | (?P<token>
+        \"{3} (?: [^"\\] | \\. | "(?!"") )*+ \"{3} | '{3} (?: [^'\\] | \\. | '(?!'') )*+ '{3}
+        | " (?: [^"\\\n] | \\. )*+ " | ' (?: [^'\\\n] | \\. )*+ '
+        | [A-Za-z_]\w* | .
+    )
+    """,
+    re.VERBOSE | re.DOTALL | re.ASCII,
+)
+
+
+def forbidden_name(name: str, after: str) -> str | None:
+    """A name in a program, where it is that of what does more than compute.
+
+    Args:
+        after: What stands behind it: a namespace is one where it is a dot.
+    """
+    if name in _FILES or name == _AT_LOADING or (after == "." and _NAMESPACE.fullmatch(name)):
+        return name
+    return None
 
 
 def forbidden_text(code: str) -> str | None:
     """What in the text of a program does more than compute, or hides what it does; None where nothing is seen."""
-    if found := REACHING_OUT.search(code) or _AT_LOADING.search(code):
-        return found.group()
-    if "getattr" not in code:
-        return None
-    try:
-        tokens = [token for token in tokenize.generate_tokens(io.StringIO(code).readline) if token.type not in _SKIPPED]
-    except (tokenize.TokenError, SyntaxError):
-        return "getattr in a text that cannot be read"
-    for index, token in enumerate(tokens):
-        if token.string == "getattr" and not _names_plainly(tokens, index):
-            return "getattr of a name that is not written plainly"
+    words = (found["token"] for found in _TOKEN.finditer(code) if found["token"] is not None)
+    of_getattr: list[bool] = []  # of each bracket that is open
+    earlier = before = word = ""
+    for after in itertools.chain(words, [""]):
+        if found := forbidden_name(word, after):
+            return found
+        # Others may bear the name, as a method or an attribute that is declared.
+        if word == "print" and before not in (".", "def") and after != ":":
+            return word
+        if word == "getattr" and after != "(":
+            return "getattr by another name"
+        if word in ("(", "[", "{"):
+            of_getattr.append(before == "getattr")
+        elif word in (")", "]", "}") and of_getattr and of_getattr.pop():
+            # Escapes, and texts in a row, could spell any name.
+            if earlier != "," or before[0] not in "\"'" or "\\" in before:
+                return "getattr of a name that is not written plainly"
+            if found := forbidden_name(before.strip("\"'"), after):
+                return found
+        earlier, before, word = before, word, after
     return None
 
 
-def forbidden_operator(module: torch.jit.ScriptModule) -> str | None:
-    """The operator of a loaded program that does more than compute; None where there is none."""
-    for part in module.modules():
-        held: Any = getattr(part, "_c", None)
-        for name in [] if held is None else held._method_names():
-            for kind in _kinds(held._get_method(name).inlined_graph):
-                if _OPERATORS.fullmatch(kind):
-                    return kind
+def forbidden_operator(unit: Any) -> str | None:
+    """The operator, or the class, of a loaded program that does more than compute; None where there is none.
+
+    Args:
+        unit: The ``torch._C.CompilationUnit`` with all functions that it was loaded with: methods of classes and hooks
+            among them, which its modules' own graphs call by a name alone, or not at all.
+    """
+    for function in unit.get_functions():
+        for node in _nodes(function.graph):
+            if _OPERATORS.fullmatch(node.kind()):
+                return str(node.kind())
+            if node.kind() == "prim::CreateObject":
+                made = node.output().type().annotation_str
+                if any(map(forbidden_name, made.split("."), itertools.repeat("."))):
+                    return str(made)
     return None
 
 
-def _names_plainly(tokens: list[tokenize.TokenInfo], index: int) -> bool:
-    """Whether a call of getattr ends with one text as it stands: escapes, and texts in a row, could spell any name."""
-    depth = 0
-    for place in range(index + 1, len(tokens)):
-        depth += (tokens[place].string in ("(", "[")) - (tokens[place].string in (")", "]"))
-        if depth == 0:
-            comma, name = tokens[place - 2 : place]
-            return comma.string == "," and name.string[0] in "\"'" and "\\" not in name.string
-    return False
-
-
-def _kinds(block: Any) -> Iterator[str]:
+def _nodes(block: Any) -> Iterator[Any]:
+    """The nodes of a graph, and those of the blocks and the graphs in them."""
     for node in block.nodes():
-        yield node.kind()
+        yield node
+        for name in node.attributeNames():
+            match node.kindOf(name):
+                case "g":
+                    yield from _nodes(node.g(name))
+                case "gs":
+                    for graph in node.gs(name):
+                        yield from _nodes(graph)
         for inner in node.blocks():
-            yield from _kinds(inner)
+            yield from _nodes(inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from optexport.errors import SourceError
 from optexport.sources import archives
-from optexport.sources.script_code import forbidden_operator
+from optexport.sources.script_code import forbidden_operator, forbidden_text
 from tests.exports import rezip
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -26,6 +27,64 @@ class Named(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = getattr(self, "a-b")(x)
         return y
+
+
+class Plain(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+@torch.jit.interface
+class Activation:
+    def go(self, x: torch.Tensor) -> torch.Tensor:
+        pass
+
+
+@torch.jit.script
+class Loud:
+    def __init__(self) -> None:
+        self.number = 1
+
+    def go(self, x: torch.Tensor) -> torch.Tensor:
+        print("told")
+        return x
+
+
+class BehindInterface(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen: list[Activation] = [Loud(), Loud()]
+        return chosen[0].go(x)
+
+
+def _tells(x: torch.Tensor) -> torch.Tensor:
+    print("told")
+    return x
+
+
+class Forked(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.jit.wait(torch.jit.fork(_tells, x))
+        return y
+
+
+def _before(self: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    print("told")
+    return given
+
+
+def _after(self: nn.Module, given: tuple[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+    print("told")
+    return result
+
+
+def hidden(kind: str) -> nn.Module:
+    """A module that prints where the graph of its own method does not show it."""
+    module = {"interface": BehindInterface, "fork": Forked}.get(kind, Plain)()
+    if kind == "hook before":
+        module.register_forward_pre_hook(_before)
+    elif kind == "hook after":
+        module.register_forward_hook(_after)
+    return module
 
 
 def saying(line: str, folder: Path) -> Path:
@@ -54,6 +113,9 @@ SPELLINGS = [
     '_t = torch\n    getattr(_t, "s\\141ve")("x", "{place}")',
     'getattr(torch, "\\146rom_file")("/etc/hostname", False, 3)',
     'print("{place}")',
+    'p = print\n    p("{place}")',
+    "x = ops.inductor. _reinterpret_tensor(x, [64], [1], 100000)",
+    'ops.prim.Print("{place}")',
 ]
 
 
@@ -65,9 +127,79 @@ def test_what_reaches_outside_is_refused_and_does_not_run(spelling: str, tmp_pat
     assert not (tmp_path / "written").exists()
 
 
-def test_its_operators_are_looked_at_as_well_as_its_text(tmp_path: Path) -> None:
-    path = saying(f'getattr(torch, "s\\141ve")("x", "{tmp_path / "written"}")', tmp_path)
-    assert forbidden_operator(torch.jit.load(str(path))) == "aten::save"
+@pytest.mark.parametrize(
+    ("spelling", "operator"),
+    [
+        ('getattr(torch, "s\\141ve")("x", "{place}")', "aten::save"),
+        ("x = ops.inductor. _reinterpret_tensor(x, [64], [1], 100000)", "inductor::_reinterpret_tensor"),
+        ('ops.prim.Print("{place}")', "prim::Print"),
+        ('getattr(ops, "prof\\151ler")._record_function_enter_new("x")', "profiler::_record_function_enter_new"),
+    ],
+)
+def test_its_operators_are_looked_at_as_well_as_its_text(spelling: str, operator: str, tmp_path: Path) -> None:
+    path = saying(spelling.format(place=tmp_path / "written"), tmp_path)
+    binding: Any = torch._C
+    unit = binding.CompilationUnit()
+    binding.import_ir_module(unit, str(path), None, {}, False)
+    assert forbidden_operator(unit) == operator
+
+
+@pytest.mark.parametrize("kind", ["interface", "fork", "hook before", "hook after"])
+def test_what_prints_behind_an_interface_in_a_fork_or_in_a_hook_is_refused(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.pt"
+    torch.jit.save(torch.jit.script(hidden(kind).eval()), path)
+    with pytest.raises(SourceError, match="its code uses print, which does more than compute"):
+        archives.load_torchscript(path)
+    # The same in a spelling that its text alone does not show: the operators of all functions are looked at too.
+    rezip(path, _respelled)
+    with pytest.raises(SourceError, match="its code uses prim::Print, which does more than compute"):
+        archives.load_torchscript(path)
+    assert "told" not in capfd.readouterr().out
+
+
+def _respelled(name: str, content: bytes) -> bytes | None:
+    if name.endswith(".debug_pkl"):
+        return None
+    if not name.endswith(".py"):
+        return content
+    assert forbidden_text(content.replace(b"print(", b"ops.prim.Print(").decode()) is None
+    return content.replace(b"print(", b"ops.prim.Print(")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ops.inductor. _x(y)",
+        "f(ops\n  .inductor # one's\n  . _x(y))",
+        "ops.inductor.\\\n_x(y)",
+        'p = print\np("")',
+        'x = "a\\\nb" + "c"; print(x)',
+        "x = '''it's''' ; print(x)",
+    ],
+)
+def test_blanks_line_breaks_comments_and_texts_hide_no_name(text: str) -> None:
+    assert forbidden_text(text) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'x = "print(1)"',
+        "x = '''torch.save(x)'''",
+        "(self.print).forward(x)",
+        "def print(self)",
+        "print : int",
+        "# print",
+    ],
+)
+def test_texts_and_names_of_others_are_no_calls(text: str) -> None:
+    assert forbidden_text(text) is None
+
+
+def test_a_quote_that_is_never_closed_takes_no_longer_than_the_text_is_long() -> None:
+    assert forbidden_text('"' + "a" * 1_000_000 + " print(1)") == "print"
 
 
 def test_names_that_only_getattr_can_say_are_no_more_than_names(tmp_path: Path) -> None:
