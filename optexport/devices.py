@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from optexport.errors import DeviceError
 from optexport.extras import how_to_install
+from optexport.sources import onnx_calls
 
 Device = Literal["cpu", "cuda"]
 
@@ -76,11 +77,13 @@ def onnx_session(path: Path, options: Any, device: Device) -> Any:
 
     Raises:
         DeviceError: The device cannot be had.
+        SourceError: The file's functions come to no end.
         Exception: Whatever ONNX Runtime raises of a file that it refuses.
     """
     import onnxruntime
 
     _check_onnx_runtime(device, path.name)
+    onnx_calls.check(path)
     if device == "cuda":
         with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find
             onnxruntime.preload_dlls()  # of the packages that torch brings

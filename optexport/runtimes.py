@@ -14,7 +14,7 @@ import torch
 
 from optexport import devices
 from optexport.devices import Device
-from optexport.errors import DeviceError, ExportError, SourceError, first_line
+from optexport.errors import ExportError, OptexportError, SourceError, first_line
 from optexport.signature import as_arguments
 from optexport.sources import archives
 
@@ -84,6 +84,7 @@ def open_onnx(
 
     Raises:
         ExportError: The runtime refuses the file.
+        SourceError: The file's functions come to no end.
         DeviceError: It cannot run it on that device here.
     """
     options = onnxruntime.SessionOptions()
@@ -93,7 +94,7 @@ def open_onnx(
     )
     try:
         session = devices.onnx_session(path, options, device)
-    except DeviceError:
+    except OptexportError:
         raise
     except Exception as error:  # the runtime's exceptions share no base class
         raise ExportError(

@@ -344,7 +344,7 @@ def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -
     options.log_severity_level = 4  # what it refuses, it raises too
     try:
         session = devices.onnx_session(folder / artifact.path, options, artifact.device)
-    except DeviceError:
+    except OptexportError:
         raise
     except Exception as error:  # the runtime's exceptions share no base class
         place = str(folder / artifact.path)

@@ -17,6 +17,7 @@ import onnxruntime
 import torch
 from torch import fx
 
+from optexport import devices
 from optexport.errors import first_line, redact_error
 from optexport.signature import as_arguments
 from optexport.sources import archives
@@ -150,7 +151,7 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
         if data.is_file():
             _link(data, Path(folder) / data.name)
         onnx.save(model, Path(folder) / path.name)
-        session = onnxruntime.InferenceSession(Path(folder) / path.name, options, providers=["CPUExecutionProvider"])
+        session = devices.onnx_session(Path(folder) / path.name, options, "cpu")
         names = [output.name for output in session.get_outputs()]
         try:
             results = dict(zip(names, session.run(names, inputs), strict=True))
