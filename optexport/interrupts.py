@@ -2,36 +2,55 @@
 
 The handler raises KeyboardInterrupt, which Python swallows where it is raised in a finaliser. So the signal is also
 remembered, and looked for wherever a stage begins or ends.
+
+Python calls no handler while code that is not its own runs, which a file of somebody else's may make run for ever. So a
+thread waits for signals too, and ends the process where the main thread does not come to answer one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import signal
+import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
+
+# For the main thread to answer a signal: less than the 10 seconds after which containers are killed.
+_PATIENCE_SECONDS = 5.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 _received: list[int] = []
 _deferring = 0
+_temporary: set[str] = set()
+# The file descriptors by which Python tells the threads that wait.
+_watching: list[int] = []
 
 
 @contextmanager
 def heeded() -> Iterator[None]:
     """Within it, SIGINT and SIGTERM raise KeyboardInterrupt; in the main thread, the only one that may set handlers."""
 
+    answered: list[int] = []
+
     def stop(signum: int, frame: object) -> None:  # noqa: ARG001
         _received.append(signum)
+        answered.append(signum)
         if not _deferring:
             raise KeyboardInterrupt
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
     _received.clear()
-    before = {signum: signal.signal(signum, stop) for signum in signals}
+    before = {signum: signal.signal(signum, stop) for signum in (_ENDING if in_main_thread else ())}
     try:
-        yield
+        with _watched(answered) if in_main_thread else contextlib.nullcontext():
+            yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -39,6 +58,58 @@ def heeded() -> Iterator[None]:
         # Once KeyboardInterrupt has passed through exec() of a text, as torch calls it, `python -m` ends itself by
         # SIGINT in place of any exit code; the next exec() undoes that.
         exec("")  # noqa: S102 - no text of anyone else
+
+
+@contextmanager
+def _watched(answered: list[int]) -> Iterator[None]:
+    """Within it, a signal that nobody answers ends the process.
+
+    Args:
+        answered: Filled by whoever answers; no event, for whose lock a handler that interrupts itself would wait.
+    """
+    told, tells = socket.socketpair()
+    tells.setblocking(False)
+    before = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    _watching.append(tells.fileno())
+    threading.Thread(target=_watch, args=(told, answered), daemon=True).start()
+    try:
+        yield
+    finally:
+        answered.append(0)
+        _watching.pop()
+        signal.set_wakeup_fd(before)
+        tells.close()  # which ends the thread
+
+
+def _watch(told: socket.socket, answered: list[int]) -> None:
+    with told:
+        while sent := told.recv(1):
+            if sent[0] not in _ENDING:
+                continue
+            patience = time.monotonic() + _PATIENCE_SECONDS
+            while not answered:
+                if time.monotonic() > patience and not _deferring:
+                    _end(sent[0])
+                time.sleep(0.1)
+
+
+def _end(signum: int) -> NoReturn:
+    """Ends the process without the main thread. Drafts of bundles are left to the next run, as after a SIGKILL."""
+    for folder in list(_temporary):
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.write(2, b"Error: interrupted\n")
+    os._exit(128 + signum)
+
+
+def _unwatched() -> None:
+    """What a process that was forked does: its signals are none of its parent's, whose thread would be told of them."""
+    if _watching:
+        signal.set_wakeup_fd(-1)
+        _watching.clear()
+
+
+os.register_at_fork(after_in_child=_unwatched)
 
 
 def received() -> int | None:
@@ -67,9 +138,11 @@ def deferred() -> Iterator[None]:
 def temporary_folder() -> Iterator[Path]:
     """A folder that is gone afterwards, also where a signal comes while it is removed."""
     folder = tempfile.TemporaryDirectory()
+    _temporary.add(folder.name)
     try:
         yield Path(folder.name)
     finally:
         with deferred():
             folder.cleanup()
+            _temporary.discard(folder.name)
     check()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,93 @@ def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
         env={**os.environ, "PYTHONPATH": path},
     )
     assert (done.returncode, done.stderr) == (code, "Error: interrupted\n")
+
+
+ENDLESS = """
+import os
+import sys
+
+import torch
+
+from optexport import interrupts
+from optexport.cli.group import Group
+
+group = Group("program")
+
+@torch.jit.script
+def endless(x: torch.Tensor) -> torch.Tensor:
+    while bool(x.sum() < 1):
+        x = x * 0
+    return x
+
+@group.command(name="works")
+def works():
+    interrupts._PATIENCE_SECONDS = 0.5
+    with interrupts.temporary_folder() as folder:
+        print(folder, flush=True)
+        if sys.argv[1] == "defers":
+            with interrupts.deferred():
+                endless(torch.zeros(1))
+        endless(torch.zeros(1))
+
+group(["works"])
+"""
+
+
+def endless(folder: Path, how: str) -> tuple[subprocess.Popen[str], Path]:
+    """A program that TorchScript does not let go of, and its temporary folder."""
+    (folder / "program.py").write_text(ENDLESS)
+    process = subprocess.Popen(
+        [sys.executable, str(folder / "program.py"), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(interrupts.__file__).parent.parent), "PYTHONWARNINGS": "ignore"},
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().rstrip())
+
+
+@SIGNALS
+def test_a_signal_ends_code_that_never_comes_back_to_python(sent: signal.Signals, code: int, tmp_path: Path) -> None:
+    process, temporary = endless(tmp_path, "waits")
+    with process:
+        try:
+            assert temporary.is_dir()
+            process.send_signal(sent)
+            _, told = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, told) == (code, "Error: interrupted\n")
+    assert not temporary.exists()
+
+
+def test_what_defers_signals_is_not_ended_from_without(tmp_path: Path) -> None:
+    process, _ = endless(tmp_path, "defers")
+    with process:
+        try:
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.communicate(timeout=3)
+        finally:
+            process.kill()
+
+
+def test_a_signal_to_a_process_that_was_forked_is_none_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_PATIENCE_SECONDS", 0.1)
+    starts, started = os.pipe()
+    with interrupts.heeded():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(started, b".")
+                signal.pause()
+            finally:
+                os._exit(0)
+        os.read(starts, 1)
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+        time.sleep(0.5)
+        assert interrupts.received() is None
+    os.close(starts)
+    os.close(started)
