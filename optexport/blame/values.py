@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ import onnxruntime
 import torch
 from torch import fx
 
-from optexport import devices
+from optexport import devices, interrupts
+from optexport.bundle import drafts
 from optexport.errors import first_line, redact_error
 from optexport.signature import as_arguments
 from optexport.sources import archives
@@ -146,12 +146,14 @@ def observe_onnx(path: Path, batch: Mapping[str, torch.Tensor], *, keep: Collect
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     inputs = {value.name: batch[value.name].contiguous().numpy() for value in model.graph.input}
-    with tempfile.TemporaryDirectory(dir=path.parent if os.access(path.parent, os.W_OK) else None) as folder:
+    # Where the weights can be linked to.
+    here = os.access(path.parent, os.W_OK)
+    with drafts.scratch(path.parent) if here else interrupts.temporary_folder() as folder:
         data = path.with_name(f"{path.name}.data")
         if data.is_file():
-            _link(data, Path(folder) / data.name)
-        onnx.save(model, Path(folder) / path.name)
-        session = devices.onnx_session(Path(folder) / path.name, options, "cpu")
+            _link(data, folder / data.name)
+        onnx.save(model, folder / path.name)
+        session = devices.onnx_session(folder / path.name, options, "cpu")
         names = [output.name for output in session.get_outputs()]
         try:
             results = dict(zip(names, session.run(names, inputs), strict=True))

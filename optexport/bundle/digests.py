@@ -100,12 +100,16 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 
 def _check_report(folder: Path, digest: object) -> None:
-    """Checks the report against the measurements, which it is made of; bundles of earlier versions have none."""
+    """Checks the report against the measurements, which it is made of; bundles of earlier versions have none.
+
+    Args:
+        digest: Those of two, where a program was killed while one took the other's place.
+    """
     path = folder / REPORT
     try:
         found = sha256(path) if path.is_file() else None
     except OSError as error:
         raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
-    if found != digest:
+    if found not in (digest if isinstance(digest, list) else [digest]):
         what = "missing" if found is None else "of no run" if digest is None else "not the one that was written"
         raise BundleError(f"it is {what}", place=str(path), mend="Write it again: optexport report BUNDLE")

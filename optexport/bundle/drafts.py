@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from optexport import interrupts
-from optexport.bundle.places import check_replaceable
+from optexport.bundle.places import GENERATION, check_replaceable
 from optexport.errors import ConfigError, OptexportError
 
 # Of <linux/fs.h> and <fcntl.h>.
@@ -72,23 +72,61 @@ def drafting(
             raise
 
 
-def _draft(output: Path, locks: contextlib.ExitStack) -> Path:
-    """Makes a locked draft, where no other run has one, and removes those whose run is no more."""
+@contextmanager
+def scratch(bundle: Path) -> Iterator[Path]:
+    """Gives a folder on the file system of a bundle that is there already, which is gone afterwards.
+
+    It lies beside the bundle: what a killed program leaves is no part of it, and goes when the next one comes by. Where
+    nothing may be written there, or where another file system begins with the bundle, it lies within.
+
+    Raises:
+        OSError: Nothing may be written there either.
+    """
+    place = bundle.resolve()
+    while (place.parent / GENERATION).is_file():  # a part, and its signature is that of the whole
+        place = place.parent
+    own = {draft.resolve() for draft in _OWN}
+    beside = place.parent
+    if (
+        not own.isdisjoint((place, *place.parents))
+        or not os.access(beside, os.W_OK | os.X_OK)
+        or beside.stat().st_dev != place.stat().st_dev
+    ):
+        with tempfile.TemporaryDirectory(dir=bundle) as within:
+            yield Path(within)
+        return
+    with contextlib.ExitStack() as locks:
+        draft = _draft(place, locks, alone=False)
+        try:
+            yield draft
+        finally:
+            with interrupts.deferred():
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _draft(output: Path, locks: contextlib.ExitStack, *, alone: bool = True) -> Path:
+    """Makes a locked draft, and removes those whose run is no more.
+
+    Args:
+        alone: Whether to refuse where another run has one.
+    """
     prefix = f".{output.name}.partial-"
     # One run at a time looks for the others. In a draft of its own, which it has locked, there are none.
     looking = contextlib.nullcontext() if output.parent in _OWN else locked(output.parent, wait=True)
     with looking:
         for other in output.parent.glob(f"{_literally(prefix)}*"):
             with locked(other, wait=False) as was_free:
-                if not was_free:
+                if was_free:
+                    with interrupts.deferred():
+                        shutil.rmtree(other, ignore_errors=True)
+                elif alone:
                     raise ConfigError(
                         "another run is writing to it",
                         place=f"export.output: {output}",
                         mend="Wait until that one has ended, or choose another place.",
                     )
-                with interrupts.deferred():
-                    shutil.rmtree(other, ignore_errors=True)
-        with locked(output, wait=False) as was_free:  # after the drafts, of which one may just have got its name
+        # After the drafts, of which one may just have got its name.
+        with locked(output, wait=False) if alone else contextlib.nullcontext(True) as was_free:
             if not was_free:
                 raise ConfigError(
                     "what is there is being sent to MLflow, by the run that made it or by optexport log",

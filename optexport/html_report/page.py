@@ -6,7 +6,6 @@ import base64
 import functools
 import hashlib
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from markupsafe import Markup, escape
 
 from optexport import interrupts
 from optexport.bench.report import size_in_words
-from optexport.bundle import sealed_json
+from optexport.bundle import drafts, sealed_json
 from optexport.bundle.digests import sha256
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measured import read_measured
@@ -75,11 +74,16 @@ def write(folder: Path) -> None:
     html = render(folder, Manifest.model_validate(sealed_json.read(folder / MANIFEST)))
     measurements = sealed_json.read(folder / MEASUREMENTS)
     del measurements["digest"]
-    # Each takes its place when it is whole: a bundle whose measurements are cut short is lost.
-    with interrupts.deferred(), tempfile.TemporaryDirectory(dir=folder) as draft:
-        written, measured = Path(draft) / REPORT, Path(draft) / MEASUREMENTS
+    before = sha256(folder / REPORT) if (folder / REPORT).is_file() else None
+    # Each takes its place when it is whole: a bundle whose measurements are cut short is lost. In between these are of
+    # both reports.
+    with interrupts.deferred(), drafts.scratch(folder) as draft:
+        written, measured, both = draft / REPORT, draft / MEASUREMENTS, draft / "both.json"
         written.write_text(html, encoding="utf-8")
-        sealed_json.write(measured, {**measurements, "report_sha256": sha256(written)})
+        measurements["report_sha256"] = sha256(written)
+        sealed_json.write(measured, measurements)
+        sealed_json.write(both, {**measurements, "report_sha256": [before, measurements["report_sha256"]]})
+        both.replace(folder / MEASUREMENTS)
         written.replace(folder / REPORT)
         measured.replace(folder / MEASUREMENTS)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -18,7 +20,9 @@ import pytest
 from optexport import export
 from optexport.bundle import digests, drafts
 from optexport.bundle.drafts import drafting
+from optexport.bundle.places import GENERATION, REPORT, check_replaceable
 from optexport.errors import ConfigError
+from optexport.html_report import page
 from tests import exports
 
 _CONTEXT = multiprocessing.get_context("fork")  # everything is imported already
@@ -218,3 +222,57 @@ def test_a_draft_inside_of_a_draft_waits_for_nothing(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert _names(tmp_path / "out") == ["decoder", "encoder"]
+
+
+def _rewrite(bundle: Path, dies_before: int) -> None:
+    """Writes a bundle's report again, and is killed before something takes its place for the n-th time."""
+    replace = Path.replace
+    calls = itertools.count(1)
+
+    def replaces(path: Path, target: Path) -> Path:
+        if next(calls) == dies_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(path, target)
+
+    Path.replace = replaces  # type: ignore[method-assign, assignment]
+    page.write(bundle)
+
+
+@pytest.mark.parametrize("dies_before", [1, 2, 3])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_report_that_is_killed_leaves_the_bundle_whole_and_the_next_one_clears_up(
+    dies_before: int, is_part: bool, tmp_path: Path
+) -> None:
+    place = tmp_path / "model"
+    if is_part:
+        place.mkdir()
+        (place / GENERATION).touch()
+    bundle = Path(shutil.copytree(exports.exported().output, place / "part" if is_part else place))
+    with pytest.MonkeyPatch.context() as patch:  # the reports of two versions differ
+        patch.setattr(page, "_LONGEST_CONFIG", 10)
+        page.write(bundle)
+    before, inside = (bundle / REPORT).read_bytes(), _names(place)
+    process = _CONTEXT.Process(target=_rewrite, args=(bundle, dies_before), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    digests.read_manifest(bundle)
+    assert _names(place) == inside
+    assert len(_names(tmp_path)) == 2  # what the killed one left
+    assert ((bundle / REPORT).read_bytes() == before) == (dies_before < 3)
+    check_replaceable(bundle)
+    page.write(bundle)
+    digests.read_manifest(bundle)
+    assert _names(tmp_path) == ["model"]
+    assert (bundle / REPORT).read_bytes() != before
+
+
+def test_what_is_beside_a_bundle_for_a_moment_hinders_no_other(tmp_path: Path) -> None:
+    bundle = tmp_path / "model"
+    bundle.mkdir()
+    with drafts.scratch(bundle) as one, drafts.scratch(bundle) as other:
+        assert one.parent == other.parent == tmp_path
+        assert one != other
+    with drafting(tmp_path / "out") as draft, drafts.scratch(draft) as within:
+        assert within.parent == draft
+    assert _names(tmp_path) == ["model", "out"]
