@@ -6,11 +6,11 @@ Each class owns its exit code, so that the command line and the Python API agree
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-from urllib.parse import quote
+
+from optexport.redaction import redact_error
 
 if TYPE_CHECKING:
     from optexport.bundle.manifest import ParityRecord
@@ -60,81 +60,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if near:
         return f'Did you mean "{near[0]}"?'
     return f"Known are: {', '.join(names)}." if names else "None are known."
-
-
-# A password may hold what a URI should not, spaces too: SQLAlchemy takes it as it is. What follows the port of a host
-# is none. The lengths keep the time linear in that of the text; a longer one is made short before.
-_NO_PORT = r"(?!\d{1,5}(?:[/?#\s\"',;)\]}]|$))"
-_WITH_A_BLANK = r"(?:(?<![\"'>])[ \t](?:(?!://)[^\"\n]){0,256})?"
-_CREDENTIALS = re.compile(
-    r"(?<=://)(?:"
-    rf"[^/\s\"'<>:@\[]*:{_NO_PORT}(?!\s)\S{{0,2048}}{_WITH_A_BLANK}"
-    r"|[^/\s\"'<>]*)@"
-)
-# Begun at a blank alone, and ended with what a password ends with, so that each is gone through once.
-_LONG = re.compile(rf"(?<!\S)\S{{2048,}}{_WITH_A_BLANK}@")
-_LONG_CREDENTIALS = re.compile(rf"(?<=://)[^/\s\"'<>:@\[]*:{_NO_PORT}(?!\s).*@")
-# How a key ends whose value is secret: of its end alone, since `tokenizer` and `token_type_ids` begin like one.
-_CONFIDENTIAL = (
-    r"(?:pass(?:word|wd|phrase)|token|secret|jwt"
-    r"|(?:api|access|account|client|encryption|master|private|secret|service|shared|signing|storage|subscription)"
-    r"[-_.]?key(?:[-_.]?id)?)"
-)
-# A value ends where the next one begins, which is encoded where its own "=" is, in the braces of ODBC, or in quotes,
-# of which the second may have been cut off.
-_SECRETS = re.compile(
-    rf"((?:{_CONFIDENTIAL}|pwd|credentials?|(?<=[\w.\-?&;])sig(?:nature)?"
-    r"|(?<=[?&;])(?:key|auth|authorization|pass))(?:=|((?:%20|\+)*%3D))|authorization:\s*(?:bearer|basic)\s+)"
-    r"(?(2)(?:%7B.{0,1024}?%7D|(?:(?!%3B|%26)[^&;\s\"'])+)"
-    r"|(?:\{(?:[^}\n]|\}\}){0,1024}\}|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
-    r"|\\{1,3}[\"'][^\"'\n]*[\"']?|[\"']?[^&;\s\"']+))",
-    re.IGNORECASE,
-)
-# What is echoed of a request, as headers, JSON, Python and TOML have it. What follows a colon without quotes is secret
-# where it is a single word: of more, it is a sentence.
-_ECHOED = re.compile(
-    rf"((?:{_CONFIDENTIAL}|pwd|credentials?|sig(?:nature)?|authorization)(?:\\{{0,3}}[\"'])?[ \t]*(?:(=)(?!=)|:)[ \t]*)"
-    r"(?:(\\{0,3}[\"'])(?:(?!\3)(?:\\.|[^\\\n]))*(?:\3)?"
-    r"|(?:basic|bearer|digest|negotiate|token)[ \t]+[^\s\"'<,;\\]+"
-    r"|(?(2)[^&;\s\"'<]+|(?<=[ \t])[^\s\"'<>,;(){}\[\]\\]+(?=[<>,;(){}\[\]\\]|[\"'](?!\w)|:[ \t]|[ \t]*$)))",
-    re.IGNORECASE | re.MULTILINE,
-)
-_ECHOED_ALONE = re.compile(r"([\"'](?:basic|bearer)[ \t]+)[^\s\"'\\]+(?=\\{0,3}[\"'])", re.IGNORECASE)
-_QUOTE = re.compile(r"\\{0,3}[\"']")
-_OF_ENVIRONMENT = re.compile(rf".*{_CONFIDENTIAL}", re.IGNORECASE)
-# In characters: a shorter value may stand anywhere, and mean something else.
-_SHORTEST = 6
-
-
-def redact(text: str) -> str:
-    """Takes user names, passwords and tokens out of the URIs in a text."""
-    text = _LONG.sub(lambda found: _LONG_CREDENTIALS.sub("***:***@", found[0]), text)
-    return _SECRETS.sub(_hidden, _CREDENTIALS.sub("***@", text))
-
-
-def redact_error(text: str) -> str:
-    """The same of what an error says, which may echo a request: headers too, and what the environment keeps secret.
-
-    It takes more for a secret than a copy of a config could bear, which is read again.
-    """
-    for value in _of_environment():
-        text = text.replace(value, "***")
-    return _ECHOED_ALONE.sub(_hidden, _ECHOED.sub(_hidden, redact(text)))
-
-
-def _of_environment() -> list[str]:
-    """What variables named as secrets hold, also as a URI has it; the longest first, since one may hold another."""
-    known = [value for name, value in os.environ.items() if _OF_ENVIRONMENT.fullmatch(name)]
-    known = [value for value in known if len(value) >= _SHORTEST]
-    return sorted({*known, *(quote(value, safe="") for value in known)}, key=len, reverse=True)
-
-
-def _hidden(found: re.Match[str]) -> str:
-    """A key whose value is no more, in the quotes that it had: the text may be one that is read again."""
-    key, value = found[1], found[0].removeprefix(found[1])
-    begun = _QUOTE.match(value)
-    mark = begun[0] if begun is not None and value.endswith(begun[0]) else ""
-    return f"{key}{mark}***{mark}"
 
 
 class OptexportError(Exception):

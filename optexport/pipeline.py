@@ -25,7 +25,7 @@ from optexport.config.checks import check_extras
 from optexport.config.file import Config, load_config
 from optexport.config.measuring import TuneConfig
 from optexport.config.source import SourceKind, source_kind
-from optexport.errors import ConfigError, OptexportError, TrackingError, redact
+from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.html_report import page
 from optexport.inputs import preparing
 from optexport.job import Job, resolved, rules_of, unmeasured
@@ -37,6 +37,7 @@ from optexport.proof.record import parity_record
 from optexport.proof.reference import Reference
 from optexport.proof.suspects import Suspects
 from optexport.proof.vocabulary import vocabularies
+from optexport.redaction import redact
 from optexport.sources import loading
 from optexport.sources.loading import Loaded
 from optexport.stages import Stages

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from optexport.batch.tasks import Task
 from optexport.bundle.parts import read_bundles
-from optexport.errors import ConfigError, OptexportError, first_line, redact
+from optexport.errors import ConfigError, OptexportError, first_line
+from optexport.redaction import redact
 
 JOURNAL = "journal.jsonl"
 

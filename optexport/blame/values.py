@@ -18,7 +18,8 @@ from torch import fx
 
 from optexport import devices, interrupts
 from optexport.bundle import drafts
-from optexport.errors import first_line, redact_error
+from optexport.errors import first_line
+from optexport.redaction import redact_error
 from optexport.signature import as_arguments
 from optexport.sources import archives
 from optexport.transformations import DeepCopy

@@ -25,10 +25,10 @@ from optexport.bundle.manifest import (
     TransformationRecord,
 )
 from optexport.config.file import Config
-from optexport.errors import redact
 from optexport.job import Made
 from optexport.kept.surroundings import versions
 from optexport.machine import machine
+from optexport.redaction import redact
 from optexport.signature import TensorSpec
 from optexport.sources.loading import Loaded
 from optexport.tracing.trace import Traced

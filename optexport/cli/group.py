@@ -17,7 +17,8 @@ import click
 from optexport import interrupts
 from optexport.bundle.places import cache
 from optexport.cli.console import echo
-from optexport.errors import OptexportError, redact_error
+from optexport.errors import OptexportError
+from optexport.redaction import redact_error
 from optexport.sources import foreign_code
 
 # What a command was asked for, in the part of click's contexts that the program's and the command's share.

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from optexport.config.mistakes import Mistakes, dotted
-from optexport.errors import ConfigError, redact
+from optexport.errors import ConfigError
+from optexport.redaction import redact
 
 # More than anybody writes; a file that says more is made to take long.
 _BYTES = 1 << 20

@@ -6,7 +6,8 @@ import importlib.metadata
 import re
 from urllib.parse import urlsplit
 
-from optexport.errors import did_you_mean, redact
+from optexport.errors import did_you_mean
+from optexport.redaction import redact
 
 # The kinds of stores that MLflow has itself; packages may add others.
 _STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")

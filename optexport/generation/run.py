@@ -15,13 +15,14 @@ from optexport.bundle.checkout import checkout
 from optexport.bundle.measured import Origin
 from optexport.config.checks import check_extras
 from optexport.config.file import Config, load_config
-from optexport.errors import ConfigError, redact
+from optexport.errors import ConfigError
 from optexport.generation import export
 from optexport.generation.components import Component, Prompt
 from optexport.generation.export import GenerationResult
 from optexport.inputs import preparing
 from optexport.job import Job, resolved, rules_of
 from optexport.pipeline import Result
+from optexport.redaction import redact
 from optexport.sources.loading import Loaded
 from optexport.stages import Stages
 from optexport.tracking import facts

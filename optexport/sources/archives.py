@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from optexport.errors import SourceError, first_line, redact
+from optexport.errors import SourceError, first_line
+from optexport.redaction import redact
 from optexport.sources import script_code, script_storages
 
 _OPERATOR = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measured import BenchRecord, Origin
-from optexport.errors import redact
+from optexport.redaction import redact
 from optexport.tracking.finished import Finished
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from typing import Any
 
 from optexport.bundle.places import MANIFEST, MEASUREMENTS
 from optexport.config.registering import RegisterConfig
-from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line, redact
+from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line
+from optexport.redaction import redact
 from optexport.tracking import ratchet
 from optexport.tracking.finished import BUNDLE_TAG, Finished
 from optexport.tracking.ratchet import Verdict

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from optexport.config.file import TrackingConfig
-from optexport.errors import BundleError, TrackingError, redact_error
+from optexport.errors import BundleError, TrackingError
+from optexport.redaction import redact_error
 from optexport.tracking import store
 from optexport.tracking.finished import Finished
 from optexport.tracking.registry import Registered

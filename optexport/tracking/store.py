@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from optexport import telemetry
 from optexport.bundle.drafts import locked
-from optexport.errors import TrackingError, first_line, redact
+from optexport.errors import TrackingError, first_line
+from optexport.redaction import redact
 
 T = TypeVar("T")
 

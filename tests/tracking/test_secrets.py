@@ -12,7 +12,8 @@ import pytest
 
 from optexport import pipeline
 from optexport.config.file import load_config
-from optexport.errors import ConfigError, TrackingError, first_line, redact, redact_error
+from optexport.errors import ConfigError, TrackingError, first_line
+from optexport.redaction import redact, redact_error
 from optexport.tracking import store
 from tests import stores
 from tests.tracking.bundles import QUIET
