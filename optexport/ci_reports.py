@@ -5,7 +5,6 @@ All are made from the record of the proof that a bundle's manifest holds, or tha
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from optexport.bundle.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
-from optexport.bundle.places import check_outside
+from optexport.bundle.places import NO_ROOM, check_outside
 from optexport.errors import ConfigError, OptexportError, on_one_line
 
 _SUITE = "optexport"
@@ -207,7 +206,7 @@ def start(junit_file: Path | None, kept: Iterable[Path]) -> None:
 
 def _unwritable(junit_file: Path, problem: OSError, mend: str | None = None) -> ConfigError | OSError:
     """What the program fails with; a full disk is no mistake of its call, and does not say itself which file it is."""
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+    if problem.errno in NO_ROOM:
         problem.filename = str(junit_file)
         return problem
     return ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}", mend=mend)

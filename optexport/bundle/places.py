@@ -6,6 +6,7 @@ Told without importing torch, and without writing anything.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable
@@ -31,6 +32,9 @@ SIGNED = (SIGNATURE, STATEMENT, SBOM)
 # What a manifest does not vouch for: itself, what may differ between two equal runs, what is made of both, and what
 # signing adds.
 UNLISTED = (MANIFEST, MEASUREMENTS, REPORT, *SIGNED)
+
+# What a system answers that takes no more of a file: a full disk, a quota, and a limit on how large a file may be.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def output_of(config: Config, folder: Path) -> Path:

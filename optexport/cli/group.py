@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from optexport import interrupts
-from optexport.bundle.places import cache
+from optexport.bundle.places import NO_ROOM, cache
 from optexport.cli.console import echo
 from optexport.errors import OptexportError
 from optexport.redaction import redact_error
@@ -126,8 +126,8 @@ class Group(click.Group):
                 raise
             if isinstance(error, OptexportError):
                 _fail(ctx, str(error), error.exit_code, error)
-            if _is_full(error):
-                _fail(ctx, f"{redact_error(str(error))}\n  {_room()}", 1)
+            if (number := _no_room(error)) is not None:
+                _fail(ctx, f"{redact_error(str(error))}\n  {_room(number)}", 1)
             if isinstance(error, PermissionError) and error.filename is not None:
                 _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
             if isinstance(error, SystemExit):
@@ -137,16 +137,17 @@ class Group(click.Group):
             _fail(ctx, f"{told}\n  This is a defect: please report it, with --debug.", 1)
 
 
-def _is_full(error: BaseException) -> bool:
-    """Whether a disk is full. Libraries that are not written in Python say so in words."""
-    numbers = (errno.ENOSPC, errno.EDQUOT)
+def _no_room(error: BaseException) -> int | None:
+    """The number of an error that says that nothing more is taken. Libraries not written in Python say so in words."""
     if isinstance(error, OSError):
-        return error.errno in numbers
-    return any(os.strerror(number) in str(error) for number in numbers)
+        return error.errno if error.errno in NO_ROOM else None
+    return next((number for number in NO_ROOM if os.strerror(number) in str(error)), None)
 
 
-def _room() -> str:
+def _room(number: int) -> str:
     """Where to make room: a library that finds none does not say where."""
+    if number == errno.EFBIG:
+        return "Raise the limit on the size of files (ulimit -f), and run again."
     places = [str(place) for place in (cache(), tempfile.gettempdir()) if place is not None]
     return f"Make room where the output, {' or '.join(places)} lies, and run again."
 

@@ -1,9 +1,10 @@
-"""Whether there is room for a file. PyTorch ends the whole process where its writer of archives meets a full disk."""
+"""Whether there is room for a file. PyTorch ends the whole process where its writer of archives finds none."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,9 @@ _BESIDE_WEIGHTS = 1 << 20
 
 
 def check_room(path: Path, program: ExportedProgram) -> None:
-    """Checks that the disk has room for a program and its weights; what a quota leaves of it is not seen.
+    """Checks that the disk has room for a program and its weights, and that a file may be so large.
+
+    What a quota leaves of the disk is not seen.
 
     Raises:
         OSError: It has not.
@@ -24,5 +27,8 @@ def check_room(path: Path, program: ExportedProgram) -> None:
     strided = [each for each in tensors if isinstance(each, torch.Tensor) and each.layout is torch.strided]
     storages = [tensor.untyped_storage() for tensor in strided]
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    if shutil.disk_usage(path.parent).free < sum(weights.values()) + _BESIDE_WEIGHTS:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    needed = sum(weights.values()) + _BESIDE_WEIGHTS
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    number = errno.EFBIG if resource.RLIM_INFINITY != limit < needed else errno.ENOSPC
+    if number == errno.EFBIG or shutil.disk_usage(path.parent).free < needed:
+        raise OSError(number, os.strerror(number), str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -374,6 +375,22 @@ def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
     assert result.exit_code == 1
     assert "No space left on device (os error 28)\n  Make room where the output, " in result.stderr
     assert f"{tempfile.gettempdir()} lies, and run again.\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "mend"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, "Make room where")]
+)
+def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, mend: str) -> None:
+    group = Group("program")
+
+    @group.command()
+    def fill() -> None:
+        raise OSError(number, os.strerror(number), "model.onnx")
+
+    result = CliRunner().invoke(group, ["fill"])
+    assert result.exit_code == 1
+    assert f"{os.strerror(number)}: 'model.onnx'\n  {mend}" in result.stderr
+    assert "defect" not in result.stderr
 
 
 def test_a_reader_that_goes_away_is_no_defect() -> None:
