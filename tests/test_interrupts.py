@@ -168,7 +168,7 @@ def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
 
 
 ENDLESS = """
-import os
+import contextlib
 import sys
 
 import torch
@@ -187,11 +187,9 @@ def endless(x: torch.Tensor) -> torch.Tensor:
 @group.command(name="works")
 def works():
     interrupts._PATIENCE_SECONDS = 0.5
-    with interrupts.temporary_folder() as folder:
+    deferred = interrupts.deferred() if sys.argv[1] == "defers" else contextlib.nullcontext()
+    with interrupts.temporary_folder() as folder, deferred:
         print(folder, flush=True)
-        if sys.argv[1] == "defers":
-            with interrupts.deferred():
-                endless(torch.zeros(1))
         endless(torch.zeros(1))
 
 group(["works"])
