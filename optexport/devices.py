@@ -77,7 +77,7 @@ def onnx_session(path: Path, options: Any, device: Device) -> Any:
 
     Raises:
         DeviceError: The device cannot be had.
-        SourceError: The file's functions come to no end.
+        SourceError: It is no ONNX file, or its functions come to no end.
         Exception: Whatever ONNX Runtime raises of a file that it refuses.
     """
     import onnxruntime

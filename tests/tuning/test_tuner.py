@@ -233,7 +233,7 @@ def test_the_switch_tunes_without_a_table_and_tells_what_was_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
-    path = _write(tmp_path, _CONFIG.replace('[tune]\nbudget = "10s"\n', ""))
+    path = _write(tmp_path, _CONFIG.replace('[tune]\nbudget = "4s"\n', ""))
     answer = CliRunner().invoke(cli, ["run", "--tune", str(path)])
     assert answer.exit_code == 0, answer.output
     assert "Tuned" in answer.output
@@ -247,7 +247,7 @@ def test_the_switch_tunes_without_a_table_and_tells_what_was_tried(
 )
 def test_a_budget_that_is_no_time_is_refused(tmp_path: Path, budget: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        load_config(_write(tmp_path, _CONFIG.replace('"10s"', budget)))
+        load_config(_write(tmp_path, _CONFIG.replace('"4s"', budget)))
 
 
 _PROOF = ParityRecord(
