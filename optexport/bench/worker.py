@@ -19,7 +19,7 @@ from optexport.errors import first_line
 # One sample of a time is at least this long, so that neither the clock's grain nor reading it counts.
 _LEAST_SAMPLE = 1e-4
 _USUAL_SAMPLES = 3
-# A call that takes longer than so many turns is as steady a sample as the median of three: it is not made again.
+# No further call begins once a turn has taken so many times as long: of a large model three take minutes.
 _LONGEST = 10
 # A TorchScript file is optimised at its second call, by what was seen at the first.
 _WARMING_CALLS = 2

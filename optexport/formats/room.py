@@ -29,6 +29,7 @@ def check_room(path: Path, program: ExportedProgram) -> None:
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     needed = sum(weights.values()) + _BESIDE_WEIGHTS
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    number = errno.EFBIG if resource.RLIM_INFINITY != limit < needed else errno.ENOSPC
-    if number == errno.EFBIG or shutil.disk_usage(path.parent).free < needed:
-        raise OSError(number, os.strerror(number), str(path))
+    if resource.RLIM_INFINITY != limit < needed:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    if shutil.disk_usage(path.parent).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

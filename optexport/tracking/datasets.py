@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from optexport.bundle.places import REFERENCE
-from optexport.tracking.finished import Finished
+from optexport.tracking.finished import BUNDLE, Finished
 
 # Numbers that NumPy has no dtype for.
 _NOT_NUMPYS = ("BF16", "F8_E4M3", "F8_E5M2")
@@ -22,7 +22,7 @@ def datasets(finished: Finished) -> list[Any]:
 
     found = []
     # By itself mlflow would name this program, and the machine's path to it.
-    source = CodeDatasetSource({"file": f"bundle/{REFERENCE}", **finished.identity})
+    source = CodeDatasetSource({"file": f"{BUNDLE}/{REFERENCE}", **finished.identity})
     with safe_open(finished.folder / REFERENCE, framework="np") as file:
         for index, case in enumerate(finished.manifest.reference_cases):
             if not re.fullmatch(r"traced|data( \d+)?", case):

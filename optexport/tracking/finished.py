@@ -19,6 +19,8 @@ from optexport.config.file import TrackingConfig
 from optexport.config.registering import RegisterConfig
 from optexport.errors import BundleError
 
+# Where in the artifacts of a run its bundle lies.
+BUNDLE = "bundle"
 # The digest of a manifest, which equal runs share, and that of what was measured, which is of one run alone.
 BUNDLE_TAG = "optexport.bundle"
 RUN_TAG = "optexport.measurements"

@@ -15,14 +15,14 @@ from optexport.config.registering import RegisterConfig
 from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line
 from optexport.redaction import redact
 from optexport.tracking import ratchet
-from optexport.tracking.finished import BUNDLE_TAG, Finished
+from optexport.tracking.finished import BUNDLE, BUNDLE_TAG, Finished
 from optexport.tracking.ratchet import Verdict
 from optexport.tracking.store import made_once
 
 # Of a version: what became of the alias when it was registered, and why.
 DECISION_TAG = "optexport.register"
 REASON_TAG = "optexport.register.why"
-ROLLED_BACK_TAG = "optexport.rolled_back"
+_ROLLED_BACK_TAG = "optexport.rolled_back"
 _MOVED, _STAYED = "moved", "stayed"
 # Of a registered model, for each alias: who held it, the last one last.
 _HISTORY_TAG = "optexport.history."
@@ -135,8 +135,8 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
         )
     history = history[: held[-1] + 1]
     client.set_registered_model_alias(name, alias, history[-1]["version"])
-    client.set_model_version_tag(name, holder, ROLLED_BACK_TAG, _now())
     _write_history(client, name, alias, history)
+    client.set_model_version_tag(name, holder, _ROLLED_BACK_TAG, _now())
     return holder, history[-1]["version"]
 
 
@@ -189,13 +189,13 @@ def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, c
     if int(champion) > int(version):
         return Verdict((f"version {champion} is newer, and holds {config.alias}",), ())
     run_id = client.get_model_version(config.name, champion).run_id
-    if not _kept(client, run_id) >= {f"bundle/{MANIFEST}", f"bundle/{MEASUREMENTS}"}:
+    if not _kept(client, run_id) >= {f"{BUNDLE}/{MANIFEST}", f"{BUNDLE}/{MEASUREMENTS}"}:
         why = f"version {champion} is of no run of optexport, or of one that was deleted: nothing tells how good it is"
         return Verdict((why,), ())
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
         try:
             documents = [
-                client.download_artifacts(run_id, f"bundle/{each}", scratch) for each in (MANIFEST, MEASUREMENTS)
+                client.download_artifacts(run_id, f"{BUNDLE}/{each}", scratch) for each in (MANIFEST, MEASUREMENTS)
             ]
             held = Finished.read(Path(documents[0]).parent)
         except (BundleError, ValueError) as error:
@@ -214,7 +214,7 @@ def _kept(client: Any, run_id: str | None) -> set[str]:
     try:
         if client.get_run(run_id).info.lifecycle_stage != "active":
             return set()
-        return {file.path for file in client.list_artifacts(run_id, "bundle")}
+        return {file.path for file in client.list_artifacts(run_id, BUNDLE)}
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise

@@ -15,13 +15,10 @@ from optexport.errors import BundleError
 from optexport.tracking import arrived, facts
 from optexport.tracking.datasets import datasets
 from optexport.tracking.figures import figures
-from optexport.tracking.finished import Finished
+from optexport.tracking.finished import BUNDLE, Finished
 from optexport.tracking.model import logged_model
 from optexport.tracking.registry import Registered, register
 from optexport.tracking.tables import tables
-
-# Where in the artifacts of a run its bundle lies.
-BUNDLE = "bundle"
 
 
 def send(client: Any, run_id: str, finished: Finished) -> Registered | None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
-from safetensors import SafetensorError
 
 from optexport import __version__
-from optexport.cli.group import Group
 from optexport.cli.main import cli
 from optexport.config.source import SourceKind
 from optexport.errors import OptexportError
@@ -361,36 +357,6 @@ def test_the_module_is_the_program(tmp_path: Path) -> None:
     assert shown.returncode == 2
     assert "Traceback" in shown.stderr
     assert shown.stderr.endswith(bad.stderr)
-
-
-def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
-    """safetensors is written in Rust, and raises no OSError."""
-    group = Group("program")
-
-    @group.command()
-    def fill() -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    result = CliRunner().invoke(group, ["fill"])
-    assert result.exit_code == 1
-    assert "No space left on device (os error 28)\n  Make room where the output, " in result.stderr
-    assert f"{tempfile.gettempdir()} lies, and run again.\n" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("number", "mend"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, "Make room where")]
-)
-def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, mend: str) -> None:
-    group = Group("program")
-
-    @group.command()
-    def fill() -> None:
-        raise OSError(number, os.strerror(number), "model.onnx")
-
-    result = CliRunner().invoke(group, ["fill"])
-    assert result.exit_code == 1
-    assert f"{os.strerror(number)}: 'model.onnx'\n  {mend}" in result.stderr
-    assert "defect" not in result.stderr
 
 
 def test_a_reader_that_goes_away_is_no_defect() -> None:

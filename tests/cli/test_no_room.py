@@ -1,0 +1,43 @@
+"""Commands that end because nothing more is taken: a full disk, a quota, a limit on the size of files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+
+import pytest
+from click.testing import CliRunner, Result
+from safetensors import SafetensorError
+
+from optexport.cli.group import Group
+
+
+def ended_by(error: Exception) -> Result:
+    """What a command comes to that raises an error; it is called no defect."""
+    group = Group("program")
+
+    @group.command()
+    def fill() -> None:
+        raise error
+
+    result = CliRunner().invoke(group, ["fill"])
+    assert result.exit_code == 1
+    assert "defect" not in result.stderr
+    return result
+
+
+def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
+    """safetensors is written in Rust, and raises no OSError."""
+    told = "Error while serializing: I/O error: No space left on device (os error 28)"
+    result = ended_by(SafetensorError(told))
+    assert f"{told}\n  Make room where the output, " in result.stderr
+    assert f"{tempfile.gettempdir()} lies, and run again.\n" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "mend"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, "Make room where")]
+)
+def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, mend: str) -> None:
+    result = ended_by(OSError(number, os.strerror(number), "model.onnx"))
+    assert f"{os.strerror(number)}: 'model.onnx'\n  {mend}" in result.stderr
