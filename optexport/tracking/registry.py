@@ -111,6 +111,8 @@ def promote(client: Any, name: str, version: str, alias: str) -> str | None:
         raise ConfigError("there is no such version", place=f"{name} {version}", mend=did_you_mean(version, known))
     if before != version:
         _move(client, name, alias, version, "promote")
+    # An earlier command may have moved the alias, and been ended before it came here.
+    if before != version or client.get_model_version(name, version).tags.get(DECISION_TAG) != _MOVED:
         _decide(client, name, version, True, ("by hand",))
     return before
 

@@ -168,6 +168,36 @@ def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) ->
     assert store.holder == "1"
 
 
+def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(store: Registry) -> None:
+    store.log()
+    store.log(size=100_000)
+    for writes in range(6):
+        if writes:
+            by_hand.promote(store.uri, "block", "1", "champion")
+            store.client.set_model_version_tag("block", "2", "optexport.register", "stayed")
+        with contextlib.suppress(KeyboardInterrupt):
+            registry.promote(_Ended(store.client, writes), "block", "2", "champion")
+        by_hand.promote(store.uri, "block", "2", "champion")
+        assert (store.holder, store.tags("2")["optexport.register"]) == ("2", "moved"), writes
+        assert store.tags("2")["optexport.register.why"] == "by hand"
+        assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1"), writes
+        assert store.holder == "1"
+
+
+class _Ended:
+    """A client whose process ends after so many writes."""
+
+    def __init__(self, client: Any, writes: int) -> None:
+        self.client, self.left = client, writes
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("set_"):
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+        return getattr(self.client, name)
+
+
 def test_a_version_that_was_deleted_is_passed_over(store: Registry) -> None:
     for _ in range(3):
         store.log()
