@@ -101,7 +101,7 @@ def measure(
         for group in _groups([artifact for artifact in artifacts if artifact not in fixed], pairs):
             announce(f"{workload.label}: {', '.join(artifact.name for artifact in group)}")
             try:
-                timings += race(group, workload, settings)
+                timings += race(group, [workload], settings)
             except BenchError as error:
                 if len(workloads) == 1:
                     raise

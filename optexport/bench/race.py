@@ -9,11 +9,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from optexport import interrupts
@@ -77,6 +78,15 @@ class Timing:
         return [seconds for launch in self.turns for turn in launch for seconds in turn]
 
 
+@dataclass
+class _Launch:
+    """What a process measured of its artifact on one workload, as in `Timing`."""
+
+    load_seconds: float
+    turns: list[tuple[float, ...]] = field(default_factory=list)
+    peak_memory: int | None = None
+
+
 class _Worker:
     """The process of one artifact, as its caller sees it."""
 
@@ -86,13 +96,13 @@ class _Worker:
         self._calls = calls
         self._stderr = stderr
 
-    def ask(self, order: str, seconds: float = 0) -> Any:
-        """Gives an order and returns the answer.
+    def ask(self, order: str, given: float | Path | None = None) -> Any:
+        """Gives an order, with what it needs, and returns the answer.
 
         Raises:
             BenchError: The artifact raised, or its process died.
         """
-        self.tell((order, seconds))
+        self.tell((order, given))
         return self.answer()
 
     def tell(self, message: object) -> None:
@@ -150,38 +160,63 @@ def _working(artifact: Artifact, threads: int) -> Iterator[_Worker]:
                 process.wait()
 
 
-def race(artifacts: Sequence[Artifact], workload: Workload, settings: Settings) -> list[Timing]:
-    """Measures artifacts on one workload: in every round each has its turn, in an order that changes.
+def race(artifacts: Sequence[Artifact], workloads: Sequence[Workload], settings: Settings) -> list[Timing]:
+    """Measures artifacts on workloads: in every round each has its turn, in an order that changes.
+
+    A process serves one workload after the other. So a start is paid for once; but the peak of memory, which a runtime
+    may not give back, is that of one workload only where no more than one is measured.
+
+    Returns:
+        What was measured, by workload and then by artifact, in the order of both.
 
     Raises:
         BenchError: One of them cannot be run, or ends its process.
     """
     shuffle = random.Random(0).shuffle  # noqa: S311 - no secret
-    turns: list[list[list[tuple[float, ...]]]] = [[] for _ in artifacts]
-    loads: list[list[float]] = [[] for _ in artifacts]
-    peaks: list[int | None] = [None for _ in artifacts]
+    found: list[list[list[_Launch]]] = [[[] for _ in artifacts] for _ in workloads]
     launches = settings.rounds // ROUNDS_PER_LAUNCH
     for rounds in [ROUNDS_PER_LAUNCH] * launches if len(artifacts) > 1 else [ROUNDS_PER_LAUNCH * launches]:
         with ExitStack() as stack:
             workers = [stack.enter_context(_working(artifact, settings.threads)) for artifact in artifacts]
             for artifact, worker in zip(artifacts, workers, strict=True):
-                names, threads = artifact.inputs, settings.threads
-                worker.tell(Task(artifact.path, artifact.format, workload.file, names, threads, artifact.device))
+                worker.tell(Task(artifact.path, artifact.format, artifact.inputs, settings.threads, artifact.device))
             for worker in workers:  # they import their runtimes all at once, and load their files one by one
                 worker.answer()
-            for index, worker in enumerate(workers):
-                loads[index].append(worker.ask("load"))
-                worker.ask("warm up", settings.seconds)
-                turns[index].append([])
-            order = list(enumerate(workers))
-            for _ in range(rounds):
-                shuffle(order)
-                for index, worker in order:
-                    turns[index][-1].append(tuple(worker.ask("turn", settings.seconds)))
-            for index, worker in enumerate(workers):
-                peak = worker.ask("peak")
-                peaks[index] = None if peak is None else max(peak, peaks[index] or 0)
+            for workload, all_of_it in zip(workloads, found, strict=True):
+                measured = _take_turns(workers, workload, rounds, settings.seconds, shuffle)
+                for launch, earlier in zip(measured, all_of_it, strict=True):
+                    earlier.append(launch)
     return [
-        Timing(artifact, workload, tuple(map(tuple, turns[index])), tuple(loads[index]), peaks[index])
-        for index, artifact in enumerate(artifacts)
+        Timing(
+            artifact,
+            workload,
+            tuple(tuple(launch.turns) for launch in own),
+            tuple(launch.load_seconds for launch in own),
+            max((launch.peak_memory for launch in own if launch.peak_memory is not None), default=None),
+        )
+        for workload, all_of_it in zip(workloads, found, strict=True)
+        for artifact, own in zip(artifacts, all_of_it, strict=True)
     ]
+
+
+def _take_turns(
+    workers: Sequence[_Worker],
+    workload: Workload,
+    rounds: int,
+    seconds: float,
+    shuffle: Callable[[list[tuple[_Worker, _Launch]]], None],
+) -> list[_Launch]:
+    """Lets each worker load its file and have its turns on one workload."""
+    launches = []
+    for worker in workers:
+        worker.ask("inputs", workload.file)
+        launches.append(_Launch(worker.ask("load")))
+        worker.ask("warm up", seconds)
+    order = list(zip(workers, launches, strict=True))
+    for _ in range(rounds):
+        shuffle(order)
+        for worker, launch in order:
+            launch.turns.append(tuple(worker.ask("turn", seconds)))
+    for worker, launch in zip(workers, launches, strict=True):
+        launch.peak_memory = worker.ask("peak")
+    return launches

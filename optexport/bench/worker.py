@@ -26,6 +26,8 @@ _WARMING_CALLS = 2
 
 Run = Callable[[], object]
 Loader = Callable[[], Run]
+# What makes a loader of a safetensors file of inputs, by name.
+Reader = Callable[[Path], Loader]
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,12 @@ class Task:
 
     Attributes:
         format: "onnx", "torchscript" or "pt2".
-        inputs: A safetensors file of the inputs, by name.
         names: The inputs that it takes; None where only its runtime knows.
         device: Where it runs.
     """
 
     path: Path
     format: str
-    inputs: Path
     names: tuple[str, ...] | None
     threads: int
     device: Device
@@ -61,21 +61,24 @@ def main() -> None:
 
 def _serve(calls: Connection) -> None:
     task = calls.recv()
-    load = (_onnx if task.format == "onnx" else _torch)(task)
+    read = (_onnx if task.format == "onnx" else _torch)(task)
     calls.send((True, None))
-    repeats = 1
+    run: Any = None
     while True:
-        order, seconds = calls.recv()
+        order, given = calls.recv()
         answer: Any = None
-        if order == "load":
+        if order == "inputs":
+            run = None  # each inputs have a model of their own: a runtime may adapt it to the first that it sees
+            load = read(given)
+        elif order == "load":
             before = _memory(reset_peak=True)
             start = time.perf_counter()
             run = load()
             answer = time.perf_counter() - start
         elif order == "warm up":
-            repeats = max(1, round(_LEAST_SAMPLE / min(_samples(run, seconds, least=_WARMING_CALLS))))
+            repeats = max(1, round(_LEAST_SAMPLE / min(_samples(run, given, least=_WARMING_CALLS))))
         elif order == "turn":
-            answer = _samples(run, seconds, repeats)
+            answer = _samples(run, given, repeats)
         elif before is not None and (after := _memory()) is not None:
             answer = max(0, after["VmHWM"] - before["VmRSS"])
         calls.send((True, answer))
@@ -100,14 +103,16 @@ def _samples(run: Run, seconds: float, repeats: int = 1, least: int = 1) -> list
     return samples
 
 
-def _onnx(task: Task) -> Loader:
+def _onnx(task: Task) -> Reader:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     import onnxruntime
     from safetensors.numpy import load_file
 
-    inputs = load_file(task.inputs)
+    def read(file: Path) -> Loader:
+        inputs = load_file(file)
+        return lambda: load(inputs)
 
-    def load() -> Run:
+    def load(inputs: dict[str, Any]) -> Run:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = task.threads
         options.log_severity_level = 4  # what it refuses, it raises too
@@ -117,7 +122,7 @@ def _onnx(task: Task) -> Loader:
         batch = _chosen(inputs, [given.name for given in session.get_inputs()])
         return (lambda: session.run(None, batch)) if task.device == "cpu" else bound(session, batch, task.device)
 
-    return load
+    return read
 
 
 def bound(session: Any, batch: dict[str, Any], device: Device) -> Run:
@@ -141,7 +146,7 @@ def bound(session: Any, batch: dict[str, Any], device: Device) -> Run:
     return run
 
 
-def _torch(task: Task) -> Loader:
+def _torch(task: Task) -> Reader:
     import warnings
 
     import torch
@@ -152,14 +157,17 @@ def _torch(task: Task) -> Loader:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(task.threads)
-    inputs = load_file(task.inputs)
-    batch = inputs if task.names is None else _chosen(inputs, task.names)
     devices.check_torch(task.device, task.path.name)
-    arguments = {name: tensor.to(task.device) for name, tensor in as_arguments(batch).items()}
     if task.device != "cpu":
         devices.set_float32_precision()
 
-    def load() -> Run:
+    def read(file: Path) -> Loader:
+        inputs = load_file(file)
+        batch = inputs if task.names is None else _chosen(inputs, task.names)
+        arguments = {name: tensor.to(task.device) for name, tensor in as_arguments(batch).items()}
+        return lambda: load(arguments)
+
+    def load(arguments: dict[str, Any]) -> Run:
         if task.format == "torchscript":
             module: Callable[..., Any] = archives.load_torchscript(task.path)
         else:
@@ -175,7 +183,7 @@ def _torch(task: Task) -> Loader:
 
         return run
 
-    return load
+    return read
 
 
 def _chosen(inputs: dict[str, Any], names: Any) -> dict[str, Any]:

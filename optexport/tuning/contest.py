@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,17 +15,17 @@ from optexport.bench.race import ROUNDS_PER_LAUNCH, Settings, Timing, race
 from optexport.bench.workload import Workload
 from optexport.tuning.recipe import Recipe
 
-Race = Callable[[Sequence[Artifact], Workload, Settings], list[Timing]]
+Race = Callable[[Sequence[Artifact], Sequence[Workload], Settings], list[Timing]]
 
-# Until it is measured: seconds that one start of one file takes with its turns, on one workload.
-_GUESS = 1.5
+# Until it is measured: seconds that one start of one file takes with its turns.
+_GUESS = 2.0
 
 
 class Contest:
     """The races of one format.
 
     Args:
-        race: How files race on one workload.
+        race: How files race.
 
     Attributes:
         heats: How many were run.
@@ -38,7 +39,7 @@ class Contest:
 
     def cost(self, files: int, rounds: int) -> float:
         """Seconds that a heat of so many files and rounds will probably take."""
-        return files * -(-rounds // ROUNDS_PER_LAUNCH) * len(self.workloads) * self._cost
+        return files * -(-rounds // ROUNDS_PER_LAUNCH) * self._cost
 
     def heat(self, field: Mapping[Recipe, Artifact], rounds: int) -> None:
         """Lets files race; each round gives each of them a turn on each workload.
@@ -47,10 +48,9 @@ class Contest:
             BenchError: One of them cannot be run.
         """
         start = time.monotonic()
-        for workload in self.workloads:
-            timings = self._race(list(field.values()), workload, Settings(self.threads, rounds))
-            for recipe, timing in zip(field, timings, strict=True):
-                self._seconds[self.heats, workload.label, recipe] = np.array(timing.medians)
+        timings = self._race(list(field.values()), self.workloads, Settings(self.threads, rounds))
+        for timing, recipe in zip(timings, itertools.cycle(field), strict=False):
+            self._seconds[self.heats, timing.workload.label, recipe] = np.array(timing.medians)
         self._cost *= (time.monotonic() - start) / self.cost(len(field), rounds)
         self.heats += 1
 

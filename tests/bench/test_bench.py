@@ -24,6 +24,7 @@ from optexport.bench.artifact import Artifact, open_target
 from optexport.bench.command import bench
 from optexport.bench.measuring import measure, pairs_of
 from optexport.bench.race import Settings, race
+from optexport.bench.worker import _samples
 from tests import exports
 from tests.bench.calling import BRIEF, call, workload
 from tests.bench.files import WIDTH, chain, lookup
@@ -124,7 +125,7 @@ def test_inputs_that_memory_does_not_hold_are_one_clear_message(tmp_path: Path) 
 def test_the_rounds_that_are_told_are_those_that_are_run(tmp_path: Path) -> None:
     settings = Settings(rounds=3, seconds=0.01)
     assert settings.rounds == 4
-    (timing,) = race([open_target(chain(tmp_path / "a.onnx", 1)).artifacts[0]], workload(tmp_path), settings)
+    (timing,) = race([open_target(chain(tmp_path / "a.onnx", 1)).artifacts[0]], [workload(tmp_path)], settings)
     assert sum(len(launch) for launch in timing.turns) == 4
 
 
@@ -163,7 +164,7 @@ import sys
 from pathlib import Path
 import optexport.bench.race
 from optexport.bench.worker import Task, _onnx
-run = _onnx(Task(Path(sys.argv[1]), "onnx", Path(sys.argv[2]), None, 1, "cpu"))()
+run = _onnx(Task(Path(sys.argv[1]), "onnx", None, 1, "cpu"))(Path(sys.argv[2]))()
 print([output.shape for output in run()], "torch" in sys.modules)
 """
 
@@ -182,25 +183,45 @@ def test_the_order_of_turns_changes_and_everyone_has_the_same_number(
     order: list[str] = []
     ask = racing._Worker.ask
 
-    def watched(self: racing._Worker, what: str, seconds: float = 0) -> Any:
+    def watched(self: racing._Worker, what: str, given: Any = None) -> Any:
         if what == "turn":
             order.append(self.artifact.name)
-        return ask(self, what, seconds)
+        return ask(self, what, given)
 
     monkeypatch.setattr(racing._Worker, "ask", watched)
-    timings = race(artifacts, workload(tmp_path), Settings(rounds=5, seconds=0.001))
+    timings = race(artifacts, [workload(tmp_path)], Settings(rounds=5, seconds=0.001))
     rounds = ["".join(order[start : start + 3]) for start in range(0, len(order), 3)]
     assert all(sorted(one) == list("abc") for one in rounds)
     assert len(set(rounds)) > 1
     assert [np.shape(timing.medians) for timing in timings] == [(3, 2)] * 3, "started afresh every second round"
 
 
-def test_a_turn_has_three_calls_or_one_that_takes_very_long(tmp_path: Path) -> None:
-    files = [chain(tmp_path / "few.onnx", 2), chain(tmp_path / "many.onnx", 4000)]
-    artifacts = [Artifact(path.name, path, "onnx", 1) for path in files]
-    few, many = race(artifacts, workload(tmp_path), Settings(rounds=2, seconds=0.002))
-    assert all(len(turn) >= 3 for launch in few.turns for turn in launch)
-    assert [[len(turn) for turn in launch] for launch in many.turns] == [[1, 1]]
+def test_a_process_serves_one_workload_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, shapes = chain(tmp_path / "a.onnx", 1), []
+    for sequence in (3, 200):
+        (tmp_path / str(sequence)).mkdir()
+        shapes.append(workload(tmp_path / str(sequence), sequence))
+    started = []
+    working = racing._working
+
+    def watched(artifact: Artifact, threads: int) -> Any:
+        started.append(artifact.name)
+        return working(artifact, threads)
+
+    monkeypatch.setattr(racing, "_working", watched)
+    artifacts = [Artifact(name, path, "onnx", 1) for name in "ab"]
+    timings = race(artifacts, shapes, Settings(rounds=4, seconds=0.01))
+    assert started == list("abab")
+    told = [(timing.workload.sizes["length"], timing.artifact.name) for timing in timings]
+    assert told == [(3, "a"), (3, "b"), (200, "a"), (200, "b")]
+    assert all(np.shape(timing.medians) == (2, 2) for timing in timings)
+    few, many = (np.median(timing.medians) for timing in (timings[0], timings[2]))
+    assert many > 4 * few, "each is measured on its own inputs"
+
+
+def test_a_turn_has_three_calls_or_one_that_takes_very_long() -> None:
+    assert len(_samples(lambda: time.sleep(0.03), seconds=0.05)) == 3
+    assert len(_samples(lambda: time.sleep(0.6), seconds=0.05)) == 1
 
 
 @pytest.mark.parametrize(
