@@ -33,6 +33,8 @@ _MAKING = 0.6
 # How many of the best single changes are tried together.
 _MOST_TOGETHER = 4
 _FINALISTS = 2
+# Of two that cannot be told apart, how many times as fast the larger change must look to be made.
+_WORTH_A_CHANGE = 1.01
 
 
 class Search:
@@ -162,8 +164,9 @@ class Search:
             self.workshop.discard(self.artifacts.pop(recipe))
 
     def _together(self, field: Sequence[Recipe]) -> list[Recipe]:
-        """The best changes so far, two and more of them at once."""
-        better = [recipe for recipe in self._fastest(field)[:_MOST_TOGETHER] if self._speedup(recipe) > 1]
+        """The best changes so far, two and more of them at once; to leave out all rules is one of them."""
+        singles = [*field, *([self.plain] if self.plain != self.start and self.contest.ran(self.plain) else [])]
+        better = [recipe for recipe in self._fastest(singles)[:_MOST_TOGETHER] if self._speedup(recipe) > 1]
         found = []
         for count in range(2, len(better) + 1):
             changes = frozenset[Ingredient]().union(*(self.start ^ one for one in better[:count]))
@@ -174,15 +177,22 @@ class Search:
     def _choose(self) -> Recipe:
         """The fastest of the last heat if it is faster for sure, else the start; never what is slower than plain.
 
-        Of those that the fastest is not faster than for sure, the one that changes least.
+        Of those that are as fast, the one that changes least.
         """
         ran = [recipe for recipe in self._candidates(self.made) if self.contest.ran_last(recipe)]
         faster = [recipe for recipe in [*ran, self.plain] if self._is_faster(recipe)]
         faster.sort(key=lambda recipe: self._last(self.start, recipe).speedup, reverse=True)
-        alike = [one for one in faster if one == faster[0] or self._last(one, faster[0]).verdict != "faster"]
+        alike = [one for one in faster if self._as_fast(one, faster[0])]
         alike.sort(key=lambda recipe: len(recipe ^ self.start))
         others = [one for one in faster if one not in alike]
         return next((one for one in (*alike, *others, self.start) if not self._slower_than_plain(one)), self.plain)
+
+    def _as_fast(self, recipe: Recipe, fastest: Recipe) -> bool:
+        """Whether what lies between two is neither seen for sure nor worth a change, should it be as it looks."""
+        if recipe == fastest:
+            return True
+        found = self._last(recipe, fastest)
+        return found.verdict != "faster" and found.speedup < _WORTH_A_CHANGE
 
     def _slower_than_plain(self, recipe: Recipe) -> bool:
         """Whether it is so at one shape."""
