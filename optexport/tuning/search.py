@@ -257,8 +257,9 @@ class Search:
                 del running[broken[0]]
 
     def _told(self, recipe: Recipe) -> str:
-        if recipe == self.plain != self.configured:
-            return "plain export"
+        without_rules = rules_in(recipe) == rules_in(self.plain) != rules_in(self.configured)
+        if recipe == self.plain != self.configured or without_rules:
+            return ", ".join(["plain export", *(f"with {name}" for name in lowerings_in(recipe))])
         return change_in_words(self.configured, recipe, self.job.rules)
 
     def _trial(self, recipe: Recipe) -> Trial:

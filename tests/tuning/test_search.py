@@ -266,6 +266,7 @@ def test_leaving_out_the_only_rule_is_put_together_with_a_lowering_that_pays(wor
     """Without its only rule the file is the plain export, which is measured in any case, and is no candidate."""
     outcome = world({0: 0.9, _LOWERINGS[0]: 1.3}, rules=1).search()
     assert (outcome.chosen.rules, outcome.chosen.lowerings) == ((), _LOWERINGS[:1])
+    assert outcome.chosen.change == f"plain export, with {_LOWERINGS[0]}"
 
 
 def test_making_what_candidates_are_compared_with_takes_none_of_their_time(world: Callable[..., World]) -> None:
