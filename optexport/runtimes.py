@@ -133,7 +133,7 @@ def open_pt2(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
         DeviceError: There is no such device here.
     """
     devices.check_torch(device, path.name)
-    return _runner(archives.load_pt2(path).module(), outputs, device)
+    return _runner(archives.pt2_module(path), outputs, device)
 
 
 def _runner(module: Callable[..., Sequence[torch.Tensor]], outputs: Sequence[str], device: Device) -> Run:

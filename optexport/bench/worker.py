@@ -171,7 +171,7 @@ def _torch(task: Task) -> Reader:
         if task.format == "torchscript":
             module: Callable[..., Any] = archives.load_torchscript(task.path)
         else:
-            module = archives.load_pt2(task.path).module()
+            module = archives.pt2_module(task.path)
         torch.set_grad_enabled(False)
         if task.device == "cpu":
             return lambda: module(**arguments)

@@ -76,6 +76,6 @@ def _passing_graph(files: dict[str, Path], proof: Proof) -> fx.GraphModule | Non
     passing = {place.place for place in proof.places if place.passed}
     if "pt2" not in passing or "pt2" not in files:
         return None
-    module = archives.load_pt2(files["pt2"]).module(check_guards=False)
+    module = archives.pt2_module(files["pt2"], check_guards=False)
     assert isinstance(module, fx.GraphModule)
     return module

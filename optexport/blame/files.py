@@ -24,7 +24,7 @@ from optexport.sources import archives
 _OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
     "onnx": observe_onnx,
     "torchscript": observe_torchscript,
-    "pt2": lambda path, batch: observe_graph(archives.load_pt2(path).module(check_guards=False), batch),
+    "pt2": lambda path, batch: observe_graph(archives.pt2_module(path, check_guards=False), batch),
 }
 
 

@@ -8,26 +8,22 @@ TorchScript is a program; it can do nothing but compute, as long as it calls no 
 
 from __future__ import annotations
 
-import ast
 import io
-import itertools
 import json
 import logging
 import re
 import struct
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from optexport.errors import SourceError, first_line
-from optexport.redaction import redact
-from optexport.sources import script_code, script_storages
+from optexport.sources import program_texts, script_code, script_storages
 
-_OPERATOR = re.compile(r"torch\.ops\.[\w.]+|_operator\.\w+|math\.\w+|torch\.sym_\w+")
 _MEMBER = re.compile(
     r"archive_format|archive_version|byteorder|\.data/[\w-]+|\.format_version|\.storage_alignment|version"
     r"|models/\w+\.json|data/(weights|constants)/\w+(_config\.json)?|data/sample_inputs/\w+\.pt|extra/.*"
@@ -40,27 +36,6 @@ _TORCHSCRIPT_MEMBER = re.compile(
 _MOST_UNPACKED = 64 << 20
 # The records at the end of an archive: 56, 20 and 22 bytes.
 _ENDS_SIZE = 98
-# The texts that torch keeps and never evaluates: messages, stack traces, the paths of modules.
-_FREE_TEXT = ("metadata", "as_string", "torch_version")
-_JSON = ("in_spec", "out_spec", "context")
-_EXPRESSIONS = ("expr_str", "guards_code")
-_NAME = re.compile(r"[\w.@:/ +-]*")
-# What sizes and guards are made of: the classes of sympy and of torch that stand for arithmetic, and the inputs.
-_FUNCTION = re.compile(
-    r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Mod|Max|Min|Abs|And|Or|Not|floor|ceiling|sqrt|max|min|Equality"
-    r"|Unequality|Eq|Ne|LessThan|StrictLessThan|GreaterThan|StrictGreaterThan|Le|Lt|Ge|Gt|FloorDiv"
-    r"|ModularIndexing|Where|PythonMod|CleanDiv|CeilToInt|FloorToInt|CeilDiv|LShift|RShift|PowByNatural"
-    r"|FloatPow|FloatTrueDiv|IntTrueDiv|TruncToFloat|TruncToInt|RoundToInt|RoundDecimal|ToFloat|Identity"
-    r"|IsNonOverlappingAndDenseIndicator|Piecewise|ExprCondPair"
-)
-_VALUE = re.compile(r"L|math|true|false|oo|int_oo")
-_METHOD = re.compile(r"size|stride|storage_offset|dim|floor|ceil|trunc|sqrt|pow")
-_SYNTAX = (
-    *(ast.Expression, ast.keyword, ast.Subscript, ast.Tuple, ast.List, ast.Load),
-    *(ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.cmpop, ast.boolop, ast.operator, ast.unaryop),
-)
-_LARGEST_EXPONENT = 64
-_WORD = re.compile(r"[A-Za-z_]\w*|-?\d+(\.\d+)?(e[+-]?\d+)?")
 _MEND = "Only load files that you or people you trust have made; export the model again from its source."
 
 
@@ -80,6 +55,22 @@ def load_pt2(path: Path) -> ExportedProgram:
         raise SourceError(f"it is no exported program: {cause}", place=str(path), mend=_MEND) from error
     finally:
         log.removeFilter(warned)
+
+
+def pt2_module(path: Path, *, check_guards: bool = True) -> fx.GraphModule:
+    """The module of a ``.pt2`` file that may come from anywhere.
+
+    Args:
+        check_guards: Whether it refuses inputs of sizes that it was not exported for.
+
+    Raises:
+        SourceError: As for `load_pt2`, or torch cannot write its code.
+    """
+    program = load_pt2(path)
+    try:
+        return program.module(check_guards=check_guards)
+    except Exception as error:  # the code is written of what the file holds
+        raise SourceError(f"torch makes no module of it: {first_line(error)}", place=str(path), mend=_MEND) from error
 
 
 class _Warned(logging.Filter):
@@ -104,10 +95,10 @@ def _check(path: Path) -> None:
                     raise SourceError("it is no part of a .pt2 archive that torch.export.save writes", place=place)
                 if name.endswith("_config.json"):
                     config = json.loads(archive.read(info))
-                    _check_texts(config, place)
+                    program_texts.check(config, place)
                     _check_payloads(config, archive, place)
                 elif name.startswith("models/"):
-                    _check_texts(json.loads(archive.read(info)), place)
+                    program_texts.check(json.loads(archive.read(info)), place)
                 elif name.endswith(".pt") and info.file_size:
                     _check_pickle(archive.read(info), place)
     except (
@@ -174,85 +165,6 @@ def _check_payloads(config: Any, archive: zipfile.ZipFile, place: str) -> None:
         # The loader would take zeros instead.
         if payload["path_name"] in empty and all(size["as_int"] for size in payload["tensor_meta"]["sizes"]):
             raise SourceError(f"{payload['path_name']} is empty", place=place, mend=_MEND)
-
-
-def _check_texts(value: Any, place: str, key: str = "") -> None:
-    """Refuses a graph whose texts are anything but names, calls of operators, and arithmetic on sizes.
-
-    Args:
-        key: The name that the value has in the document.
-    """
-    if isinstance(value, dict):
-        if "inputs" in value and isinstance(target := value.get("target"), str):
-            if not _OPERATOR.fullmatch(target):
-                raise SourceError(f"its graph calls {target}, which is no operator", place=place, mend=_MEND)
-            if any(map(script_code.forbidden_name, target.split("."), itertools.repeat("."))):
-                raise SourceError(f"its graph calls {target}, which does more than compute", place=place, mend=_MEND)
-        for name, item in value.items():
-            _check_texts(name, place)
-            if name not in _FREE_TEXT:
-                _check_texts(item, place, name)
-    elif isinstance(value, list):
-        for item in value:
-            _check_texts(item, place, key)
-    elif isinstance(value, str) and value and key in _JSON:
-        _check_texts(json.loads(value), place)
-    elif isinstance(value, str) and not (_is_expression(value) if key in _EXPRESSIONS else _NAME.fullmatch(value)):
-        shown = redact(value)
-        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-        raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=_MEND)
-
-
-def _is_expression(text: str) -> bool:
-    """Whether a text is arithmetic on sizes, such as ``Mul(Integer(2), Symbol('s0', integer=True))``."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, MemoryError, RecursionError):  # the last two of brackets in brackets
-        return False
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=function):
-                allowed = isinstance(function, ast.Name | ast.Attribute)
-            case ast.Name(id=name):
-                allowed = (_FUNCTION if id(node) in called else _VALUE).fullmatch(name) is not None
-            case ast.Attribute(attr=name):
-                allowed = _METHOD.fullmatch(name) is not None and id(node) in called
-            case ast.Constant(value=str() as word):
-                allowed = _WORD.fullmatch(word) is not None
-            case ast.Constant(value=value):
-                allowed = value is None or isinstance(value, int | float)
-            case _:
-                allowed = isinstance(node, _SYNTAX)
-        if not allowed:
-            return False
-    return all(map(_is_small, _exponents(tree)))
-
-
-def _exponents(tree: ast.AST) -> Iterator[ast.AST]:
-    """What something is raised to, or shifted by."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.BinOp(op=ast.Pow() | ast.LShift(), right=exponent):
-                yield exponent
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[*_, exponent]):
-                if "pow" in name.lower() or name == "LShift":
-                    yield exponent
-
-
-def _is_small(exponent: ast.AST) -> bool:
-    """Whether an exponent is a small number: that of others would take forever to compute."""
-    names = [node.id for node in ast.walk(exponent) if isinstance(node, ast.Name)]
-    numbers = [node.value for node in ast.walk(exponent) if isinstance(node, ast.Constant)]
-    plain = isinstance(exponent, ast.Constant | ast.UnaryOp | ast.Call)
-    return plain and set(names) <= {"Integer", "Rational", "Float"} and all(_is_small_number(n) for n in numbers)
-
-
-def _is_small_number(value: object) -> bool:
-    try:
-        return value is None or (isinstance(value, int | float | str) and abs(float(value)) <= _LARGEST_EXPONENT)
-    except ValueError:
-        return False
 
 
 def load_torchscript(path: Path) -> torch.jit.ScriptModule:

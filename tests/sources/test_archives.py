@@ -186,6 +186,39 @@ def test_a_graph_that_calls_anything_but_operators_is_refused(archive: Path, tmp
     refused(archive, tmp_path / "ran")
 
 
+@pytest.mark.parametrize(
+    ("target", "passed"),
+    [
+        ("torch.ops.higher_order.with_effects", "torch.ops.aten.from_file.default"),
+        ("torch.ops.higher_order.strict_mode", "torch.os.system"),
+        ("torch.ops.higher_order.cond", "torch.ops.aten.relu.default.__class__"),
+        ("torch.ops.higher_order.scan", "torch.ops.aten.relu"),
+        ("torch.ops.higher_order.wrap", "torch.ops.aten.relu.default"),
+        ("torch.ops.higher_order.print", "torch.ops.aten.relu.default"),
+        ("torch.ops.higher_order.call_torchbind", "torch.ops.aten.relu.default"),
+    ],
+)
+def test_what_is_passed_on_to_be_called_is_held_to_the_same(
+    archive: Path, tmp_path: Path, target: str, passed: str
+) -> None:
+    def change(document: dict[str, Any]) -> None:
+        node = document["graph_module"]["graph"]["nodes"][0]
+        node["target"] = target
+        words = [{"as_operator": passed}, {"as_string": str(tmp_path / "ran")}, {"as_bool": True}, {"as_int": 4096}]
+        node["inputs"] = [{"name": "", "arg": word, "kind": 1} for word in words]
+
+    edit(archive, "models/model.json", change)
+    refused(archive, tmp_path / "ran", "its graph calls torch")
+
+
+def test_a_kind_of_argument_that_is_not_known_is_refused(archive: Path, tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["graph_module"]["graph"]["nodes"][0]["inputs"][0]["arg"] = {"as_python": "1"}
+
+    edit(archive, "models/model.json", change)
+    refused(archive, tmp_path / "ran", "as_python is no known kind of an argument")
+
+
 def test_an_archive_that_unpacks_to_more_than_memory_is_refused_before_it_is_unpacked(
     archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

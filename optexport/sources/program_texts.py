@@ -1,0 +1,167 @@
+"""Whether the texts of an exported program are what they should be: names, calls of operators, arithmetic on sizes.
+
+torch finds operators by walking from module to module, evaluates sizes and guards as Python, and writes names into code
+that it generates. So what a text may be is said here, and all else is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+from typing import Any
+
+from optexport.errors import SourceError
+from optexport.redaction import redact
+from optexport.sources import script_code
+
+# Of the operators that call others, those that torch.export writes.
+_HIGHER_ORDER = (
+    "associative_scan|auto_functionalized(?:_v2)?|autograd_function_apply|cond|flex_attention|hints_wrapper"
+    "|invoke_subgraph|map_impl|out_dtype|scan|strict_mode|tag_activation_checkpoint|while_loop|with_effects"
+    "|wrap_activation_checkpoint|wrap_with_autocast|wrap_with_set_grad_enabled"
+)
+# With its overload, which makes it one of torch's operators and no other attribute.
+_OPERATOR = re.compile(
+    r"torch\.ops\.(?!higher_order\.|__)\w+\.(?:(?!__)\w+|__i?(?:and|or|xor|lshift|rshift)__)\.(?!__)\w+"
+    rf"|torch\.ops\.higher_order\.(?:{_HIGHER_ORDER})"
+    r"|_operator\.(?:getitem|add|mul|sub|truediv|floordiv|mod|pow|neg|abs|ge|le|gt|lt|eq|ne|and_|or_|not_|[lr]shift)"
+    r"|math\.(?:ceil|floor|trunc)|torch\.sym_\w+"
+)
+# How torch calls the kinds of an argument. Another one might be evaluated in a way that nobody has thought of here.
+_KIND = re.compile(
+    r"as_(?:none|(?:tensor|int|float|string|bool|sym_int|sym_float|sym_bool|optional_tensor)s?|scalar_type"
+    r"|memory_format|layout|device|graph|custom_obj|operator|complex|nested_tensors|(?:int|float)_lists"
+    r"|string_to_argument|expr|name)"
+)
+# The texts that torch keeps and never evaluates: messages, stack traces, the paths of modules.
+_FREE_TEXT = ("metadata", "as_string", "torch_version")
+_JSON = ("in_spec", "out_spec", "context")
+_EXPRESSIONS = ("expr_str", "guards_code")
+_NAME = re.compile(r"[\w.@:/ +-]*")
+# What sizes and guards are made of: the classes of sympy and of torch that stand for arithmetic, and the inputs.
+_FUNCTION = re.compile(
+    r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Mod|Max|Min|Abs|And|Or|Not|floor|ceiling|sqrt|max|min|Equality"
+    r"|Unequality|Eq|Ne|LessThan|StrictLessThan|GreaterThan|StrictGreaterThan|Le|Lt|Ge|Gt|FloorDiv"
+    r"|ModularIndexing|Where|PythonMod|CleanDiv|CeilToInt|FloorToInt|CeilDiv|LShift|RShift|PowByNatural"
+    r"|FloatPow|FloatTrueDiv|IntTrueDiv|TruncToFloat|TruncToInt|RoundToInt|RoundDecimal|ToFloat|Identity"
+    r"|IsNonOverlappingAndDenseIndicator|Piecewise|ExprCondPair"
+)
+_VALUE = re.compile(r"L|math|true|false|oo|int_oo")
+_METHOD = re.compile(r"size|stride|storage_offset|dim|floor|ceil|trunc|sqrt|pow")
+_SYNTAX = (
+    *(ast.Expression, ast.keyword, ast.Subscript, ast.Tuple, ast.List, ast.Load),
+    *(ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.cmpop, ast.boolop, ast.operator, ast.unaryop),
+)
+_LARGEST_EXPONENT = 64
+_MOST_DIGITS = 1000
+_WORD = re.compile(r"[A-Za-z_]\w*|-?\d+(\.\d+)?(e[+-]?\d{1,3})?")
+_MEND = "Only load files that you or people you trust have made; export the model again from its source."
+
+
+def check(value: Any, place: str, key: str = "") -> None:
+    """Refuses a document of an exported program whose texts are anything else.
+
+    Args:
+        key: The name that the value has in the document.
+
+    Raises:
+        SourceError: One of them is.
+        ValueError, LookupError, TypeError: The document is of another form.
+    """
+    if isinstance(value, dict):
+        if "inputs" in value and isinstance(target := value.get("target"), str):
+            _check_operator(target, place)
+            for kind in (kind for given in value["inputs"] for kind in given["arg"]):
+                if not _KIND.fullmatch(kind):
+                    raise SourceError(f"{kind} is no known kind of an argument", place=place, mend=_MEND)
+        for name, item in value.items():
+            check(name, place)
+            if name == "as_operator" and isinstance(item, str):
+                _check_operator(item, place)
+            if name not in _FREE_TEXT:
+                check(item, place, name)
+    elif isinstance(value, list):
+        for item in value:
+            check(item, place, key)
+    elif isinstance(value, str) and value and key in _JSON:
+        check(json.loads(value), place)
+    elif isinstance(value, str) and not (_is_expression(value) if key in _EXPRESSIONS else _NAME.fullmatch(value)):
+        shown = redact(value)
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+        raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=_MEND)
+
+
+def _check_operator(name: str, place: str) -> None:
+    """Refuses what a graph calls, or passes on to be called, where it is no operator that computes."""
+    if not _OPERATOR.fullmatch(name):
+        raise SourceError(f"its graph calls {name}, which is no operator", place=place, mend=_MEND)
+    if any(map(script_code.forbidden_name, name.split("."), itertools.repeat("."))):
+        raise SourceError(f"its graph calls {name}, which does more than compute", place=place, mend=_MEND)
+
+
+def _is_expression(text: str) -> bool:
+    """Whether a text is arithmetic on sizes, such as ``Mul(Integer(2), Symbol('s0', integer=True))``."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError):  # the last two of brackets in brackets
+        return False
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=function):
+                allowed = isinstance(function, ast.Name | ast.Attribute)
+            case ast.Name(id=name):
+                allowed = (_FUNCTION if id(node) in called else _VALUE).fullmatch(name) is not None
+            case ast.Attribute(attr=name):
+                allowed = _METHOD.fullmatch(name) is not None and id(node) in called
+            case ast.Constant(value=str() as word):
+                allowed = _WORD.fullmatch(word) is not None
+            case ast.Constant(value=value):
+                allowed = value is None or isinstance(value, int | float)
+            case _:
+                allowed = isinstance(node, _SYNTAX)
+        if not allowed:
+            return False
+    try:
+        return _degree(tree) <= _LARGEST_EXPONENT
+    except (ValueError, RecursionError):
+        return False
+
+
+def _degree(node: ast.AST) -> float:
+    """The exponents of powers of powers, multiplied: a tower of them is a small text of a number without end.
+
+    Raises:
+        ValueError: An exponent is no number that stands there, or a number has digits without end.
+    """
+    match node:
+        case (
+            ast.BinOp(left=base, op=ast.Pow() | ast.LShift(), right=exponent)
+            | ast.Call(func=ast.Attribute(attr="pow", value=base), args=[exponent])
+            | ast.Call(func=ast.Name(id="Pow" | "PowByNatural" | "FloatPow" | "LShift"), args=[base, exponent])
+        ):
+            return max(1.0, _number(exponent)) * _degree(base)
+        case ast.Call(func=ast.Attribute(attr="pow") | ast.Name(id="Pow" | "PowByNatural" | "FloatPow" | "LShift")):
+            raise ValueError
+        case ast.Call(func=ast.Name(id="Float"), args=[_, *digits], keywords=more):
+            if any(_number(given) > _MOST_DIGITS for given in [*digits, *(keyword.value for keyword in more)]):
+                raise ValueError
+    return max(map(_degree, ast.iter_child_nodes(node)), default=1.0)
+
+
+def _number(node: ast.AST) -> float:
+    """The size of a number that stands in an expression.
+
+    Raises:
+        ValueError: It is none.
+    """
+    match node:
+        case ast.UnaryOp(operand=operand):
+            return _number(operand)
+        case ast.Call(func=ast.Name(id="Integer" | "Rational" | "Float"), args=[value, *_]):
+            return _number(value)
+        case ast.Constant(value=int() | float() | str() as number):
+            return abs(float(number))
+    raise ValueError
