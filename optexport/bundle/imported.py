@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from optexport.bundle.digests import sha256
 
-# Of what is installed, versions say which it is.
 _INSTALLED = {"site-packages", "dist-packages"}
+# Of which versions, or the package's own digest, say which code it is.
+KNOWN = {"torch", "transformers", "optexport", "builtins"}
+# Of the code that models bring, as transformers keeps it: of every model that was loaded on this machine.
+_OF_MODELS = {"transformers_modules"}
 
 
 def imported_from(folder: Path) -> list[str]:
@@ -48,3 +54,21 @@ def code_of(module: str) -> dict[str, str]:
     if _INSTALLED.intersection(folder.parts):
         folder /= module.partition(".")[0]
     return {path.name: sha256(path), **{name: sha256(folder / name) for name in imported_from(folder)}}
+
+
+def packages_of(modules: Iterable[str], folder: Path) -> dict[str, str]:
+    """Digests of all code of the packages that modules are of, by name, whether all of it was imported or not.
+
+    Args:
+        folder: What lies in it, and is not installed there, is left out: `imported_from` tells of that.
+    """
+    beside = {name.partition("/")[0].removesuffix(".py") for name in imported_from(folder)}
+    names = {module.partition(".")[0] for module in modules} - KNOWN - _OF_MODELS - beside
+    digests = {}
+    for name in sorted(names):
+        package = sys.modules.get(name)
+        places = [Path(place) for place in getattr(package, "__path__", ())]
+        files = {str(file.relative_to(place)): file for place in places for file in place.rglob("*.py")}
+        if held := {path: sha256(file) for path, file in files.items() if file.is_file()} or code_of(name):
+            digests[name] = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+    return digests

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from optexport.bundle.digests import sha256
-from optexport.bundle.imported import imported_from
+from optexport.bundle.imported import imported_from, packages_of
 from optexport.config.decisions import METRIC
 from optexport.config.file import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, first_line
 from optexport.sources.loading import Loaded
+from optexport.transform import NamedRule
 
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
 _MEND = "Go back to what was locked; or see that the change is meant, and lock again: optexport lock {}"
@@ -34,6 +35,7 @@ class Lock(BaseModel):
         weights_sha256: Over names, dtypes, shapes and bytes of its state_dict.
         files: SHA-256 of each file that the config names, and of each module beside it that code which it names
             imports, by its path as seen from the config.
+        packages: SHA-256 over the code of each other package that the model, its rules and its measures are of.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -42,6 +44,7 @@ class Lock(BaseModel):
     revision: str | None
     weights_sha256: str
     files: dict[str, str]
+    packages: dict[str, str]
 
 
 def lock_path(config: Path) -> Path:
@@ -49,7 +52,7 @@ def lock_path(config: Path) -> Path:
     return config.with_name(f"{config.name}.lock")
 
 
-def make(config: Config, folder: Path, loaded: Loaded, versions: Mapping[str, str]) -> Lock:
+def make(config: Config, folder: Path, loaded: Loaded, rules: Sequence[NamedRule], versions: Mapping[str, str]) -> Lock:
     """Writes down what is there now.
 
     Args:
@@ -60,6 +63,7 @@ def make(config: Config, folder: Path, loaded: Loaded, versions: Mapping[str, st
         revision=loaded.revision,
         weights_sha256=loaded.weights_sha256,
         files=_digests(config, folder, imported_from(folder)),
+        packages=_packages(config, folder, loaded, rules),
     )
 
 
@@ -119,8 +123,11 @@ def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping
     _refuse(_differences(lock.versions, versions) + _differences(lock.files, files, 12), path)
 
 
-def check_model(lock: Lock, loaded: Loaded, path: Path) -> None:
-    """Checks that a model is the one that was locked, and that its code imported no other modules beside the config.
+def check_model(lock: Lock, config: Config, loaded: Loaded, rules: Sequence[NamedRule], path: Path) -> None:
+    """Checks that a model is the one that was locked, of the same packages and modules beside the config.
+
+    Args:
+        path: The config's.
 
     Raises:
         ConfigError: It is not.
@@ -128,7 +135,11 @@ def check_model(lock: Lock, loaded: Loaded, path: Path) -> None:
     was = {"the model's weights": lock.weights_sha256, **lock.files}
     imported = {name: sha256(path.parent / name) for name in imported_from(path.parent)}
     now = {"the model's weights": loaded.weights_sha256, **lock.files, **imported}
-    _refuse(_differences(was, now, 12), path)
+    packages = [
+        {f"the code of {name}": digest for name, digest in each.items()}
+        for each in (lock.packages, _packages(config, path.parent, loaded, rules))
+    ]
+    _refuse(_differences(was, now, 12) + _differences(*packages, 12), path)
 
 
 def _refuse(differences: list[str], path: Path) -> None:
@@ -161,6 +172,14 @@ def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, s
         found = _within(named, folder)
         files |= {n: path for n, path in found if not (apart and named == source and path.suffix in _WEIGHTS)}
     return {name: sha256(path) for name, path in sorted(files.items()) if path.is_file()}
+
+
+def _packages(config: Config, folder: Path, loaded: Loaded, rules: Sequence[NamedRule]) -> dict[str, str]:
+    """Digests of the packages, elsewhere than beside the config, that make the model, its rules and its measures."""
+    made = [*loaded.model.modules(), *(rule.transformation for rule in rules)]
+    called = [config.model.source, *(config.parity.decisions or ())]
+    named = [place.removeprefix(METRIC).partition(":")[0] for place in called if place.startswith(METRIC)]
+    return packages_of({*named, *(type(each).__module__ for each in made)}, folder)
 
 
 def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:

@@ -31,7 +31,8 @@ def lock(config: Path) -> None:
         with contextlib.redirect_stdout(sys.stderr), interrupts.temporary_folder() as scratch:
             rules = rules_of(read, folder, ())  # as a run does: they too import what lies beside the config
             job = pipeline.prepare(read, folder, rules, scratch / "bundle", scratch, stages)
-            made = lockfile.make(read, folder, job.loaded, versions())
+            made = lockfile.make(read, folder, job.loaded, rules, versions())
     path = lockfile.write(made, config)
-    echo(f"Wrote {path}: {len(made.versions)} versions, the model's weights, {len(made.files)} files. Then:")
+    counts = f"{len(made.versions)} versions, files: {len(made.files)}, packages of the model: {len(made.packages)}"
+    echo(f"Wrote {path}: the model's weights, {counts}. Then:")
     echo(f"  optexport run --locked {config}")

@@ -7,11 +7,8 @@ import json
 
 from torch import fx, nn
 
-from optexport.bundle.imported import code_of
+from optexport.bundle.imported import KNOWN, code_of
 from optexport.kept import content, store
-
-# Whose code is known by what every entry is named by: versions, and this package's code.
-_KNOWN = {"torch", "transformers", "optexport", "builtins"}
 
 
 def of(graph_module: fx.GraphModule, model: nn.Module) -> str | None:
@@ -27,5 +24,5 @@ def of(graph_module: fx.GraphModule, model: nn.Module) -> str | None:
         return None
     # All that was imported from where a package lies is its code, whichever of its modules is asked for.
     modules = {name.partition(".")[0]: name for name in sorted({type(part).__module__ for part in model.modules()})}
-    code = {package: code_of(name) for package, name in modules.items() if package not in _KNOWN}
+    code = {package: code_of(name) for package, name in modules.items() if package not in KNOWN}
     return hashlib.sha256(json.dumps([graph, code], sort_keys=True).encode()).hexdigest()

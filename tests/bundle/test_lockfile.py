@@ -225,6 +225,37 @@ def test_what_a_rule_of_ones_own_imports_is_locked_too(locked: Path) -> None:
     without_modules()
 
 
+@pytest.mark.parametrize("place", ["elsewhere", "site-packages"])
+@pytest.mark.parametrize("kind", ["package", "module"])
+def test_code_that_lies_elsewhere_is_locked_too(
+    locked: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """An image that was made anew has another version of the package that the model is of, and the same weights."""
+    folder = tmp_path_factory.mktemp("packages") / place
+    file = folder / "locked_elsewhere" / "layers.py" if kind == "package" else folder / "locked_elsewhere.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "import torch\nclass Scaled(torch.nn.Linear):\n    def forward(self, input):\n"
+        "        return super().forward(input) * 2.0\n"
+        "def load():\n    torch.manual_seed(0)\n    return Scaled(4, 3)\n"
+    )
+    (file.parent / "__init__.py").touch()
+    monkeypatch.syspath_prepend(folder)
+    name = "locked_elsewhere.layers" if kind == "package" else "locked_elsewhere"
+    locked.write_text(CONFIG.replace("locked_model", name))
+
+    def call(*command: str) -> Result:
+        for known in [known for known in sys.modules if known.startswith("locked_elsewhere")]:
+            sys.modules.pop(known)
+        return CliRunner().invoke(cli, [*command, str(locked)])
+
+    assert "packages of the model: 1." in call("lock").stdout
+    done = call("run", "--locked")
+    assert done.exit_code == 0, done.stderr
+    file.write_text(file.read_text().replace("2.0", "3.0  "))  # of another length: Python takes what it compiled else
+    assert "the code of locked_elsewhere: " in message(call("run", "--locked"), 2)
+
+
 def test_a_locked_run_is_one_from_the_configs_own_folder(locked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some modules of torch name a file that is nowhere, which was looked for there."""
     monkeypatch.chdir(locked.parent)
@@ -247,7 +278,7 @@ def test_everything_that_differs_is_named_at_once(locked: Path) -> None:
 
 def test_a_model_of_the_hub_is_loaded_at_the_revision_that_was_locked(tmp_path: Path) -> None:
     config = parse_config('[model]\nsource = "org/name"', tmp_path / "mine.toml")
-    lock = Lock(versions={}, revision="abc123", weights_sha256="0", files={})
+    lock = Lock(versions={}, revision="abc123", weights_sha256="0", files={}, packages={})
     assert lockfile.pinned(config, lock, tmp_path).model.revision == "abc123"
     (tmp_path / "org" / "name").mkdir(parents=True)  # now a folder, which has no revisions
     assert lockfile.pinned(config, lock, tmp_path).model.revision is None
@@ -255,7 +286,7 @@ def test_a_model_of_the_hub_is_loaded_at_the_revision_that_was_locked(tmp_path: 
 
 def test_a_lock_that_cannot_be_written_whole_leaves_the_one_before(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    lock = Lock(versions={"torch": "1"}, revision=None, weights_sha256="0" * 64, files={})
+    lock = Lock(versions={"torch": "1"}, revision=None, weights_sha256="0" * 64, files={}, packages={})
     lockfile.write(lock, config)
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
