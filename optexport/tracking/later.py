@@ -12,8 +12,8 @@ from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.tracking import facts, store
 from optexport.tracking.finished import RUN_TAG, Finished
 from optexport.tracking.registry import Registered
-from optexport.tracking.run import REASON_TAG, give_up, new_run
-from optexport.tracking.sending import registered, send
+from optexport.tracking.run import REASON_TAG, START_TAG, give_up, new_run
+from optexport.tracking.sending import check_tellable, registered, send
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
     """As `log_bundle`, for whoever has locked the folder."""
     digests.read_manifest(folder)
     finished = Finished.read(folder)
+    check_tellable(finished)
     uri = uri or _own_uri(finished, folder)
     run_id: str | None = None
     client: Any = None
@@ -95,11 +96,20 @@ def _own_uri(finished: Finished, folder: Path) -> str:
             mend=f"Say so: {shlex.join(['optexport', 'log', str(folder)])} --config PATH/TO/config.toml "
             "(or --uri URI, or MLFLOW_TRACKING_URI)",
         )
+    if uri.startswith("http") and store.has_credentials():
+        raise ConfigError(
+            f"its config names {uri}, and whoever made it would be sent the credentials of this machine",
+            place=str(folder),
+            mend=f"If that is where they belong, say so: {shlex.join(['optexport', 'log', str(folder), '--uri', uri])}",
+        )
     return uri
 
 
 def _run_of(client: Any, experiment: str, finished: Finished) -> Any:
-    """The run that was started for the bundle, or that it was sent to before; None where there is none."""
+    """The run that was started for the bundle, or that it was sent to before; None where there is none.
+
+    Whoever writes a bundle may name any run in it: one that holds another bundle, or none of ours, is not believed.
+    """
     from mlflow.exceptions import MlflowException
 
     if (known := finished.measured.origin.mlflow_run) is not None:
@@ -109,7 +119,9 @@ def _run_of(client: Any, experiment: str, finished: Finished) -> Any:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
         else:
-            if run.info.lifecycle_stage == "active":
+            held = run.data.tags.get(RUN_TAG)
+            waits = held is None and START_TAG in run.data.tags and run.info.status != "FINISHED"
+            if run.info.lifecycle_stage == "active" and (waits or held == finished.identity[RUN_TAG]):
                 return run
     found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{finished.identity[RUN_TAG]}'")
     # Two where an answer was lost on the way, and the run was started again.

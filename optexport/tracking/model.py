@@ -20,8 +20,7 @@ def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
 
     One for a card is none: MLflow's models name providers, and not that these are to compute without TF32.
     """
-    files = (file for file in finished.manifest.artifacts if (file.format, file.device) == ("onnx", "cpu"))
-    name = next((file.path for file in files), None)
+    name = _onnx_file(finished)
     if name is None:
         return None
     import mlflow.onnx
@@ -54,14 +53,13 @@ def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
         return model_id
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
         folder = Path(scratch) / "model"
-        versions = finished.manifest.versions
         mlflow.onnx.save_model(
             _proven(finished, name),
             folder,
             mlflow_model=Model(artifact_path=model.artifact_location, run_id=run_id, model_id=model_id),
             signature=signature(finished.manifest),
             # Named, because finding them out would load the model in a process of its own.
-            pip_requirements=[f"{name}=={versions[name]}" for name in ("onnx", "onnxruntime", "mlflow")],
+            pip_requirements=_requirements(finished),
             onnx_execution_providers=["CPUExecutionProvider"],
             metadata={
                 "optexport_version": finished.manifest.optexport_version,
@@ -72,6 +70,25 @@ def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
         arrived.check(lambda path: client.list_logged_model_artifacts(model_id, path), folder)
     client.finalize_logged_model(model_id, "READY")
     return model_id
+
+
+def check_model(finished: Finished) -> None:
+    """Raises whatever it does where a bundle's ONNX file can be no model of MLflow's; its weights are not read."""
+    import onnx
+
+    if (name := _onnx_file(finished)) is not None:
+        onnx.load(finished.folder / name, load_external_data=False)
+        signature(finished.manifest)
+        _requirements(finished)
+
+
+def _onnx_file(finished: Finished) -> str | None:
+    files = (file for file in finished.manifest.artifacts if (file.format, file.device) == ("onnx", "cpu"))
+    return next((file.path for file in files), None)
+
+
+def _requirements(finished: Finished) -> list[str]:
+    return [f"{name}=={finished.manifest.versions[name]}" for name in ("onnx", "onnxruntime", "mlflow")]
 
 
 def _proven(finished: Finished, name: str) -> Any:

@@ -80,7 +80,10 @@ def register(client: Any, run_id: str, model_id: str, finished: Finished, config
     def told(holder: str | None, moved: bool, why: tuple[str, ...]) -> Registered:
         return Registered(config.name, version, config.alias, holder, moved, why)
 
-    if (decision := made.tags.get(DECISION_TAG)) is not None:
+    decision = made.tags.get(DECISION_TAG)
+    if decision is None and _ROLLED_BACK_TAG in made.tags:  # it was moved, and someone went back on it since
+        decision = _MOVED
+    if decision is not None:
         why = tuple(filter(None, made.tags.get(REASON_TAG, "").split("\n")))
         return told(_holder(client, config.name, config.alias), decision == _MOVED, why)
     for _ in range(_TRIES):
@@ -258,11 +261,12 @@ def _named(name: str) -> str:
 
 
 def _move(client: Any, name: str, alias: str, version: str, by: str) -> None:
-    """Moves the alias. MLflow has no lock: whoever held it is written first, so that no way back is lost."""
-    history = _history(client, name, alias)
-    _write_history(client, name, alias, history)
+    """Moves the alias. MLflow has no lock, and the program may be ended in between: the history is written first.
+
+    What it says of a version that the alias did not come to is left out when it is read.
+    """
+    _write_history(client, name, alias, [*_history(client, name, alias), _entry(version, by)])
     client.set_registered_model_alias(name, alias, version)
-    _write_history(client, name, alias, [*history, _entry(version, by)])
 
 
 def _history(client: Any, name: str, alias: str) -> list[dict[str, str]]:

@@ -11,12 +11,12 @@ from typing import Any
 
 from optexport.bundle import digests
 from optexport.bundle.places import REPORT
-from optexport.errors import BundleError
+from optexport.errors import BundleError, first_line
 from optexport.tracking import arrived, facts
 from optexport.tracking.datasets import datasets
 from optexport.tracking.figures import figures
 from optexport.tracking.finished import BUNDLE, Finished
-from optexport.tracking.model import logged_model
+from optexport.tracking.model import check_model, logged_model
 from optexport.tracking.registry import Registered, register
 from optexport.tracking.tables import tables
 
@@ -53,6 +53,25 @@ def send(client: Any, run_id: str, finished: Finished) -> Registered | None:
             arrived.check(lambda path: client.list_artifacts(run_id, path), sent, where)
     _check_unchanged(finished)
     return registered(client, run_id, finished)
+
+
+def check_tellable(finished: Finished) -> None:
+    """Checks that all can be made that MLflow is to be told of a bundle, before anything is sent.
+
+    Raises:
+        BundleError: It cannot: the bundle is at fault, and no store that will answer later.
+    """
+    try:
+        facts.metrics(finished)
+        facts.steps(finished.manifest)
+        tables(finished)
+        datasets(finished)
+        check_model(finished)
+    except BundleError:
+        raise
+    except Exception as error:  # documents that were sealed by others may hold anything that their form allows
+        told = f"{type(error).__name__}: {first_line(error)}"
+        raise BundleError(f"MLflow cannot be told of it: {told}", place=str(finished.folder)) from error
 
 
 def _write_shown(folder: Path, finished: Finished) -> list[str]:

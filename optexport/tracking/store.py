@@ -141,6 +141,15 @@ def experiment_id(client: Any, name: str, folder: Path) -> str:
     return made_once(lambda: str(client.create_experiment(name, artifact_location=beside)), known)
 
 
+def has_credentials() -> bool:
+    """Whether MLflow sends credentials to any server that it is told of: those of the environment, or of its file."""
+    import_mlflow()
+    from mlflow.utils.credentials import get_default_host_creds
+
+    known = get_default_host_creds("http://localhost")
+    return any((known.username, known.password, known.token, known.auth, known.aws_sigv4, known.client_cert_path))
+
+
 def resolved_uri(uri: str, folder: Path) -> str:
     """A tracking URI whose relative SQLite path is taken from a folder: the config's, as all paths are."""
     path = uri.removeprefix(_SQLITE)

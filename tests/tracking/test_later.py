@@ -181,6 +181,53 @@ def test_a_bundle_that_does_not_tell_where_its_store_is_needs_to_be_told(tmp_pat
         log_bundle(place)
 
 
+@pytest.mark.parametrize("variable", ["MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"])
+def test_a_server_that_a_bundle_names_is_not_sent_the_credentials_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """A job that sends bundles of others would give its token to whoever they name."""
+    monkeypatch.setenv(variable, "of-this-machine")
+    uri = "http://127.0.0.1:9"
+    place = bundle(tmp_path, manifest=lambda document: document["config"]["tracking"].update(uri=uri))
+    with pytest.raises(ConfigError, match=f"say so: optexport log {place} --uri {uri}"):
+        log_bundle(place)
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "RUNNING"])
+def test_a_run_that_holds_something_else_is_not_taken_for_the_bundles(tmp_path: Path, status: str) -> None:
+    """Whoever writes a bundle may name any run, whose model would be registered as the bundle's."""
+    uri = stores.store(tmp_path)
+    client = mlflow.MlflowClient(uri)
+    other = client.create_run(client.create_experiment("theirs"))
+    if status == "FINISHED":
+        client.set_terminated(other.info.run_id)
+    earlier = log_bundle(bundle(tmp_path), uri)
+    for known in (other.info.run_id, earlier.run_id):
+        place = bundle(tmp_path, measurements=lambda m, run=known: m["origin"].update(mlflow_run=run))  # type: ignore[misc]
+        logged = log_bundle(place, uri)
+        assert not logged.before
+        assert logged.run_id not in (other.info.run_id, earlier.run_id)
+    found = client.get_run(other.info.run_id)
+    assert (found.info.status, found.data.params, found.data.metrics) == (status, {}, {})
+
+
+def test_what_mlflow_cannot_be_told_is_the_bundles_fault_before_anything_is_sent(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    place = bundle(tmp_path, manifest=lambda document: document["versions"].pop("onnx"))
+    with pytest.raises(BundleError, match="MLflow cannot be told of it: KeyError: 'onnx'"):
+        log_bundle(place, uri)
+    assert runs(uri) == []
+
+
+def test_a_bundle_whose_onnx_file_is_none_is_at_fault_and_not_the_store(tmp_path: Path) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    (place / "model.onnx").write_bytes(b"no model of ONNX's")
+    exports.reseal(place, "model.onnx")
+    with pytest.raises(BundleError, match="MLflow cannot be told of it: DecodeError"):
+        log_bundle(place, uri)
+    assert runs(uri) == []
+
+
 def test_a_store_that_cannot_be_reached_is_one_error(tmp_path: Path) -> None:
     place = bundle(tmp_path)
     with pytest.raises(TrackingError, match="The bundle is whole on disk") as caught:

@@ -168,20 +168,31 @@ def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) ->
     assert store.holder == "1"
 
 
-def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(store: Registry) -> None:
+@pytest.mark.parametrize("writes", range(5))
+def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(store: Registry, writes: int) -> None:
+    for _ in range(3):
+        store.log()
+    store.client.set_model_version_tag("block", "2", "optexport.register", "stayed")
+    with contextlib.suppress(KeyboardInterrupt):
+        registry.promote(_Ended(store.client, writes), "block", "2", "champion")
+    by_hand.promote(store.uri, "block", "2", "champion")
+    assert (store.holder, store.tags("2")["optexport.register"]) == ("2", "moved")
+    assert store.tags("2")["optexport.register.why"] == "by hand"
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "3")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+
+
+def test_a_bundle_that_is_sent_again_does_not_undo_a_rollback(store: Registry) -> None:
+    """Its program was ended after the alias had moved, and before it was written that it had."""
     store.log()
-    store.log(size=100_000)
-    for writes in range(6):
-        if writes:
-            by_hand.promote(store.uri, "block", "1", "champion")
-            store.client.set_model_version_tag("block", "2", "optexport.register", "stayed")
-        with contextlib.suppress(KeyboardInterrupt):
-            registry.promote(_Ended(store.client, writes), "block", "2", "champion")
-        by_hand.promote(store.uri, "block", "2", "champion")
-        assert (store.holder, store.tags("2")["optexport.register"]) == ("2", "moved"), writes
-        assert store.tags("2")["optexport.register.why"] == "by hand"
-        assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1"), writes
-        assert store.holder == "1"
+    place = bundle(store.folder)
+    store.send(place, 1000)
+    for tag in ("optexport.register", "optexport.register.why"):
+        store.client.delete_model_version_tag("block", "2", tag)
+    by_hand.rollback(store.uri, "block", "champion")
+    again = log_bundle(place, store.uri).registered
+    assert again is not None
+    assert (again.version, again.holder, store.holder) == ("2", "1", "1")
 
 
 class _Ended:
