@@ -63,7 +63,7 @@ def _size(size: Any) -> int | str:
     if isinstance(size, str):
         return _name(size)
     if type(size) is not int or not 1 <= size <= _LARGEST_SIZE:
-        raise ValueError(f"it must be a size, or the name of a dimension, not {size!r}")
+        raise ValueError(f"it must be a size from 1 to {_LARGEST_SIZE}, or the name of a dimension, not {size!r}")
     return size
 
 
