@@ -25,6 +25,7 @@ from optexport.config.checks import check_extras
 from optexport.config.file import Config, load_config
 from optexport.config.measuring import TuneConfig
 from optexport.config.source import SourceKind, source_kind
+from optexport.config.text import without_secrets
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.html_report import page
 from optexport.inputs import preparing
@@ -37,7 +38,6 @@ from optexport.proof.record import parity_record
 from optexport.proof.reference import Reference
 from optexport.proof.suspects import Suspects
 from optexport.proof.vocabulary import vocabularies
-from optexport.redaction import redact
 from optexport.sources import loading
 from optexport.sources.loading import Loaded
 from optexport.stages import Stages
@@ -130,7 +130,7 @@ def run(
     stages = stages or Stages()
     config, folder = load_config(path, without), path.parent
     # As it is now: the work takes its time. A tracking URI may hold a password.
-    text = redact(path.read_text(encoding="utf-8"))
+    text = without_secrets(path)
     if config.generation is not None:
         raise ConfigError(
             "it exports the parts of a generative model, of which there is no single result",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from urllib.parse import quote
+from base64 import b64encode
+from urllib.parse import quote, unquote, urlsplit
 
 # A password may hold what a URI should not, spaces too: SQLAlchemy takes it as it is. What follows the port of a host
 # is none. The lengths keep the time linear in that of the text; a longer one is made short before.
@@ -29,7 +31,7 @@ _CONFIDENTIAL = (
 _SECRETS = re.compile(
     rf"((?:{_CONFIDENTIAL}|pwd|credentials?|(?<=[\w.\-?&;])sig(?:nature)?"
     r"|(?<=[?&;])(?:key|auth|authorization|pass))(?:=|((?:%20|\+)*%3D))|authorization:\s*(?:bearer|basic)\s+)"
-    r"(?(2)(?:%7B.{0,1024}?%7D|(?:(?!%3B|%26)[^&;\s\"'])+)"
+    r"(?(2)(?:%7B(?:%7D%7D|(?!%7D).){0,1024}%7D|(?:(?!%3B|%26)[^&;\s\"'])+)"
     r"|(?:\{(?:[^}\n]|\}\}){0,1024}\}|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
     r"|\\{1,3}[\"'][^\"'\n]*[\"']?|[\"']?[^&;\s\"']+))",
     re.IGNORECASE,
@@ -46,29 +48,61 @@ _ECHOED = re.compile(
 _ECHOED_ALONE = re.compile(r"([\"'](?:basic|bearer)[ \t]+)[^\s\"'\\]+(?=\\{0,3}[\"'])", re.IGNORECASE)
 _QUOTE = re.compile(r"\\{0,3}[\"']")
 _OF_ENVIRONMENT = re.compile(rf".*{_CONFIDENTIAL}", re.IGNORECASE)
+# As servers write a header back that they were sent; of a sentence with these words no part has digits.
+_AUTHORIZED = re.compile(r"\b(basic|bearer)([ \t]+)(?=\S*[\d=])[\w+/=.~-]{8,}", re.IGNORECASE)
+# In characters: of an error no more is ever shown.
+_LONGEST_ERROR = 1 << 16
+# In characters, as far as a password may reach that is looked for behind "://".
+_REACH = 2400
 # In characters: a shorter value may stand anywhere, and mean something else.
 _SHORTEST = 6
+# Users and passwords of the URIs that were asked.
+_PAIRS: set[tuple[str, str]] = set()
 
 
 def redact(text: str) -> str:
     """Takes user names, passwords and tokens out of the URIs in a text."""
     text = _LONG.sub(lambda found: _LONG_CREDENTIALS.sub("***:***@", found[0]), text)
-    return _SECRETS.sub(_hidden, _CREDENTIALS.sub("***@", text))
+    return _SECRETS.sub(_hidden, _without_credentials(text))
 
 
 def redact_error(text: str) -> str:
-    """The same of what an error says, which may echo a request: headers too, and what the environment keeps secret.
+    """The same of what an error says, which may echo a request: headers too, and what is kept secret otherwise.
 
     It takes more for a secret than a copy of a config could bear, which is read again.
     """
-    for value in _of_environment():
+    text = text[:_LONGEST_ERROR]
+    for value in _sent():
         text = text.replace(value, "***")
-    return _ECHOED_ALONE.sub(_hidden, _ECHOED.sub(_hidden, redact(text)))
+    return _AUTHORIZED.sub(r"\1\2***", _ECHOED_ALONE.sub(_hidden, _ECHOED.sub(_hidden, redact(text))))
 
 
-def _of_environment() -> list[str]:
-    """What variables named as secrets hold, also as a URI has it; the longest first, since one may hold another."""
+def keep_secret(uri: str) -> None:
+    """Has no error tell the user and password of a URI that is asked, in whatever form a server sends them back."""
+    with contextlib.suppress(ValueError):  # which is no URI that could be asked
+        split = urlsplit(uri)
+        if split.password:
+            _PAIRS.add((unquote(split.username or ""), unquote(split.password)))
+
+
+def _without_credentials(text: str) -> str:
+    """A text whose URIs have none; those alone are looked at behind which an "@" may end some."""
+    done, parts = 0, []
+    for begun in re.finditer("://", text):
+        if begun.end() < done or text.find("@", begun.end(), begun.end() + _REACH) < 0:
+            continue
+        if found := _CREDENTIALS.match(text, begun.end()):
+            parts += [text[done : found.start()], "***@"]
+            done = found.end()
+    return "".join([*parts, text[done:]])
+
+
+def _sent() -> list[str]:
+    """What servers are sent that is secret, also as a URI and a header have it; the longest first: it may hold others."""
     known = [value for name, value in os.environ.items() if _OF_ENVIRONMENT.fullmatch(name)]
+    pairs = {*_PAIRS, (os.environ.get("MLFLOW_TRACKING_USERNAME", ""), os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))}
+    known += [password for _, password in pairs]
+    known += [b64encode(f"{user}:{password}".encode()).decode() for user, password in pairs if password]
     known = [value for value in known if len(value) >= _SHORTEST]
     return sorted({*known, *(quote(value, safe="") for value in known)}, key=len, reverse=True)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from optexport.batch.tasks import Task
 from optexport.bundle.parts import read_bundles
+from optexport.config.text import without_secrets
 from optexport.errors import ConfigError, OptexportError, first_line
-from optexport.redaction import redact
 
 JOURNAL = "journal.jsonl"
 
@@ -99,7 +99,7 @@ def _is_made_of(task: Task) -> bool:
     if task.output is None:
         return False
     try:
-        text = redact(task.path.read_text(encoding="utf-8"))
+        text = without_secrets(task.path)
         bundles = read_bundles(task.output)
         return all((folder / "config.toml").read_text(encoding="utf-8") == text for folder in bundles)
     except (OSError, OptexportError):

@@ -26,6 +26,9 @@ _SECRET = re.compile(
     r"|(?:(?:hf|hub|auth|access|api|bearer|useauth)?token|bearer)"
 )
 
+# Behind values that end on their line, in which there may be a "#" too.
+_COMMENT = re.compile(r"""(?<=[\s\]}"'\w])#.*|^#.*""")
+
 _Place = tuple[int | str, ...]
 
 
@@ -76,6 +79,22 @@ def parse(text: str, path: Path) -> dict[str, Any]:
                 mend="Write one below 2^63, that is of 18 digits at most.",
             )
     return table
+
+
+def without_secrets(path: Path) -> str:
+    """The text of a config for copies of it: it says the same but for passwords and tokens, of which it has none.
+
+    Raises:
+        ConfigError: It cannot be read, or is not TOML.
+    """
+    text = read(path)
+    for _, value in _items(parse(text, path)):
+        if isinstance(value, str) and (shown := redact(value)) != value:
+            text = text.replace(value, shown)
+    # What is no value is a comment, or a key that only looks like that of a secret.
+    lines = [_COMMENT.sub(lambda found: redact(found[0]), line) for line in text.splitlines(keepends=True)]
+    redacted = "".join(lines)
+    return redacted if parse(redacted, path) == parse(text, path) else text
 
 
 def check_secrets(table: dict[str, Any], text: str, name: str) -> None:

@@ -15,6 +15,7 @@ from optexport.bundle.checkout import checkout
 from optexport.bundle.measured import Origin
 from optexport.config.checks import check_extras
 from optexport.config.file import Config, load_config
+from optexport.config.text import without_secrets
 from optexport.errors import ConfigError
 from optexport.generation import export
 from optexport.generation.components import Component, Prompt
@@ -22,7 +23,6 @@ from optexport.generation.export import GenerationResult
 from optexport.inputs import preparing
 from optexport.job import Job, resolved, rules_of
 from optexport.pipeline import Result
-from optexport.redaction import redact
 from optexport.sources.loading import Loaded
 from optexport.stages import Stages
 from optexport.tracking import facts
@@ -50,7 +50,7 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
     output = places.output_of(config, folder)
     export.check_output(output)
     git = checkout(folder)
-    text = redact(path.read_text(encoding="utf-8"))  # a tracking URI may hold a password
+    text = without_secrets(path)
     with interrupts.temporary_folder() as downloads, contextlib.ExitStack() as until_sent:
         with stages.stage("load"):
             loaded = pipeline.load_model(config, folder, downloads)

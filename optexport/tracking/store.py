@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from optexport import telemetry
 from optexport.bundle.drafts import locked
 from optexport.errors import TrackingError, first_line
-from optexport.redaction import redact
+from optexport.redaction import keep_secret, redact
 
 T = TypeVar("T")
 
@@ -114,6 +114,7 @@ def open_store(uri: str, folder: Path) -> Any:
     """
     mlflow = import_mlflow()
     uri = resolved_uri(uri, folder)
+    keep_secret(uri)
     _check_database(uri)
     mlflow.set_tracking_uri(uri)
     if not uri.startswith(_SQLITE):

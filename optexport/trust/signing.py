@@ -208,5 +208,5 @@ def _not_signed(folder: Path, told: Mapping[str, str]) -> BundleError:
     return BundleError(
         f"it is not what was signed{''.join(lines[:_SHOWN])}{more}",
         place=str(folder),
-        mend=f"optexport report writes report.html and measurements.json anew. {_AGAIN}" if rewritten else _AGAIN,
+        mend=f"optexport report writes report.html and its digest anew. {_AGAIN}" if rewritten else _AGAIN,
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import socket
 import time
+import tomllib
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
-from optexport import pipeline
+from optexport import pipeline, redaction
 from optexport.config.file import load_config
+from optexport.config.text import without_secrets
 from optexport.errors import ConfigError, TrackingError, first_line
 from optexport.redaction import redact, redact_error
 from optexport.tracking import store
@@ -35,6 +38,7 @@ SECRET_URIS = [
     f"mssql+pyodbc:///?odbc_connect=DRIVER%3Dx%3BUID%3Dme%3BPWD%3D{SECRET}",
     f"mssql+pyodbc://127.0.0.1/db?Pwd={SECRET}",
     f"mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3D%7Ba%3B{SECRET}%7D",
+    f"mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3D%7Ba%7D%7D{SECRET}%7D%3B",
     f"postgresql://127.0.0.1:9/db?password=a%26{SECRET}&user=me",
     f"postgresql://someone:a/{SECRET}@127.0.0.1:9/db",
     f"postgresql://someone:it's{SECRET}@127.0.0.1:9/db",
@@ -152,10 +156,45 @@ def test_what_a_config_may_hold_stays_in_its_copies() -> None:
         assert redact(text) == text
 
 
+def test_what_a_server_is_sent_of_its_uri_is_told_in_no_other_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_PAIRS", set())
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ann")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "of the environment")
+    redaction.keep_secret("https://joe:hunt%25er2x@example.org")
+    for user, password in (("joe", "hunt%er2x"), ("ann", "of the environment")):
+        sent = base64.b64encode(f"{user}:{password}".encode()).decode()
+        for echo in (
+            f"LDAP bind of {user} with {password} failed",
+            f"header Authorization Basic {sent}; cookie {sent}",
+            f"map[Accept:[*/*] Authorization:[Basic {sent}]]",
+            f"<td>Authorization</td><td>Basic {sent}</td>",
+        ):
+            told = redact_error(echo)
+            assert password not in told
+            assert sent not in told
+    assert "QWxhZGRpbjpvcGVuIHNlc2FtZQ" not in redact_error("bad credentials Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==")
+
+
+def test_a_copy_of_a_config_says_the_same_but_for_its_secrets(tmp_path: Path) -> None:
+    """The copy made another model where a special token was taken for a secret."""
+    config = tmp_path / "config.toml"
+    config.write_text(
+        '[model]\narguments = { eos_token="</s>" } # was http://joe:hunter2@old\n[inputs.dynamic]\ntoken=[1, 16]\n'
+        f'# uri = "http://joe:{SECRET}@there"\n[tracking]\nuri = "http://joe:{SECRET}@here#x"\n'
+    )
+    copy = without_secrets(config)
+    said, kept = tomllib.loads(config.read_text()), tomllib.loads(copy)
+    assert said.pop("tracking") != kept.pop("tracking")
+    assert said == kept
+    assert SECRET not in copy
+    assert "hunter2" not in copy
+
+
 @pytest.mark.parametrize(
     "text",
     [
         *("token={ ", "token%3D%7B&", "://x", "a://b:c'", 'password="', "authorization: bearer ", "token='", "token\\"),
+        *("x://a:", "x://a:" + "b" * 50 + "  @"),
         *('"password": "', "token: bearer", "token: ", "token ", "token+", 'token=\\"', "'basic ", "sig: a\\", "a_"),
     ],
 )

