@@ -98,7 +98,7 @@ def _without_credentials(text: str) -> str:
 
 
 def _sent() -> list[str]:
-    """What servers are sent that is secret, as a URI and a header have it too; the longest first: it may hold others."""
+    """What servers are sent that is secret, as URIs and headers have it too; the longest first: it may hold others."""
     known = [value for name, value in os.environ.items() if _OF_ENVIRONMENT.fullmatch(name)]
     pairs = {*_PAIRS, (os.environ.get("MLFLOW_TRACKING_USERNAME", ""), os.environ.get("MLFLOW_TRACKING_PASSWORD", ""))}
     known += [password for _, password in pairs]

@@ -135,11 +135,11 @@ def check_model(lock: Lock, config: Config, loaded: Loaded, rules: Sequence[Name
     was = {"the model's weights": lock.weights_sha256, **lock.files}
     imported = {name: sha256(path.parent / name) for name in imported_from(path.parent)}
     now = {"the model's weights": loaded.weights_sha256, **lock.files, **imported}
-    packages = [
-        {f"the code of {name}": digest for name, digest in each.items()}
-        for each in (lock.packages, _packages(config, path.parent, loaded, rules))
-    ]
-    _refuse(_differences(was, now, 12) + _differences(*packages, 12), path)
+    locked, found = (
+        {f"the code of {name}": digest for name, digest in packages.items()}
+        for packages in (lock.packages, _packages(config, path.parent, loaded, rules))
+    )
+    _refuse(_differences(was, now, 12) + _differences(locked, found, 12), path)
 
 
 def _refuse(differences: list[str], path: Path) -> None:

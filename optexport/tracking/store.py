@@ -147,7 +147,7 @@ def has_credentials() -> bool:
     import_mlflow()
     from mlflow.utils.credentials import get_default_host_creds
 
-    known = get_default_host_creds("http://localhost")
+    known = get_default_host_creds("http://localhost")  # type: ignore[no-untyped-call]
     return any((known.username, known.password, known.token, known.auth, known.aws_sigv4, known.client_cert_path))
 
 
