@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +16,12 @@ from optexport.devices import Device
 
 VERSION: Literal[1] = 1
 SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
+
+
+# Sizes and counts: what 64 bits hold, so that whoever computes with them gets no overflow.
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+# How far two values are apart.
+Distance = Annotated[float, Field(ge=0)]
 
 
 class _Record(BaseModel):
@@ -34,8 +40,8 @@ class ModelRecord(_Record):
 class DimRecord(_Record):
     """The sizes that a dynamic dimension may take; no upper end where ``max`` is null."""
 
-    min: int
-    max: int | None
+    min: Count
+    max: Count | None
 
 
 class TensorRecord(_Record):
@@ -43,7 +49,7 @@ class TensorRecord(_Record):
 
     name: str
     dtype: str
-    shape: list[int | str]
+    shape: list[Count | str]
 
 
 class ChangeRecord(_Record):
@@ -70,8 +76,8 @@ class TransformationRecord(_Record):
     signature: str
     preserves_computation: bool
     reversible: bool
-    nodes_before: int
-    nodes_after: int
+    nodes_before: Count
+    nodes_after: Count
     changes: list[ChangeRecord]
     near_misses: list[NearMissRecord]
 
@@ -81,7 +87,7 @@ class CaseRecord(_Record):
     dtype are checked, no distance where none could be measured."""
 
     case: str
-    distance: float | None
+    distance: Distance | None
     limit: float | None
     failure: str | None
 
@@ -95,13 +101,13 @@ class OutputRecord(_Record):
     """
 
     output: str
-    max_abs: float | None
-    max_rel: float | None
+    max_abs: Distance | None
+    max_rel: Distance | None
     cosine: float
-    multiple: float | None
-    step: float | None
+    multiple: Distance | None
+    step: Distance | None
     argmax_agreement: float
-    tolerance: float | None
+    tolerance: Distance | None
     worst_case: str
     cases: list[CaseRecord]
 
@@ -116,7 +122,7 @@ class GateRecord(_Record):
     measure: str
     output: str | None
     min: float
-    k: int = Field(ge=1)
+    k: int = Field(ge=1, le=2**63 - 1)
     classes: bool
     slack: float
     cases: list[str]
@@ -129,7 +135,7 @@ class CaseDecisionRecord(_Record):
     case: str
     total: float
     smallest: float | None
-    count: int
+    count: Count
 
 
 class DecisionRecord(_Record):
@@ -144,8 +150,8 @@ class DecisionRecord(_Record):
     mean: float | None
     low: float | None
     high: float | None
-    count: int
-    ties: int
+    count: Count
+    ties: Count
     min: float
     failure: str | None
     cases: list[CaseDecisionRecord]
@@ -277,7 +283,7 @@ class FileRecord(_Record):
     """One file of the bundle."""
 
     path: str
-    size: int
+    size: Count
     sha256: str
 
 
@@ -302,8 +308,8 @@ class Manifest(_Record):
     outputs: list[TensorRecord]
     dims: dict[str, DimRecord]
     fixed_axes: list[str]
-    nodes_before: int
-    nodes_after: int
+    nodes_before: Count
+    nodes_after: Count
     transformations: list[TransformationRecord]
     undone: list[str]
     parity: ParityRecord

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from optexport.bundle import sealed_json
+from optexport.bundle.manifest import Count
 from optexport.bundle.places import MEASUREMENTS
 from optexport.tuning.outcome import Outcome
 
@@ -20,7 +21,7 @@ class MeasuredFile(_Record):
 
     name: str
     format: str
-    bytes: int
+    bytes: Count
     proven: bool
 
 
@@ -37,7 +38,7 @@ class FigureRecord(_Record):
     high_ms: float | None = None
     rows_per_second: float
     load_seconds: float
-    peak_memory_bytes: int | None
+    peak_memory_bytes: Count | None
 
 
 class ComparisonRecord(_Record):
@@ -55,8 +56,8 @@ class ComparisonRecord(_Record):
 class BenchRecord(_Record):
     """All that was measured of the files of a run."""
 
-    threads: int
-    rounds: int
+    threads: Count
+    rounds: Count
     artifacts: list[MeasuredFile]
     figures: list[FigureRecord]
     comparisons: list[ComparisonRecord]
@@ -98,9 +99,9 @@ class Measured(_Record):
     host: str = ""
     platform: str = ""
     processor: str = ""
-    cpus: int | None = None
+    cpus: Count | None = None
     device: str = "cpu"
-    threads: int | None = None
+    threads: Count | None = None
     seconds: dict[str, float] = {}
     bench: BenchRecord | None = None
     tune: list[Outcome] = []

@@ -57,7 +57,7 @@ def _drawn(names: Sequence[str], label: str) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(8, 1 + 0.25 * len(names)), layout="constrained")
     axes = figure.subplots()
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)  # a dollar in a name is a dollar
     axes.invert_yaxis()
     axes.set_xlabel(label, fontsize=8)
     return figure, axes

@@ -69,10 +69,12 @@ class Finished:
         asked = sealed_json.validated(Asked, manifest.config, folder / MANIFEST)
         measured = sealed_json.validated(Measured, document, folder / MEASUREMENTS)
         try:
-            made = datetime.datetime.fromisoformat(measured.date)
-        except ValueError as error:
+            made = datetime.datetime.fromisoformat(measured.date).timestamp()
+        except (ValueError, OverflowError, OSError) as error:
             raise BundleError(f"its date is none: {error}", place=str(folder / MEASUREMENTS)) from error
+        if made < 0:  # which MLflow does not take
+            raise BundleError(f"its date is before 1970: {measured.date}", place=str(folder / MEASUREMENTS))
         lasting = {key: value for key, value in document.items() if key not in ("digest", "report_sha256")}
         digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()
         identity = {BUNDLE_TAG: measured.manifest, RUN_TAG: digest}
-        return cls(folder, manifest, asked, measured, identity, int(made.timestamp() * 1000))
+        return cls(folder, manifest, asked, measured, identity, int(made * 1000))

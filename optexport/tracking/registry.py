@@ -150,8 +150,11 @@ def check_model(client: Any, name: str) -> None:
 
     Raises:
         ConfigError: There is no such model.
+        ConnectionError: What answers is no MLflow: a page may stand before it, or something else at its address.
     """
-    _model(client, name)
+    # As databases may hold them: some find names whatever their case.
+    if (found := str(_model(client, name).name)).casefold() != name.casefold():
+        raise ConnectionError(f"what answers is no MLflow: asked for the model {name}, it gave {found!r}")
 
 
 def _promoting(name: str, version: str, alias: str) -> str:
@@ -202,12 +205,11 @@ def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, c
             documents = [
                 client.download_artifacts(run_id, f"{BUNDLE}/{each}", scratch) for each in (MANIFEST, MEASUREMENTS)
             ]
-            held = Finished.read(Path(documents[0]).parent)
-        except (BundleError, ValueError) as error:
+            return ratchet.compare(new, Finished.read(Path(documents[0]).parent), config.ratchet)
+        except (BundleError, ValueError, ArithmeticError) as error:
             told = f"{error.place}: {error.cause}" if isinstance(error, BundleError) else first_line(error)
             why = f"version {champion} cannot be compared with: {told}".replace(f"{scratch}/", "")
-            return Verdict((why,), ())
-    return ratchet.compare(new, held, config.ratchet)
+            return Verdict((ratchet.shown(why),), ())
 
 
 def _kept(client: Any, run_id: str | None) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import mlflow
 from mlflow.entities import Metric
 
 from optexport.tracking import facts
+from optexport.tracking.figures import figures
 from optexport.tracking.finished import Finished
 from optexport.tracking.sending import send_params
 from tests import stores
-from tests.tracking.bundles import QUIET, bundle
+from tests.tracking.bundles import QUIET, bundle, timed
 
 pytestmark = QUIET
 
@@ -58,6 +60,23 @@ def test_names_that_mlflow_does_not_take_are_changed_and_none_hides_another(tmp_
     assert run.data.params["model.arguments.a b"] == "0"
     assert sum(key.endswith(".max_abs") or "xxx" in key for key in run.data.metrics) >= len(names) - 1
     assert run.data.metrics == metrics
+
+
+def test_a_dollar_in_a_name_is_drawn_as_a_dollar(tmp_path: Path) -> None:
+    """Matplotlib reads what is between two as mathematics, and this is none that it knows: nothing could be sent."""
+
+    def change(document: dict[str, Any]) -> None:
+        for place in document["parity"]["places"]:
+            place["outputs"][0] |= {"output": "price_$usd^$", "multiple": 1.0}
+
+    def dollars(document: dict[str, Any]) -> None:
+        timed(1.0, 1.5)(document)
+        document["bench"]["figures"][0]["shape"] = "batch_$usd^$=1"
+
+    drawn = figures(Finished.read(bundle(tmp_path, manifest=change, measurements=dollars)))
+    assert set(drawn) == {"parity.png", "latency.png"}
+    for figure in drawn.values():
+        figure.savefig(io.BytesIO())
 
 
 def test_a_long_setting_is_cut_and_says_so() -> None:

@@ -113,3 +113,10 @@ def test_a_server_that_refuses_the_credentials_has_answered(tmp_path: Path, stat
     later = rf"{mend}: optexport log {place} --config '{tmp_path}/a config\.toml'"
     with pytest.raises(TrackingError, match=later):
         raise tracker.failure or AssertionError
+
+
+def test_a_server_that_answers_everything_with_nothing_is_no_mlflow(tmp_path: Path) -> None:
+    """It was said that there is no such version."""
+    with answering(200, "{}") as uri, pytest.raises(TrackingError, match="what answers is no MLflow") as caught:
+        by_hand.promote(uri, "block", "1", "champion")
+    assert caught.value.exit_code == 7

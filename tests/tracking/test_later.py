@@ -6,6 +6,7 @@ import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
@@ -30,6 +31,16 @@ def digests(folder: Path) -> dict[str, str]:
 def histories(uri: str, run_id: str, names: set[str]) -> dict[str, list[tuple[int, float]]]:
     client = mlflow.MlflowClient(uri)
     return {name: [(m.step, m.value) for m in client.get_metric_history(run_id, name)] for name in names}
+
+
+def peak(size: int) -> Change:
+    """Has the measurements say how much memory the ONNX file took."""
+
+    def change(document: dict[str, Any]) -> None:
+        timed(1.0, 1.5)(document)
+        document["bench"]["figures"][0]["peak_memory_bytes"] = size
+
+    return change
 
 
 def test_a_bundle_is_sent_whole_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -239,6 +250,14 @@ def test_a_store_that_cannot_be_reached_is_one_error(tmp_path: Path) -> None:
     ("changes", "told"),
     [
         ({"measurements": lambda m: m.update(date="yesterday")}, r"measurements\.json: its date is none"),
+        ({"measurements": lambda m: m.update(date="0001-01-01T00:00:00")}, r"measurements\.json: its date is"),
+        ({"measurements": lambda m: m.update(date="0001-01-01T00:00:00+14:00")}, r"measurements\.json: its date is"),
+        ({"measurements": lambda m: m.update(date="1969-12-31T23:59:59+00:00")}, r"its date is before 1970"),
+        ({"measurements": timed(1.0, 1.5, cpus=10**400)}, r"measurements\.json: .* cpus"),
+        ({"measurements": peak(10**400)}, r"measurements\.json: .* bench\.figures\.0\.peak_memory_bytes"),
+        ({"measurements": peak(-1)}, r"measurements\.json: .* bench\.figures\.0\.peak_memory_bytes"),
+        ({"measurements": lambda m: m["seconds"].update(trace=10**400)}, r"measurements\.json: .* seconds\.trace"),
+        ({"manifest": lambda m: m.update(nodes_before=10**400)}, r"manifest\.json: .* nodes_before"),
         ({"measurements": lambda m: m.update(seconds=["long"])}, r"measurements\.json: .* seconds"),
         ({"measurements": lambda m: m.update(origin={"git": 5})}, r"measurements\.json: .* origin\.git"),
         ({"manifest": lambda m: m["config"].pop("tracking")}, r"manifest\.json: .* tracking"),

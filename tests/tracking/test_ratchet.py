@@ -188,6 +188,31 @@ def test_fewer_sizes_than_the_champions_are_worse(
     assert verdict(tmp_path, ours, theirs).worse == tuple(f"inputs: x[1] takes {told}" for told in worse)
 
 
+def test_an_interface_of_any_names_is_told_in_one_line_that_is_not_too_long(tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["inputs"][0]["name"] = "x\nblock version 1 holds champion" + "x" * 3_000_000
+
+    (told, *_) = verdict(tmp_path, {}, {"manifest": change}).worse
+    assert r"the champion's x\nblock version 1" in told
+    assert "\n" not in told
+    assert len(told) < 3000
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (of_size(10**400), "size"),
+        (of_size(-1), "size"),
+        (multiple(-1.0), "multiple"),
+        (lambda document: document["dims"]["batch"].update(min=-(10**400)), "min"),
+        (lambda document: document["dims"]["batch"].update(max=10**400), "max"),
+    ],
+)
+def test_a_manifest_of_impossible_figures_is_not_compared_with(tmp_path: Path, change: Change, where: str) -> None:
+    with pytest.raises(BundleError, match=rf"it does not follow the schema: .*{where}: "):
+        verdict(tmp_path, {}, {"manifest": change})
+
+
 def test_a_sum_of_dimensions_has_the_range_of_both(tmp_path: Path) -> None:
     def change(high: int) -> Change:
         return sized({"p": [0, 8], "s": [1, high]}, x=["p", "s", 8], mask=[1, "p + s"])

@@ -265,6 +265,19 @@ def test_a_champion_whose_documents_are_damaged_keeps_the_alias(
     assert store.tags("2")["optexport.register.why"] == told
 
 
+def test_a_champion_whose_figures_cannot_be_computed_with_keeps_the_alias(
+    store: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare(*_: object) -> None:
+        raise OverflowError("int too large to convert to float")
+
+    store.log()
+    monkeypatch.setattr(registry.ratchet, "compare", compare)
+    found = store.log()
+    assert (found.version, found.moved, store.holder) == ("2", False, "1")
+    assert found.why == ("version 1 cannot be compared with: int too large to convert to float",)
+
+
 def test_of_equal_entries_the_last_one_is_gone_back_to(store: Registry) -> None:
     """Their times are of seconds."""
     for _ in range(2):
