@@ -15,6 +15,7 @@ from typing import Any
 
 from optexport.applications.pretrained_files import find
 from optexport.errors import SourceError, first_line
+from optexport.sources import patterns
 from optexport.sources.tasks import TRANSFORMER_ALONE
 
 MODULES = "modules.json"
@@ -67,6 +68,8 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         for filename in _SETTINGS:
             if (path := find(name, filename, inside)) is not None:
                 _check_settings(_read(path), path)
+        if (path := find(name, patterns.CONFIG, inside)) is not None:
+            patterns.check(path)
         for filename in _ROUTERS:
             types = None if (path := find(name, filename, inside)) is None else _read(path)
             types = types.get("types") if isinstance(types, dict) else None
