@@ -14,14 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from optexport.applications import sentence_settings
 from optexport.applications.pretrained_files import find
+from optexport.applications.sentence_settings import MODULES
 from optexport.errors import SourceError, first_line
 from optexport.extras import check_extra
 from optexport.signature import unused
 from optexport.sources.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
 
 _OUTPUT = "sentence_embedding"
-_MODULES = "modules.json"
 
 
 class SentenceEmbedder(nn.Module):
@@ -93,7 +94,7 @@ def wanted(task: str | None, name: str, options: Mapping[str, Any]) -> bool:
 
 def _kind(name: str, options: Mapping[str, Any]) -> str | None:
     """The class of sentence-transformers that a source was saved from; None where it is none."""
-    if find(name, _MODULES, options) is None:
+    if find(name, MODULES, options) is None:
         return None
     path = find(name, "config_sentence_transformers.json", options)
     try:
@@ -117,7 +118,7 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     """
     kind = _kind(name, options)
     if kind != "SentenceTransformer":
-        what = f"it is a {kind} of sentence-transformers" if kind else f"it holds no {_MODULES}"
+        what = f"it is a {kind} of sentence-transformers" if kind else f"it holds no {MODULES}"
         raise SourceError(
             f"{what}, so it gives no sentence embeddings",
             place=place,
@@ -126,8 +127,10 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     check_extra("sentence-transformers", place, TRANSFORMER_ALONE)
     from sentence_transformers import SentenceTransformer
 
+    sentence_settings.check(name, options)
+    given = {**model_options, "weights_only": True}  # what is given here goes before what the folder says
     try:
-        sentences = SentenceTransformer(name, device="cpu", model_kwargs=dict(model_options), **options).eval()
+        sentences = SentenceTransformer(name, device="cpu", model_kwargs=given, **options).eval()
     except Exception as error:  # sentence-transformers, transformers and the hub's client raise many kinds
         raise SourceError(
             f"sentence-transformers could not load it: {first_line(error)}",
@@ -168,7 +171,7 @@ def _check_transformer(module: nn.Module, place: str) -> None:
 
 def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str, Any], place: str) -> None:
     """Refuses a checkpoint without some of the weights: sentence-transformers would go on with random numbers."""
-    path = find(name, _MODULES, options)
+    path = find(name, MODULES, options)
     assert path is not None
     for module, entry in zip(modules, json.loads(path.read_text(encoding="utf-8")), strict=True):
         model: Any = getattr(module, "model", None)

@@ -51,6 +51,7 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
             place=str(bundle),
             mend="Call optexport.export again, and compare: optexport diff",
         )
+    checked_settings(manifest.config, str(bundle))  # a forged manifest may hold anything
     config = unmeasured(checked_settings(_in_order(manifest), str(bundle)))
     check_foreign_code(config, str(bundle))
     devices.check(config.model.device, config.export.formats, str(bundle))
@@ -62,7 +63,7 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
 
 def _in_order(manifest: Manifest) -> dict[str, Any]:
     """The settings with the inputs in the order of the signature, as random numbers were drawn: JSON sorts its keys."""
-    inputs = manifest.config["inputs"]
+    inputs = manifest.config.get("inputs", {})
     if (tensors := inputs.get("tensors")) is None:
         return manifest.config
     names = [spec.name for spec in manifest.inputs]

@@ -17,8 +17,9 @@ from torch import nn
 from optexport import transformers_exporters
 from optexport.errors import SourceError, first_line
 from optexport.extras import check_extra
+from optexport.sources import patterns
+from optexport.sources.patterns import CONFIG
 
-_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of what an adapter keeps beside its own matrices: a head that was trained with it
 
@@ -30,9 +31,9 @@ def saved_weights(folder: Path) -> Collection[str]:
         SourceError: It is no adapter's folder, or holds its weights as a pickle.
     """
     place = f"model.adapter: {folder.name}"
-    if not (folder / _CONFIG).is_file():
+    if not (folder / CONFIG).is_file():
         raise SourceError(
-            f"it holds no {_CONFIG}", place=place, mend="Give the folder that PeftModel.save_pretrained wrote."
+            f"it holds no {CONFIG}", place=place, mend="Give the folder that PeftModel.save_pretrained wrote."
         )
     if not (folder / _WEIGHTS).is_file():
         raise SourceError(
@@ -64,10 +65,11 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
     place = f"model.adapter: {folder.name}"
     saved = saved_weights(folder)
     check_extra("adapters", place)
+    patterns.check(folder / CONFIG)
     with transformers_exporters.quiet():
         import peft
     try:
-        settings = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         with transformers_exporters.quiet():
             adapted: Any = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
         known = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(adapted)}

@@ -17,14 +17,14 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport import registry, transformers_exporters
-from optexport.applications import sentence_embedding
+from optexport.applications import pretrained_files, sentence_embedding
 from optexport.arguments import Arguments, Constant, holding, taking_tensors
 from optexport.config.file import ModelConfig
 from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.formats import torch_lowerings
 from optexport.signature import as_arguments
-from optexport.sources import adapters, archives, program_signature, torchscript
+from optexport.sources import adapters, archives, patterns, program_signature, torchscript
 from optexport.sources.tasks import AUTO_CLASSES
 from optexport.tracing.raising import unlift
 
@@ -212,6 +212,8 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     try:
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
+        if (beside_it := pretrained_files.find(name, patterns.CONFIG, options)) is not None:
+            patterns.check(beside_it)  # transformers loads an adapter that lies beside a model without being asked
         with transformers_exporters.quiet():
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             cls = _model_class(config.task, model_config)

@@ -108,6 +108,8 @@ def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
     assert "config_sentence_transformers.json: it is no JSON object" in refusal(folder)
     (folder / "config_sentence_transformers.json").unlink()
     (folder / "modules.json").write_text("{")
+    assert "modules.json: it is no JSON: Expecting" in refusal(folder)
+    (folder / "modules.json").write_text("[{}]")
     assert "sentence-transformers could not load it" in refusal(folder)
 
 
@@ -160,6 +162,90 @@ def test_code_that_the_folder_names_is_not_run(tmp_path: Path) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     assert "The folder brings code of its own: read it, then model.trust_remote_code = true runs it." in refusal(folder)
     assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    """Writes a file as soon as it is unpickled."""
+
+    def __init__(self, written: Path) -> None:
+        self.written = written
+
+    def __reduce__(self) -> Any:
+        return exec, (f"open({str(self.written)!r}, 'w').close()",)
+
+
+def add_settings(folder: Path, settings: dict[str, Any], name: str = "sentence_bert_config.json") -> Path:
+    file = folder / name
+    told = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**told, **settings}))
+    return file
+
+
+@pytest.mark.parametrize("table", ["model_kwargs", "model_args"])
+def test_settings_that_would_unpickle_the_weights_are_refused_and_no_code_runs(tmp_path: Path, table: str) -> None:
+    from safetensors.torch import load_file
+
+    folder = save_sentences(tmp_path / "sentences")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({**weights, "zz": Evil(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    file = add_settings(folder, {table: {"weights_only": False, "use_safetensors": False}})
+    assert f"{file}: it sets {table}.weights_only, which may run code" in refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("table", ["processor_kwargs", "tokenizer_args"])
+def test_settings_that_name_another_file_do_not_carry_it_into_the_bundle(tmp_path: Path, table: str) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    (tmp_path / "secret").write_text("[UNK]\n[PAD]\npassword")
+    file = add_settings(folder, {table: {"vocab_file": str(tmp_path / "secret")}})
+    with pytest.raises(SourceError) as caught:
+        export(folder)
+    assert caught.value.exit_code == 3
+    assert f"{file}: it sets {table}.vocab_file" in str(caught.value)
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "secret"]
+    assert not any(b"password" in path.read_bytes() for path in written)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tokenizer_name_or_path": "/elsewhere"}, "it sets tokenizer_name_or_path"),
+        ({"config_kwargs": {"cache_dir": "/elsewhere"}}, "it sets config_kwargs.cache_dir"),
+        ({"model_kwargs": {"attn_implementation": "org/kernel"}}, "it sets model_kwargs.attn_implementation"),
+        ({"processor_kwargs": {"model_max_length": {"a": 1}}}, "it sets processor_kwargs.model_max_length"),
+        ({"config_args": [1]}, "config_args is no JSON object"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_but_for_the_harmless_ones(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    add_settings(folder, settings)
+    assert told in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])
+def test_settings_of_modules_inside_of_others_are_read_too(tmp_path: Path, name: str) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    inner = folder / "1_Pooling" / "inner"
+    inner.mkdir()
+    (folder / "1_Pooling" / "router_config.json").write_text('{"types": {"inner": "sentence_transformers.Any"}}')
+    file = add_settings(inner, {"model_kwargs": {"weights_only": False}}, name)
+    assert f"{file}: it sets model_kwargs.weights_only" in refusal(folder)
+
+
+def test_harmless_settings_are_kept(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    tables = {
+        "model_kwargs": {"attn_implementation": "eager", "torch_dtype": "float32", "trust_remote_code": True},
+        "tokenizer_args": {"model_max_length": 7, "padding_side": "right"},
+        "config_kwargs": {"use_cache": False},
+    }
+    add_settings(folder, {**tables, "max_seq_length": None})
+    loaded = load(folder)
+    assert loaded.model.config._attn_implementation == "eager"  # type: ignore[union-attr]
+    assert loaded.pretrained is not None
+    assert loaded.pretrained.tokenizer.model_max_length == 7
 
 
 def test_without_the_library_the_refusal_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,21 @@ def test_what_makes_no_model_and_no_rule_is_not_called(project: Path, forged: st
     assert not (project / "ran").exists()
 
 
+@pytest.mark.parametrize("inputs", [None, [1], {"tensors": [1]}, {"tensors": 5}], ids=str)
+def test_forged_inputs_are_one_clear_error(project: Path, inputs: Any) -> None:
+    def forge(manifest: dict[str, Any]) -> None:
+        kept = {key: value for key, value in manifest["config"].items() if key != "inputs"}
+        manifest["config"] = kept if inputs is None else {**kept, "inputs": inputs}
+
+    exports.edit_json(project / "build" / "model" / MANIFEST, forge)
+    assert "inputs" in message(reproduce(project), 2)
+
+
+def test_a_forged_config_of_nothing_is_one_clear_error(project: Path) -> None:
+    exports.edit_json(project / "build" / "model" / MANIFEST, lambda manifest: manifest.update(config={}))
+    assert "model" in message(reproduce(project), 2)
+
+
 def test_with_a_key_nothing_is_run_before_the_signature_is_checked(project: Path, tmp_path: Path) -> None:
     private, public = signed.pair(tmp_path)
     bundle = project / "build" / "model"
