@@ -99,6 +99,7 @@ def save(
         try:
             if not _is_there(pretrained, kind, options):
                 continue
+            _check_links(Path(pretrained.name))
             processor = _loaded(pretrained, kind, options)
             if kind == "tokenizer" and longest is not None:
                 processor.model_max_length = min(processor.model_max_length, longest)
@@ -107,6 +108,19 @@ def save(
         except Exception as error:  # transformers raises many kinds; the model itself is good without it
             missing.append(f"{kind.replace('_', ' ')}: {first_line(error)}")
     return Saved(tuple(kinds), tuple(missing))
+
+
+def _check_links(source: Path) -> None:
+    """Refuses a link out of a model's folder: another's folder would carry any file of this machine into a bundle."""
+    if not source.is_dir():  # a hub id, whose files the hub's own client lays down
+        return
+    inside = source.resolve()
+    blobs = inside.parent.parent / "blobs"  # where the hub's cache keeps what its snapshots link to
+    for path in sorted(source.rglob("*")):
+        if path.is_symlink() and (path.suffix in _SUFFIXES or path.is_dir()):
+            aim = path.resolve()
+            if not (aim.is_relative_to(inside) or (inside.parent.name == "snapshots" and aim.parent == blobs)):
+                raise ValueError(f"{path.relative_to(source)} is a link out of the model's folder: copy the file there")
 
 
 def _at_hand(pretrained: Pretrained, kind: Kind) -> Any:

@@ -99,3 +99,28 @@ def test_a_tokenizer_that_cannot_be_loaded_is_missing_with_the_reason(beside: Pr
     saved = preprocessors.save(beside, ("input_ids",), tmp_path / "bundle")
     assert saved.kinds == ()
     assert saved.missing[0].startswith("tokenizer: ")
+
+
+def linked(source: Path, aim: Path) -> Pretrained:
+    """The same folder, with each file a link to where it was moved."""
+    files = list(source.iterdir())
+    aim.mkdir(parents=True)
+    for path in files:
+        path.rename(aim / path.name)
+        path.symlink_to(aim / path.name)
+    return Pretrained(str(source), {"local_files_only": True})
+
+
+def test_a_file_that_a_link_leads_out_to_does_not_get_into_the_bundle(beside: Pretrained, tmp_path: Path) -> None:
+    saved = preprocessors.save(linked(Path(beside.name), tmp_path / "elsewhere"), ("input_ids",), tmp_path / "bundle")
+    assert saved.kinds == ()
+    assert "is a link out of the model's folder" in saved.missing[0]
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(("source", "aim"), [("m/snapshots/1", "m/blobs"), ("m", "m/..data")], ids=["hub", "mounted"])
+def test_links_of_the_hubs_cache_and_of_a_mounted_volume_are_followed(tmp_path: Path, source: str, aim: str) -> None:
+    (tmp_path / source).mkdir(parents=True)
+    save_processors(tmp_path / source)
+    beside = linked(tmp_path / source, tmp_path / aim)
+    assert preprocessors.save(beside, ("input_ids",), tmp_path / "bundle").kinds == ("tokenizer",)
