@@ -140,4 +140,5 @@ def _leaf(value: object) -> str:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    dense = dense.resolve_conj().resolve_neg()  # views that are computed as they are read have no bytes of their own
     return dense.cpu().flatten().contiguous().view(torch.uint8).numpy().data

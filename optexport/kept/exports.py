@@ -28,10 +28,9 @@ def export(
     entry = _name(writer, file_format, lowerings, opset)
     if entry is not None and (kept := store.read(entry)) is not None:
         place, notes = kept
-        record = ArtifactRecord.model_validate_json(notes)
-        for file in content.files_of(place / record.path):
-            shutil.copyfile(file, folder / file.name)
-        return record, True
+        record, names = notes
+        if _copied(place, names, folder):
+            return ArtifactRecord.model_validate_json(record), True
     record = writer.write(file_format, folder, lowerings, opset)
     if entry is not None:
         files = content.files_of(folder / record.path)
@@ -40,8 +39,21 @@ def export(
             for file in files:
                 shutil.copyfile(file, place / file.name)
 
-        store.write(entry, record.model_dump_json(), size=sum(file.stat().st_size for file in files), fill=fill)
+        notes = [record.model_dump_json(), [file.name for file in files]]
+        store.write(entry, notes, size=sum(file.stat().st_size for file in files), fill=fill)
     return record, False
+
+
+def _copied(place: Path, names: Sequence[str], folder: Path) -> bool:
+    """Whether all files of an entry could be copied: another run may remove it at any moment, to make room."""
+    try:
+        for name in names:
+            shutil.copyfile(place / name, folder / name)
+    except FileNotFoundError:
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        return False
+    return True
 
 
 def of_graph(graph_module: fx.GraphModule) -> str | None:

@@ -100,3 +100,10 @@ def test_of_a_module_with_a_hook_there_is_no_digest() -> None:
     graph_module = traced()
     graph_module.get_submodule("linear").register_forward_hook(lambda module, inputs, output: output + 1)
     assert content.of_graph(graph_module) is None
+
+
+def test_views_that_are_computed_as_they_are_read_have_a_digest_by_what_they_show() -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    assert content.of_tensors([{"z": z.conj()}]) == content.of_tensors([{"z": z.conj().resolve_conj()}])
+    assert content.of_tensors([{"z": z.conj().imag}]) == content.of_tensors([{"z": z.conj().imag.clone()}])
+    assert content.of_tensors([{"z": z.conj()}]) != content.of_tensors([{"z": z}])

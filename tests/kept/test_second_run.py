@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from optexport.bundle import reproduction
 from optexport.bundle.contents import REFERENCE
 from optexport.bundle.digests import sha256
 from optexport.errors import OptexportError
+from optexport.kept import store
 from optexport.pipeline import Result, run
 from optexport.stages import Stages
 from tests import exports
@@ -130,6 +133,24 @@ def test_a_kept_file_that_was_damaged_is_written_anew(config: Path) -> None:
     before = digests(again(config).output)
     for path in (config.parent / "cache").rglob("model.onnx"):
         path.write_bytes(path.read_bytes()[:-1])
+    result = again(config)
+    assert "export onnx" not in result.kept
+    assert digests(result.output) == before
+
+
+def test_a_kept_file_that_another_run_removes_as_it_is_taken_is_written_anew(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digests(again(config).output)
+    read = store.read
+
+    def removed(entry: str) -> tuple[Path, Any] | None:
+        kept = read(entry)
+        if kept is not None and (kept[0] / "model.onnx").exists():
+            shutil.rmtree(kept[0])
+        return kept
+
+    monkeypatch.setattr(store, "read", removed)
     result = again(config)
     assert "export onnx" not in result.kept
     assert digests(result.output) == before

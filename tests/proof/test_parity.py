@@ -303,6 +303,19 @@ def test_an_extreme_case_has_a_limit_of_its_own_and_no_say_in_that_of_others() -
     assert wrong.failure.startswith("at case 1: ")
 
 
+def test_whole_numbers_must_be_equal_at_an_extreme_case_where_the_original_itself_is_sure() -> None:
+    """A rule that made `x >= 0` of `x > 0` passed: at zeros every result was another one."""
+    ordinary, extremes = torch.tensor([True, False]), torch.tensor([False, False])
+    known = reference(ordinary, extremes)
+    known = replace(known, cases=(known.cases[0], replace(known.cases[1], extreme=True)))
+    assert compare(known, ordinary, extremes).passed
+    failure = compare(known, ordinary, ~extremes).failure
+    assert failure is not None
+    assert failure.startswith("at case 1: 2 of 2 values are others")
+    unsure = replace(known, exact=({"y": ordinary}, {"y": torch.tensor([True, False])}))
+    assert compare(unsure, ordinary, ~extremes).passed
+
+
 def test_zeros_at_which_the_original_happens_to_round_well_raise_no_alarm() -> None:
     known = extreme(1.0, 3.2, noise=0.0)
     assert compare(known, torch.tensor([1.0]), torch.tensor([3.2 + 7e-6])).passed
