@@ -170,7 +170,7 @@ def run(
     ):
         job = prepare(config, folder, rules, output, downloads, stages)
         if lock is not None:
-            lockfile.check_model(lock, config, job.loaded, rules, path)
+            lockfile.check_model(lock, job, path)
         job = replace(job, config_text=text, dump=dump, origin=origin)
         if not keep:
             job = replace(job, output=downloads / "bundle", beside=output)

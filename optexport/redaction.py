@@ -20,19 +20,28 @@ _CREDENTIALS = re.compile(
 # Begun at a blank alone, and ended with what a password ends with, so that each is gone through once.
 _LONG = re.compile(rf"(?<!\S)\S{{2048,}}{_WITH_A_BLANK}@")
 _LONG_CREDENTIALS = re.compile(rf"(?<=://)[^/\s\"'<>:@\[]*:{_NO_PORT}(?!\s).*@")
-# How a key ends whose value is secret: of its end alone, since `tokenizer` and `token_type_ids` begin like one.
+# How a key ends whose value is secret: of its end alone, since `tokenizer` and `token_type_ids` begin like one. The
+# special tokens of tokenizers are none, nor are counts, nor is what a parser expected.
 _CONFIDENTIAL = (
-    r"(?:pass(?:word|wd|phrase)|token|secret|jwt"
+    r"(?:pass(?:word|wd|phrase)|secret|jwt"
+    r"|(?<!\b(?:eos|bos|pad|unk|cls|sep|max|min|num|per)_)(?<!\b(?:mask|next|last)_)(?<!\bfirst_)"
+    r"(?<!\bexpected )(?<!\bunexpected )token"
     r"|(?:api|access|account|client|encryption|master|private|secret|service|shared|signing|storage|subscription)"
     r"[-_.]?key(?:[-_.]?id)?)"
 )
-# A value ends where the next one begins, which is encoded where its own "=" is, in the braces of ODBC, or in quotes,
-# of which the second may have been cut off.
+# What is in the braces of ODBC, in which a second one stands for one of the value. Where it does not add up, the braces
+# may be those of the text around.
+_IN_BRACES = (
+    r"\{[^}\n]{0,1024}+(?:(?:\}\}[^}\n]{0,1024}+){0,32}+\}(?!\})|\}[^&;\s\"']*)",
+    r"%7B(?:(?!%7D).){0,1024}+(?:(?:%7D%7D(?:(?!%7D).){0,1024}+){0,32}+%7D(?!%7D)|%7D(?:(?!%3B|%26)[^&;\s\"'])*)",
+)
+# A value ends where the next one begins, which is encoded where its own "=" is, in those braces, or in quotes, of which
+# the second may have been cut off.
 _SECRETS = re.compile(
     rf"((?:{_CONFIDENTIAL}|pwd|credentials?|(?<=[\w.\-?&;])sig(?:nature)?"
     r"|(?<=[?&;])(?:key|auth|authorization|pass))(?:=|((?:%20|\+)*%3D))|authorization:\s*(?:bearer|basic)\s+)"
-    r"(?(2)(?:%7B(?:%7D%7D|(?!%7D).){0,1024}%7D|(?:(?!%3B|%26)[^&;\s\"'])+)"
-    r"|(?:\{(?:[^}\n]|\}\}){0,1024}\}|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
+    rf"(?(2)(?:(?:%20|\+)*{_IN_BRACES[1]}|(?:(?!%3B|%26)[^&;\s\"'])+)"
+    rf"|(?:{_IN_BRACES[0]}|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
     r"|\\{1,3}[\"'][^\"'\n]*[\"']?|[\"']?[^&;\s\"']+))",
     re.IGNORECASE,
 )
@@ -44,6 +53,11 @@ _ECHOED = re.compile(
     r"|(?:basic|bearer|digest|negotiate|token)[ \t]+[^\s\"'<,;\\]+"
     r"|(?(2)[^&;\s\"'<]+|(?<=[ \t])[^\s\"'<>,;(){}\[\]\\]+(?=[<>,;(){}\[\]\\]|[\"'](?!\w)|:[ \t]|[ \t]*$)))",
     re.IGNORECASE | re.MULTILINE,
+)
+# Of what follows a cookie's name and "=" all to the line's end, since more cookies follow.
+_COOKIES = re.compile(
+    r"(\b(?:set-)?cookie2?(?:\\{0,3}[\"'])?[ \t]*[:=][ \t]*)(\\{0,3}[\"'])?[^\s\"'<>=:;,]{1,256}=[^\r\n<]*",
+    re.IGNORECASE,
 )
 _ECHOED_ALONE = re.compile(r"([\"'](?:basic|bearer)[ \t]+)[^\s\"'\\]+(?=\\{0,3}[\"'])", re.IGNORECASE)
 _QUOTE = re.compile(r"\\{0,3}[\"']")
@@ -74,7 +88,10 @@ def redact_error(text: str) -> str:
     text = text[:_LONGEST_ERROR]
     for value in _sent():
         text = text.replace(value, "***")
-    return _AUTHORIZED.sub(r"\1\2***", _ECHOED_ALONE.sub(_hidden, _ECHOED.sub(_hidden, redact(text))))
+    text = redact(text)
+    for echoed in (_COOKIES, _ECHOED, _ECHOED_ALONE):
+        text = echoed.sub(_hidden, text)
+    return _AUTHORIZED.sub(r"\1\2***", text)
 
 
 def keep_secret(uri: str) -> None:

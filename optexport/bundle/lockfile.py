@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +19,7 @@ from optexport.config.decisions import METRIC
 from optexport.config.file import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, first_line
-from optexport.sources.loading import Loaded
-from optexport.transform import NamedRule
+from optexport.job import Job
 
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
 _MEND = "Go back to what was locked; or see that the change is meant, and lock again: optexport lock {}"
@@ -52,7 +51,7 @@ def lock_path(config: Path) -> Path:
     return config.with_name(f"{config.name}.lock")
 
 
-def make(config: Config, folder: Path, loaded: Loaded, rules: Sequence[NamedRule], versions: Mapping[str, str]) -> Lock:
+def make(job: Job, folder: Path, versions: Mapping[str, str]) -> Lock:
     """Writes down what is there now.
 
     Args:
@@ -60,10 +59,10 @@ def make(config: Config, folder: Path, loaded: Loaded, rules: Sequence[NamedRule
     """
     return Lock(
         versions=dict(versions),
-        revision=loaded.revision,
-        weights_sha256=loaded.weights_sha256,
-        files=_digests(config, folder, imported_from(folder)),
-        packages=_packages(config, folder, loaded, rules),
+        revision=job.loaded.revision,
+        weights_sha256=job.loaded.weights_sha256,
+        files=_digests(job.config, folder, imported_from(folder)),
+        packages=_packages(job, folder),
     )
 
 
@@ -123,7 +122,7 @@ def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping
     _refuse(_differences(lock.versions, versions) + _differences(lock.files, files, 12), path)
 
 
-def check_model(lock: Lock, config: Config, loaded: Loaded, rules: Sequence[NamedRule], path: Path) -> None:
+def check_model(lock: Lock, job: Job, path: Path) -> None:
     """Checks that a model is the one that was locked, of the same packages and modules beside the config.
 
     Args:
@@ -134,10 +133,10 @@ def check_model(lock: Lock, config: Config, loaded: Loaded, rules: Sequence[Name
     """
     was = {"the model's weights": lock.weights_sha256, **lock.files}
     imported = {name: sha256(path.parent / name) for name in imported_from(path.parent)}
-    now = {"the model's weights": loaded.weights_sha256, **lock.files, **imported}
+    now = {"the model's weights": job.loaded.weights_sha256, **lock.files, **imported}
     locked, found = (
         {f"the code of {name}": digest for name, digest in packages.items()}
-        for packages in (lock.packages, _packages(config, path.parent, loaded, rules))
+        for packages in (lock.packages, _packages(job, path.parent))
     )
     _refuse(_differences(was, now, 12) + _differences(locked, found, 12), path)
 
@@ -174,10 +173,10 @@ def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, s
     return {name: sha256(path) for name, path in sorted(files.items()) if path.is_file()}
 
 
-def _packages(config: Config, folder: Path, loaded: Loaded, rules: Sequence[NamedRule]) -> dict[str, str]:
+def _packages(job: Job, folder: Path) -> dict[str, str]:
     """Digests of the packages, elsewhere than beside the config, that make the model, its rules and its measures."""
-    made = [*loaded.model.modules(), *(rule.transformation for rule in rules)]
-    called = [config.model.source, *(config.parity.decisions or ())]
+    made = [*job.loaded.model.modules(), *(rule.transformation for rule in job.rules)]
+    called = [job.config.model.source, *(job.config.parity.decisions or ())]
     named = [place.removeprefix(METRIC).partition(":")[0] for place in called if place.startswith(METRIC)]
     return packages_of({*named, *(type(each).__module__ for each in made)}, folder)
 

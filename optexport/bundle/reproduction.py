@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from optexport import devices, interrupts, pipeline
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
-from optexport.config.file import checked_settings
+from optexport.config.file import Config, checked_settings
 from optexport.errors import ConfigError
 from optexport.job import rules_of, unmeasured
 from optexport.kept import store
@@ -51,8 +51,7 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
             place=str(bundle),
             mend="Call optexport.export again, and compare: optexport diff",
         )
-    checked_settings(manifest.config, str(bundle))  # a forged manifest may hold anything
-    config = unmeasured(checked_settings(_in_order(manifest), str(bundle)))
+    config = _in_order(unmeasured(checked_settings(manifest.config, str(bundle))), manifest)
     check_foreign_code(config, str(bundle))
     devices.check(config.model.device, config.export.formats, str(bundle))
     with store.off(), interrupts.temporary_folder() as scratch:
@@ -61,14 +60,14 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
         return [*_reasons(manifest, made), *_differences(bundle, manifest, scratch / "bundle", made)]
 
 
-def _in_order(manifest: Manifest) -> dict[str, Any]:
-    """The settings with the inputs in the order of the signature, as random numbers were drawn: JSON sorts its keys."""
-    inputs = manifest.config.get("inputs", {})
-    if (tensors := inputs.get("tensors")) is None:
-        return manifest.config
+def _in_order(config: Config, manifest: Manifest) -> Config:
+    """The config with the inputs in the order of the signature, as random numbers were drawn: JSON sorts its keys."""
+    if (tensors := config.inputs.tensors) is None:
+        return config
     names = [spec.name for spec in manifest.inputs]
     ordered = sorted(tensors, key=lambda name: names.index(name) if name in names else len(names))
-    return {**manifest.config, "inputs": {**inputs, "tensors": {name: tensors[name] for name in ordered}}}
+    inputs = config.inputs.model_copy(update={"tensors": {name: tensors[name] for name in ordered}})
+    return config.model_copy(update={"inputs": inputs})
 
 
 def _reasons(was: Manifest, now: Manifest) -> Iterator[str]:

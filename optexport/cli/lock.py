@@ -31,7 +31,7 @@ def lock(config: Path) -> None:
         with contextlib.redirect_stdout(sys.stderr), interrupts.temporary_folder() as scratch:
             rules = rules_of(read, folder, ())  # as a run does: they too import what lies beside the config
             job = pipeline.prepare(read, folder, rules, scratch / "bundle", scratch, stages)
-            made = lockfile.make(read, folder, job.loaded, rules, versions())
+            made = lockfile.make(job, folder, versions())
     path = lockfile.write(made, config)
     counts = f"{len(made.versions)} versions, files: {len(made.files)}, packages of the model: {len(made.packages)}"
     echo(f"Wrote {path}: the model's weights, {counts}. Then:")

@@ -27,10 +27,9 @@ def export(
     """
     entry = _name(writer, file_format, lowerings, opset)
     if entry is not None and (kept := store.read(entry)) is not None:
-        place, notes = kept
-        record, names = notes
+        place, (known, names) = kept
         if _copied(place, names, folder):
-            return ArtifactRecord.model_validate_json(record), True
+            return ArtifactRecord.model_validate_json(known), True
     record = writer.write(file_format, folder, lowerings, opset)
     if entry is not None:
         files = content.files_of(folder / record.path)

@@ -78,12 +78,9 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     dtype = reference.outputs[0][name].dtype
     extreme = [index for index, case in enumerate(reference.cases) if case.extreme]
     if not dtype.is_floating_point:
-        # What the original gives elsewhere hangs on rounding: float64 gives others.
-        sure = [torch.equal(reference.outputs[index][name], reference.exact[index][name]) for index in extreme]
-        names = [reference.cases[index].name for index in extreme]
-        return Bound(
-            0.0, 0.0, extremes={case: 0.0 if same else math.inf for case, same in zip(names, sure, strict=True)}
-        )
+        # Where float64 gives others, what the original gives hangs on rounding.
+        unsure = [i for i in extreme if not torch.equal(reference.outputs[i][name], reference.exact[i][name])]
+        return Bound(0.0, 0.0, extremes={reference.cases[i].name: math.inf if i in unsure else 0.0 for i in extreme})
     noise = [of_case[name] for of_case in reference.noise]
     scales = [_scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     ordinary, outliers = _apart(reference, scales)

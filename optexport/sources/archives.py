@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 
 from optexport.errors import SourceError, first_line
 from optexport.sources import program_texts, script_code, script_storages
+from optexport.sources.program_texts import MEND
 
 _MEMBER = re.compile(
     r"archive_format|archive_version|byteorder|\.data/[\w-]+|\.format_version|\.storage_alignment|version"
@@ -36,7 +37,6 @@ _TORCHSCRIPT_MEMBER = re.compile(
 _MOST_UNPACKED = 64 << 20
 # The records at the end of an archive: 56, 20 and 22 bytes.
 _ENDS_SIZE = 98
-_MEND = "Only load files that you or people you trust have made; export the model again from its source."
 
 
 def load_pt2(path: Path) -> ExportedProgram:
@@ -52,7 +52,7 @@ def load_pt2(path: Path) -> ExportedProgram:
         return torch.export.load(path)
     except Exception as error:  # a damaged archive fails in as many ways as it has parts
         cause = first_line(warned.error or error)
-        raise SourceError(f"it is no exported program: {cause}", place=str(path), mend=_MEND) from error
+        raise SourceError(f"it is no exported program: {cause}", place=str(path), mend=MEND) from error
     finally:
         log.removeFilter(warned)
 
@@ -70,7 +70,7 @@ def pt2_module(path: Path, *, check_guards: bool = True) -> fx.GraphModule:
     try:
         return program.module(check_guards=check_guards)
     except Exception as error:  # the code is written of what the file holds
-        raise SourceError(f"torch makes no module of it: {first_line(error)}", place=str(path), mend=_MEND) from error
+        raise SourceError(f"torch makes no module of it: {first_line(error)}", place=str(path), mend=MEND) from error
 
 
 class _Warned(logging.Filter):
@@ -88,7 +88,7 @@ def _check(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             members = _members(archive, path)
             if "archive_format" not in members:
-                raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=_MEND)
+                raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=MEND)
             for name, info in members.items():
                 place = f"{path.name}: {name}"
                 if not _MEMBER.fullmatch(name):
@@ -124,12 +124,10 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     folders = {info.filename.partition("/")[0] for info in archive.infolist()}
     if len(folders) != 1 or len({name.casefold() for name in members}) != len(archive.infolist()):
-        raise SourceError("two of its members go by one name", place=str(path), mend=_MEND)
+        raise SourceError("two of its members go by one name", place=str(path), mend=MEND)
     unpacked = sum(info.file_size for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED)
     if unpacked > _MOST_UNPACKED:
-        raise SourceError(
-            f"it unpacks to {unpacked} bytes, which torch would not compress", place=str(path), mend=_MEND
-        )
+        raise SourceError(f"it unpacks to {unpacked} bytes, which torch would not compress", place=str(path), mend=MEND)
     return members
 
 
@@ -153,7 +151,7 @@ def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
             directory_end = -1
         length, offset = wide_length, wide_offset
     if end[:4] != b"PK\x05\x06" or offset + length != directory_end or offset != archive.start_dir:
-        raise SourceError("it holds more than one archive", place=str(path), mend=_MEND)
+        raise SourceError("it holds more than one archive", place=str(path), mend=MEND)
 
 
 def _check_payloads(config: Any, archive: zipfile.ZipFile, place: str) -> None:
@@ -161,10 +159,10 @@ def _check_payloads(config: Any, archive: zipfile.ZipFile, place: str) -> None:
     empty = {info.filename.rpartition("/")[2] for info in archive.infolist() if not info.file_size}
     for payload in config["config"].values():
         if payload["use_pickle"] or not payload["path_name"].startswith(("weight_", "tensor_")):
-            raise SourceError(f"{payload['path_name']} is a pickle that could run code", place=place, mend=_MEND)
+            raise SourceError(f"{payload['path_name']} is a pickle that could run code", place=place, mend=MEND)
         # The loader would take zeros instead.
         if payload["path_name"] in empty and all(size["as_int"] for size in payload["tensor_meta"]["sizes"]):
-            raise SourceError(f"{payload['path_name']} is empty", place=place, mend=_MEND)
+            raise SourceError(f"{payload['path_name']} is empty", place=place, mend=MEND)
 
 
 def load_torchscript(path: Path) -> torch.jit.ScriptModule:
@@ -178,7 +176,7 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
             members = _members(archive, path)
             for name, info in members.items():
                 if not _TORCHSCRIPT_MEMBER.fullmatch(name):
-                    raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=_MEND)
+                    raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=MEND)
                 if name in ("data.pkl", "constants.pkl"):
                     folder = f"{name.removesuffix('.pkl')}/"
                     records = {key.removeprefix(folder): held.file_size for key, held in members.items()}
@@ -189,7 +187,7 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
                         raise _does_more(found, f"{path.name}: {name}")
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
         cause = f"it is no TorchScript archive, or a damaged one: {error}"
-        raise SourceError(cause, place=path.name, mend=_MEND) from error
+        raise SourceError(cause, place=path.name, mend=MEND) from error
     binding: Any = torch._C  # whose types do not tell of what torch.jit.load passes
     unit = binding.CompilationUnit()
     try:
@@ -204,11 +202,11 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
 
 
 def _does_more(found: str, place: str) -> SourceError:
-    return SourceError(f"its code uses {found}, which does more than compute", place=place, mend=_MEND)
+    return SourceError(f"its code uses {found}, which does more than compute", place=place, mend=MEND)
 
 
 def _check_pickle(content: bytes, place: str) -> None:
     try:
         torch.load(io.BytesIO(content), weights_only=True, map_location="meta")
     except Exception as error:  # the guard's refusal, or a damaged pickle: neither may reach the unguarded loader
-        raise SourceError("it holds a pickle that could run code", place=place, mend=_MEND) from error
+        raise SourceError("it holds a pickle that could run code", place=place, mend=MEND) from error

@@ -57,7 +57,7 @@ _SYNTAX = (
 _LARGEST_EXPONENT = 64
 _MOST_DIGITS = 1000
 _WORD = re.compile(r"[A-Za-z_]\w*|-?\d+(\.\d+)?(e[+-]?\d{1,3})?")
-_MEND = "Only load files that you or people you trust have made; export the model again from its source."
+MEND = "Only load files that you or people you trust have made; export the model again from its source."
 
 
 def check(value: Any, place: str, key: str = "") -> None:
@@ -75,7 +75,7 @@ def check(value: Any, place: str, key: str = "") -> None:
             _check_operator(target, place)
             for kind in (kind for given in value["inputs"] for kind in given["arg"]):
                 if not _KIND.fullmatch(kind):
-                    raise SourceError(f"{kind} is no known kind of an argument", place=place, mend=_MEND)
+                    raise SourceError(f"{kind} is no known kind of an argument", place=place, mend=MEND)
         for name, item in value.items():
             check(name, place)
             if name == "as_operator" and isinstance(item, str):
@@ -90,15 +90,15 @@ def check(value: Any, place: str, key: str = "") -> None:
     elif isinstance(value, str) and not (_is_expression(value) if key in _EXPRESSIONS else _NAME.fullmatch(value)):
         shown = redact(value)
         shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-        raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=_MEND)
+        raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=MEND)
 
 
 def _check_operator(name: str, place: str) -> None:
     """Refuses what a graph calls, or passes on to be called, where it is no operator that computes."""
     if not _OPERATOR.fullmatch(name):
-        raise SourceError(f"its graph calls {name}, which is no operator", place=place, mend=_MEND)
+        raise SourceError(f"its graph calls {name}, which is no operator", place=place, mend=MEND)
     if any(map(script_code.forbidden_name, name.split("."), itertools.repeat("."))):
-        raise SourceError(f"its graph calls {name}, which does more than compute", place=place, mend=_MEND)
+        raise SourceError(f"its graph calls {name}, which does more than compute", place=place, mend=MEND)
 
 
 def _is_expression(text: str) -> bool:

@@ -48,6 +48,14 @@ class Registry:
         assert logged.registered is not None
         return logged.registered
 
+    def send_undecided(self) -> Path:
+        """Sends a bundle as if the program had been ended before it was written what became of its version."""
+        place = bundle(self.folder)
+        version = self.send(place, 1000).version
+        for tag in ("optexport.register", "optexport.register.why"):
+            self.client.delete_model_version_tag("block", version, tag)
+        return place
+
     @property
     def holder(self) -> str | None:
         held = self.client.get_registered_model("block").aliases.get("champion")
@@ -135,10 +143,7 @@ def test_what_was_decided_is_not_decided_again(store: Registry) -> None:
 def test_an_older_version_does_not_take_the_alias_from_a_newer_one(store: Registry) -> None:
     """As of a run that the server was lost to when it was to move the alias, and which is sent again later."""
     store.log()
-    place = bundle(store.folder)
-    store.send(place, 1000)
-    for tag in ("optexport.register", "optexport.register.why"):
-        store.client.delete_model_version_tag("block", "2", tag)
+    place = store.send_undecided()
     store.log()
     late = log_bundle(place, store.uri).registered
     assert late is not None
@@ -185,10 +190,7 @@ def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(stor
 def test_a_bundle_that_is_sent_again_does_not_undo_a_rollback(store: Registry) -> None:
     """Its program was ended after the alias had moved, and before it was written that it had."""
     store.log()
-    place = bundle(store.folder)
-    store.send(place, 1000)
-    for tag in ("optexport.register", "optexport.register.why"):
-        store.client.delete_model_version_tag("block", "2", tag)
+    place = store.send_undecided()
     by_hand.rollback(store.uri, "block", "champion")
     again = log_bundle(place, store.uri).registered
     assert again is not None

@@ -39,6 +39,10 @@ SECRET_URIS = [
     f"mssql+pyodbc://127.0.0.1/db?Pwd={SECRET}",
     f"mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3D%7Ba%3B{SECRET}%7D",
     f"mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3D%7Ba%7D%7D{SECRET}%7D%3B",
+    f"mssql+pyodbc:///?odbc_connect=PWD%3D%7Ba%7D%7D{SECRET}",
+    f"mssql+pyodbc:///?odbc_connect=PWD+%3D+%7Ba%3B{SECRET}%7D",
+    f"mssql+pyodbc:///?Pwd={{a}}}}{SECRET}",
+    f"{{mssql+pyodbc:///?Pwd={{a {SECRET}}}}}",
     f"postgresql://127.0.0.1:9/db?password=a%26{SECRET}&user=me",
     f"postgresql://someone:a/{SECRET}@127.0.0.1:9/db",
     f"postgresql://someone:it's{SECRET}@127.0.0.1:9/db",
@@ -79,6 +83,13 @@ ECHOES = [
     f'"{{\\"token\\": \\"{SECRET}\\"}}"',
     f"x-api-key: {SECRET}",
     f"signature={SECRET}",
+    f"Cookie: a=b; session={SECRET}",
+    f'Set-Cookie: session="{SECRET}"; Path=/',
+    f"{{'Cookie': 'a=b; session={SECRET}', 'Accept': '*/*'}}",
+    f'{{\\"Set-Cookie\\": \\"session={SECRET}\\"}}',
+    f"'Cookie: session={SECRET}'",
+    f"Invalid token: '{SECRET}'",
+    f"my_token = {SECRET}",
 ]
 
 
@@ -143,6 +154,12 @@ def test_a_mistake_in_a_config_tells_no_part_of_a_uri(tmp_path: Path) -> None:
         "if token == 5:",
         "Bearer token is missing",
         "'MLFLOW_TRACKING_PASSWORD'",
+        "Expected token: 'EOF'",
+        "JSON: Unexpected token: '<'",
+        "max_token = 5",
+        '{"pad_token": "[PAD]", "unk_token": null, "eos_token":"</s>", "mask_token" = "x"}',
+        '"per_token" : 3.0',
+        "Cookie: none was sent, set a=b",
     ],
 )
 def test_what_holds_no_secret_stays_as_it_is(text: str) -> None:
