@@ -33,7 +33,8 @@ _MAKING = 0.6
 # How many of the best single changes are tried together.
 _MOST_TOGETHER = 4
 _FINALISTS = 2
-# Of two that cannot be told apart, how many times as fast the larger change must look to be made.
+# Of two that cannot be told apart, how many times as fast the larger change must look to be made; a start that looks
+# as much slower than the plain export, and is not as much faster at best, is no start to stay with.
 _WORTH_A_CHANGE = 1.01
 
 
@@ -185,7 +186,7 @@ class Search:
         alike = [one for one in faster if self._as_fast(one, faster[0])]
         alike.sort(key=lambda recipe: len(recipe ^ self.start))
         others = [one for one in faster if one not in alike]
-        return next((one for one in (*alike, *others, self.start) if not self._slower_than_plain(one)), self.plain)
+        return next((one for one in (*alike, *others, self.start) if not self._worse_than_plain(one)), self.plain)
 
     def _as_fast(self, recipe: Recipe, fastest: Recipe) -> bool:
         """Whether what lies between two is neither seen for sure nor worth a change, should it be as it looks."""
@@ -194,9 +195,12 @@ class Search:
         found = self._last(recipe, fastest)
         return found.verdict != "faster" and found.speedup < _WORTH_A_CHANGE
 
-    def _slower_than_plain(self, recipe: Recipe) -> bool:
-        """Whether it is so at one shape."""
-        return self.contest.ran_last(self.plain) and any(
+    def _worse_than_plain(self, recipe: Recipe) -> bool:
+        """Whether it is slower at one shape, or looks slower over all and is worth no change at best."""
+        if not self.contest.ran_last(self.plain) or recipe == self.plain:
+            return False
+        over_all = self.contest.compare(self.plain, recipe)
+        return (over_all.speedup < 1 / _WORTH_A_CHANGE and over_all.high < _WORTH_A_CHANGE) or any(
             self.contest.compare_at(workload, self.plain, recipe).verdict == "slower"
             for workload in self.contest.workloads
         )
@@ -243,20 +247,27 @@ class Search:
         return len(field) > _FINALISTS + 1 and in_time  # of which one may be a single change
 
     def _heat(self, field: Sequence[Recipe], rounds: int) -> list[Recipe]:
-        """Lets candidates race with the start and the plain export; those that cannot be run there are refused."""
+        """Lets candidates race with the start and the plain export; those that cannot be run there are refused.
+
+        What the others are compared with has a second chance, as a process may end for a cause that is not its file's.
+        """
         running = {one: self.artifacts[one] for one in (self.plain, self.start, *field) if one in self.artifacts}
+        excused: list[Recipe] = []
         while True:
             try:
                 self.contest.heat(running, rounds)
                 return [recipe for recipe in field if recipe in running]
             except BenchError as error:
-                broken = [recipe for recipe, artifact in running.items() if artifact.name == error.place]
-                if not broken or broken[0] == self.start:
+                broken = next((recipe for recipe, artifact in running.items() if artifact.name == error.place), None)
+                if broken in (self.plain, self.start) and broken not in excused:
+                    excused.append(broken)
+                    continue
+                if broken is None or broken == self.start:
                     raise
-                self.refused[broken[0]] = f"it cannot be run in a process of its own: {error.cause}"
-                self.made.remove(broken[0])
-                self.workshop.discard(self.artifacts.pop(broken[0]))
-                del running[broken[0]]
+                self.refused[broken] = f"it cannot be run in a process of its own: {error.cause}"
+                self.made.remove(broken)
+                self.workshop.discard(self.artifacts.pop(broken))
+                del running[broken]
 
     def _told(self, recipe: Recipe) -> str:
         without_rules = rules_in(recipe) == rules_in(self.plain) != rules_in(self.configured)

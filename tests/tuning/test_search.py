@@ -43,6 +43,7 @@ class World:
     broken: frozenset[Ingredient] = frozenset()
     unused: frozenset[int] = frozenset()
     crashing: frozenset[Ingredient] = frozenset()
+    killed: list[str] = field(default_factory=list)
     large: frozenset[Ingredient] = frozenset()
     at: Mapping[tuple[Ingredient, str], float] = field(default_factory=dict)
     slow_start: float = 0.0
@@ -74,6 +75,9 @@ class World:
         timings = []
         for artifact in artifacts:
             recipe = self.made[artifact.name]
+            if artifact.name in self.killed:
+                self.killed.remove(artifact.name)
+                raise BenchError("its process ended by SIGKILL", place=artifact.name)
             if recipe & self.crashing:
                 raise BenchError("its process ended", place=artifact.name)
             known = [self.at.get((one, workload.label), self.speed.get(one, 1.0)) for one in recipe]
@@ -173,6 +177,28 @@ def test_a_file_that_crashes_where_it_is_measured_is_refused_and_the_race_goes_o
     assert outcome.chosen.rules == (0, 1)
     (refused,) = {trial.refused for trial in outcome.trials if trial.refused is not None}
     assert "its process ended" in refused
+
+
+@pytest.mark.parametrize("name", ["as configured", "plain export"])
+def test_what_others_are_compared_with_is_run_again_after_its_process_was_killed_once(
+    world: Callable[..., World], name: str
+) -> None:
+    outcome = world({0: 0.8, 1: 1.2}, killed=[name]).search()
+    assert outcome.chosen.rules == (1,)
+    assert outcome.over_plain is not None
+
+
+def test_a_start_that_cannot_be_run_ends_the_search(world: Callable[..., World]) -> None:
+    with pytest.raises(BenchError, match="by SIGKILL"):
+        world({}, killed=["as configured"] * 2).search()
+
+
+@pytest.mark.parametrize(("speed", "chosen"), [(0.96, "plain export"), (1.0, "as configured")])
+def test_what_looks_slower_than_the_plain_export_is_not_kept_for_being_configured(
+    world: Callable[..., World], speed: float, chosen: str
+) -> None:
+    outcome = world({0: speed}, rules=1, noise=0.08).search()
+    assert outcome.chosen.change == chosen
 
 
 def test_without_time_only_what_is_configured_is_compared_with_the_plain_export(world: Callable[..., World]) -> None:
