@@ -1,0 +1,142 @@
+"""Dimensions of a trace: named, tied and bounded as declared, or fixed and told so."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import ResNetConfig, ResNetModel
+
+from optexport.errors import TraceError
+from optexport.signature import Dim
+from optexport.testing import outputs
+from optexport.tracing.trace import symbolic_trace, trace
+from tests import models
+from tests.models import randomise
+from tests.tracing.test_trace import Two, X
+from tests.transformations.programs import Program
+
+
+class Fixed(nn.Module):
+    """A table of seven positions, added as it stands: the second axis can have no other size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.table).reshape(-1, 28)
+
+
+def test_a_declared_dimension_that_the_model_fixes_is_an_error_that_names_it() -> None:
+    x = torch.randn(2, 7, 4)
+    with pytest.raises(TraceError, match=r"input x, axis 1: the model fixes sequence to 7") as raised:
+        symbolic_trace(Fixed(), example_inputs={"x": x}, dynamic={"x": {0: "batch", 1: "sequence"}})
+    assert raised.value.exit_code == 3
+    assert raised.value.mend
+    with pytest.raises(TraceError, match=r"sequence"):
+        symbolic_trace(Fixed(), example_inputs={"x": x}, dynamic={"x": {0: "batch", 1: Dim("sequence", 2, 16)}})
+
+
+def test_a_dimension_that_the_model_fixes_and_nobody_declared_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="optexport"):
+        graph_module = symbolic_trace(Fixed(), example_inputs={"x": torch.randn(2, 7, 4)})
+    assert "x[1] = 7" in caplog.text
+    assert "x[0]" not in caplog.text
+    assert outputs(graph_module, torch.randn(5, 7, 4))[0].shape == (5, 28)
+
+
+def test_a_range_that_the_model_does_not_take_is_an_error_that_names_the_dimension() -> None:
+    model = Program(lambda m, x: x + m.table[: x.shape[1]], table=nn.Parameter(torch.randn(7, 4)))
+    x = torch.randn(2, 5, 4)
+    batch = Dim("batch", 1, 8)
+    fits = {"x": {0: batch, 1: Dim("sequence", 2, 7)}}
+    graph_module = symbolic_trace(model, example_inputs={"x": x}, dynamic=fits)
+    assert outputs(graph_module, torch.randn(3, 7, 4))[0].shape == (3, 7, 4)
+    with pytest.raises(TraceError, match="sequence"):
+        symbolic_trace(model, example_inputs={"x": x}, dynamic={"x": {0: batch, 1: Dim("sequence", 2, 512)}})
+
+
+def test_declared_dimensions_are_named_tied_and_bounded() -> None:
+    x = {"first": torch.randn(3, 4), "second": torch.randn(3, 3)}
+    rows = Dim("rows", 2, 64)
+    traced = trace(randomise(Two()), x, {"first": {0: rows}, "second": {0: rows}})
+    first, second = traced.signature.inputs
+    assert first.shape == ("rows", 4)
+    assert second.shape == ("rows", 3)
+    assert traced.signature.dims["rows"] == rows
+    assert [spec.shape for spec in traced.signature.outputs] == [("rows", 3), ("rows",)]
+    assert not traced.fixed
+
+
+def test_axes_that_are_not_declared_stay_as_they_are() -> None:
+    traced = trace(randomise(Two()), {"first": X}, {"first": {0: "rows"}})
+    assert traced.signature.inputs[0].shape == ("rows", 4)
+    traced = trace(randomise(Two()), {"first": X}, {})
+    assert traced.signature.inputs[0].shape == (5, 4)
+
+
+def test_the_dimensions_of_a_transformers_model_have_their_usual_names() -> None:
+    traced = trace(models.model("bart"), models.inputs("bart", 2, 6))
+    shapes = {spec.name: spec.shape for spec in traced.signature.inputs}
+    assert shapes == {
+        "input_ids": ("batch", "sequence"),
+        "attention_mask": ("batch", "sequence"),
+        "decoder_input_ids": ("batch", "decoder_sequence"),
+    }
+    named = {spec.name: spec.shape for spec in traced.signature.outputs}
+    assert named["last_hidden_state"] == ("batch", "decoder_sequence", 16)
+    assert named["encoder_last_hidden_state"] == ("batch", "sequence", 16)
+
+
+def test_two_axes_that_must_be_equal_have_one_name() -> None:
+    x = {"first": X, "second": torch.randn(5, 3)}
+    traced = trace(randomise(Two()), x)
+    assert traced.signature.inputs[0].shape[0] == traced.signature.inputs[1].shape[0]
+
+
+def test_a_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.layer(x).transpose(0, 1).contiguous().view(-1, 6).view(2, -1, 3, 6)
+
+    x = torch.randn(4, 2, 3, 6)
+    traced = trace(randomise(Program(body, layer=nn.Linear(6, 6))), {"x": x})
+    assert traced.doubtful
+    assert outputs(traced.graph_module, x)[0].shape == (2, 4, 3, 6)
+
+
+def test_a_range_that_nobody_declared_begins_above_the_sizes_that_break_what_the_trace_asserts() -> None:
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+    model = randomise(ResNetModel(config))
+    traced = trace(model, {"pixel_values": torch.randn(2, 3, 32, 32)})
+    least = traced.signature.dims["width"].min
+    assert 2 < least < 32
+    assert traced.doubtful == ()
+    pixels = torch.randn(1, 3, 37, least)
+    with torch.no_grad():
+        assert torch.equal(traced.graph_module(pixel_values=pixels)[0], model(pixel_values=pixels)[0])
+        with pytest.raises(RuntimeError):
+            traced.graph_module(pixel_values=pixels[..., : least - 1])
+
+
+class Shuffled(nn.Module):
+    """Asks whether half of a size is whole in floats, of which torch.export knows no answer for a dynamic one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] % 0.5 != 0:
+            raise ValueError
+        return x.reshape(x.shape[0], int(x.shape[1] * 0.5), 2).sum(1)
+
+
+def test_a_size_that_torch_export_cannot_have_dynamic_is_fixed_with_the_reason_unless_it_is_declared() -> None:
+    traced = trace(Shuffled(), {"x": torch.randn(3, 8)})
+    assert traced.signature.inputs[0].shape == ("batch", 8)
+    (fixed,) = traced.fixed
+    assert fixed.startswith(
+        "x[1] = 8; if that were dynamic, torch.export could not trace it, and stopped at test_dimensions.py"
+    )
+    with pytest.raises(TraceError, match=r"could not trace it, and stopped at test_dimensions\.py"):
+        trace(Shuffled(), {"x": torch.randn(3, 8)}, {"x": {0: "batch", 1: "width"}})
