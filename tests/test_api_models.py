@@ -13,13 +13,15 @@ import torch
 from torch import fx, nn
 from torch.fx import GraphModule
 
-from optexport import export, runtimes
+from optexport import export, runtimes, summary
 from optexport.bundle.verification import verify
 from optexport.errors import ExportError, OptexportError, ParityError, TraceError
 from optexport.signature import Dim
+from optexport.tracking import tables
 from optexport.transformations import (
     KeepOutputs,
     MergeLinears,
+    RemoveNoOps,
     Transformation,
 )
 from tests import exports
@@ -138,6 +140,17 @@ def test_randomness_is_not_blamed_on_state(tmp_path: Path) -> None:
 
     with pytest.raises(TraceError, match="when it is run again on the same input"):
         quick(CountingRandom(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+
+
+def test_a_rule_that_only_takes_nodes_away_says_which(tmp_path: Path) -> None:
+    model = Program(lambda m, x: m.drop(m.a(x)), a=nn.Linear(4, 4), drop=nn.Dropout())
+    result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=RemoveNoOps())
+    (change,) = result.manifest.transformations[0].changes
+    told = summary.as_json(result)
+    assert told["transformed_nodes"] == {"remove-no-ops": []}
+    assert told["removed_nodes"] == {"remove-no-ops": change.replaced} != {"remove-no-ops": []}
+    _, rows = tables._changes(result.manifest)
+    assert rows == [["remove-no-ops", "", "", ", ".join(change.replaced), ""]]
 
 
 def test_a_size_among_the_outputs_keeps_no_rule_from_being_undone(tmp_path: Path) -> None:
