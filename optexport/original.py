@@ -17,6 +17,7 @@ from optexport.proof.running import run_original
 from optexport.proof.special_values import special_cases
 from optexport.runtimes import Run
 from optexport.signature import Batch, as_arguments, flatten_outputs
+from optexport.state import apart, buffers_kept
 from optexport.tracing.trace import Traced, check_no_vmap, trace
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import one_pass
@@ -32,7 +33,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
         with one_pass(model):
-            outputs = flatten_outputs(model(**as_arguments(copied))).values()
+            outputs = apart(model, flatten_outputs(model(**as_arguments(copied))).values())
         names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
         named = dict(zip(names, outputs, strict=True))
         return {name: named[name] for name in kept.output_names}
@@ -41,8 +42,13 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
 
 
 def graph_runner(graph_module: fx.GraphModule, call: Call) -> Run:
-    """How to run a graph of the original as a place of the pipeline."""
-    return lambda batch: call(graph_module, dict(batch))
+    """How to run a graph of the original, whose buffers it may share, as a place of the pipeline."""
+
+    def run(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with buffers_kept(graph_module):
+            return call(graph_module, dict(batch))
+
+    return run
 
 
 def run_reference(job: Job, traced: Traced, call: Call, ids: Mapping[str, int]) -> Reference:

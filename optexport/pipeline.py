@@ -101,6 +101,15 @@ class Result:
             nodes.setdefault(transformation.rule, []).extend(n for c in transformation.changes for n in c.nodes)
         return {rule: list(dict.fromkeys(changed)) for rule, changed in nodes.items()}  # several graphs may share them
 
+    @property
+    def removed_nodes(self) -> dict[str, list[str]]:
+        """The nodes that each rule took away, also where it put others in their place."""
+        nodes: dict[str, list[str]] = {}
+        for transformation in self.manifest.transformations:
+            gone = (n for c in transformation.changes for n in c.replaced if n not in c.nodes)
+            nodes.setdefault(transformation.rule, []).extend(gone)
+        return {rule: list(dict.fromkeys(removed)) for rule, removed in nodes.items()}
+
 
 def run(
     path: Path,

@@ -64,6 +64,12 @@ _QUOTE = re.compile(r"\\{0,3}[\"']")
 _OF_ENVIRONMENT = re.compile(rf".*{_CONFIDENTIAL}", re.IGNORECASE)
 # As servers write a header back that they were sent; of a sentence with these words no part has digits.
 _AUTHORIZED = re.compile(r"\b(basic|bearer)([ \t]+)(?=\S*[\d=])[\w+/=.~-]{8,}", re.IGNORECASE)
+# What a secret may begin with: of a line that was cut, nothing from there on is shown.
+_BEGUN = re.compile(
+    rf"://|(?:{_CONFIDENTIAL}|pwd|credentials?|sig(?:nature)?|authorization|[?&;](?:key|auth|pass)|cookie2?)"
+    r"[\\\"' \t]*(?:%20|\+)*(?:[=:]|%3D)|\b(?:basic|bearer)[ \t]",
+    re.IGNORECASE,
+)
 # In characters: of an error no more is ever shown.
 _LONGEST_ERROR = 1 << 16
 # In characters, as far as a password may reach that is looked for behind "://".
@@ -85,10 +91,9 @@ def redact_error(text: str) -> str:
 
     It takes more for a secret than a copy of a config could bear, which is read again.
     """
-    text = text[:_LONGEST_ERROR]
     for value in _sent():
         text = text.replace(value, "***")
-    text = redact(text)
+    text = redact(_cut(text))
     for echoed in (_COOKIES, _ECHOED, _ECHOED_ALONE):
         text = echoed.sub(_hidden, text)
     return _AUTHORIZED.sub(r"\1\2***", text)
@@ -100,6 +105,15 @@ def keep_secret(uri: str) -> None:
         split = urlsplit(uri)
         if split.password:
             _PAIRS.add((unquote(split.username or ""), unquote(split.password)))
+
+
+def _cut(text: str) -> str:
+    """As much of an error as is shown, and no part of a secret that does not end there; each ends with its line."""
+    if len(text) <= _LONGEST_ERROR:
+        return text
+    whole = text.rfind("\n", 0, _LONGEST_ERROR) + 1
+    begun = _BEGUN.search(text, whole, _LONGEST_ERROR)
+    return text[: _LONGEST_ERROR if begun is None else begun.start()]
 
 
 def _without_credentials(text: str) -> str:

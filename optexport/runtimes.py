@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from optexport import devices
 from optexport.devices import Device
 from optexport.errors import ExportError, OptexportError, SourceError, first_line
 from optexport.signature import as_arguments
 from optexport.sources import archives
+from optexport.state import apart
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
 import onnxruntime
@@ -136,11 +138,11 @@ def open_pt2(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
     return _runner(archives.pt2_module(path), outputs, device)
 
 
-def _runner(module: Callable[..., Sequence[torch.Tensor]], outputs: Sequence[str], device: Device) -> Run:
+def _runner(module: nn.Module, outputs: Sequence[str], device: Device) -> Run:
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copied = copy.deepcopy(as_arguments(inputs))  # a model may change its inputs in place
         with torch.no_grad(), devices.whole_float32(device):
-            results = module(**{name: tensor.to(device) for name, tensor in copied.items()})
+            results = apart(module, module(**{name: tensor.to(device) for name, tensor in copied.items()}))
         return {name: result.cpu() for name, result in zip(outputs, results, strict=True)}
 
     return run

@@ -199,6 +199,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "baseline": None if result.baseline is None else str(result.baseline),
         "files": {name: str(path) for name, path in result.files.items()},
         "transformed_nodes": result.transformed_nodes,
+        "removed_nodes": result.removed_nodes,
         "near_misses": {t.rule: [miss.model_dump() for miss in t.near_misses] for t in result.manifest.transformations},
         "parity": result.manifest.parity.model_dump(mode="json"),
         "bench": None if result.bench is None else report.as_json(result.bench),

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from optexport.errors import TransformationError
-from optexport.signature import as_arguments
+from optexport.signature import as_arguments, flatten_outputs
+from optexport.state import apart, buffers_kept
 from optexport.transform import NamedRule, sharing_copy
 from optexport.transformations import ReversibleTransformation, compose
 
@@ -57,12 +57,18 @@ def _difference(undone: fx.GraphModule, earlier: fx.GraphModule, example: Mappin
     for name, tensor in states[1].items():
         if not _equal(states[0][name], tensor):
             return f"the values of {name}"
-    with torch.no_grad():
-        results = [pytree.tree_leaves(graph(**copy.deepcopy(as_arguments(example)))) for graph in (undone, earlier)]
+    results = _run(undone, example), _run(earlier, example)
     for index, (one, other) in enumerate(zip(*results, strict=True)):
         if not _equal(one, other):
             return f"output {index} on the traced inputs"
     return None
+
+
+def _run(graph_module: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What a graph gives that may share its buffers with another."""
+    with torch.no_grad(), buffers_kept(graph_module):
+        outputs = flatten_outputs(graph_module(**copy.deepcopy(as_arguments(example))))
+        return apart(graph_module, outputs.values())
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

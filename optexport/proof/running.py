@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +17,7 @@ from optexport.proof import distances, upcasting
 from optexport.proof.cases import Case
 from optexport.proof.reference import HALVES, Call, Outputs, Reference, kept, rounding
 from optexport.signature import Batch
+from optexport.state import buffers_kept
 
 _Run = Callable[[Batch], Outputs]
 
@@ -61,7 +61,7 @@ def run_original(
     Raises:
         TraceError: The original itself fails on a case that the user declared, or on the device.
     """
-    with torch.no_grad(), _buffers_kept(model):
+    with torch.no_grad(), buffers_kept(model):
         before = upcasting.versions(model)
         own = _run_in_own_precision(run, model, cases, declared=declared)
         writes = before is None or before != upcasting.versions(model)
@@ -111,9 +111,7 @@ def _run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *,
         if case.data and data_bytes > _DATA_BYTES:
             continue
         try:
-            results = run(model, case.batch)
-            if not checked:
-                _check_repeatable(results, run(model, case.batch), type(model).__name__)
+            results = run(model, case.batch) if checked else _repeated(run, model, case.batch)
         except TraceError:
             raise
         except Exception as error:  # a model's own code may raise anything
@@ -316,30 +314,37 @@ def _relative_noise(original: torch.Tensor, exact: torch.Tensor) -> float:
     return rounding(original, exact) / scale if scale else 0.0
 
 
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back, at its end, what a model that changes its own buffers has written there."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in kept:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
-
-
-def _check_repeatable(first: Outputs, second: Outputs, place: str) -> None:
+def _repeated(run: Call, model: nn.Module, batch: Batch) -> Outputs:
     """Refuses a model that gives other results on the same input: its floor would be its own randomness."""
+    with buffers_kept(model) as changed:
+        first = run(model, batch)
+        state = " and ".join(changed())
+    place = type(model).__name__
+    if other := _other(first, run(model, batch)):
+        raise TraceError(
+            f"the model gives other results when it is run again on the same input ({other})",
+            place=place,
+            mend="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
+        )
+    if state and (other := _other(first, run(model, batch))):
+        raise TraceError(
+            f"the model gives other results at the next call ({other}), by the state that it keeps in {state}",
+            place=place,
+            mend=f"A proof is of single calls: have the model take {state} as input and give its next value as output; "
+            "or leave out what depends on it (keep-outputs).",
+        )
+    return first
+
+
+def _other(first: Outputs, second: Outputs) -> str | None:
+    """The first output that differs by more than rounding, and by how much; None where none does."""
     for name, tensor in first.items():
         distance = distances.largest(distances.distance(tensor, second[name]))
         scale = distances.largest(distances.finite(tensor).abs())
         ulps = distances.LEAST_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * scale if tensor.is_floating_point() else 0.0
         if distance > 16 * ulps:
-            raise TraceError(
-                f"the model gives other results when it is run again on the same input ({name} by {distance:.2g})",
-                place=place,
-                mend="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
-            )
+            return f"{name} by {distance:.2g}"
+    return None
 
 
 def in_double(batch: Batch) -> Batch:

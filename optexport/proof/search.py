@@ -26,6 +26,7 @@ from optexport.proof.reference import Call, Reference
 from optexport.proof.running import in_double
 from optexport.runtimes import Run
 from optexport.signature import Batch, Signature
+from optexport.state import buffers_kept
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -136,7 +137,7 @@ def measurer(
             double = copy.deepcopy(model).double()
 
     def measure(case: Case) -> tuple[Reference, dict[str, Bound]] | None:
-        with torch.no_grad():
+        with torch.no_grad(), buffers_kept(model):
             try:
                 outputs = run(model, case.batch)
                 exact = outputs if double is None else run(double, in_double(case.batch))

@@ -27,7 +27,7 @@ def _changes(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
         [t.rule, node, change.target, ", ".join(change.replaced), ", ".join(t.formats)]
         for t in manifest.transformations
         for change in t.changes
-        for node in change.nodes
+        for node in change.nodes or [""]  # of nodes that were only taken away there is none
     ]
 
 
