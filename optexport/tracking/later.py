@@ -13,7 +13,8 @@ from optexport.tracking import facts, store
 from optexport.tracking.finished import RUN_TAG, Finished
 from optexport.tracking.registry import Registered
 from optexport.tracking.run import REASON_TAG, START_TAG, give_up, new_run
-from optexport.tracking.sending import check_tellable, registered, send
+from optexport.tracking.sending import registered, send
+from optexport.tracking.told import tell
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
     """As `log_bundle`, for whoever has locked the folder."""
     digests.read_manifest(folder)
     finished = Finished.read(folder)
-    check_tellable(finished)
+    told = tell(finished)
     uri = uri or _own_uri(finished, folder)
     run_id: str | None = None
     client: Any = None
@@ -63,27 +64,27 @@ def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
         found = store.experiment_id(client, experiment or finished.asked.tracking.experiment, Path())
         run = _run_of(client, found, finished)
         if run is not None and run.info.status == "FINISHED":
-            outcome = registered(client, run.info.run_id, finished)
+            outcome = registered(client, run.info.run_id, told)
             return _logged(client, run.info.run_id, True, outcome)
         if run is None:
             run_id = _started(client, found, finished)
         else:
             run_id = str(run.info.run_id)
             _resume(client, run)
-        done = _logged(client, run_id, False, send(client, run_id, finished))
+        done = _logged(client, run_id, False, send(client, run_id, told))
         client.set_terminated(run_id)
         return done
     except BaseException as error:  # mlflow, SQLAlchemy and requests each raise their own, and a signal may come
-        told = error
+        failed = error
         if isinstance(error, Exception) and (isinstance(error, TrackingError) or not isinstance(error, OptexportError)):
             again = shlex.join(["optexport", "log", str(finished.folder)])
             mend = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
-            told = store.failure(error, uri, mend)
+            failed = store.failure(error, uri, mend)
         if run_id is not None:
-            give_up(client, run_id, str(told) or type(told).__name__)
-        if told is error:
+            give_up(client, run_id, str(failed) or type(failed).__name__)
+        if failed is error:
             raise
-        raise told from error
+        raise failed from error
 
 
 def _own_uri(finished: Finished, folder: Path) -> str:

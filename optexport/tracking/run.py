@@ -18,10 +18,11 @@ from typing import Any
 from optexport.config.file import TrackingConfig
 from optexport.errors import BundleError, TrackingError
 from optexport.redaction import redact_error
-from optexport.tracking import store
+from optexport.tracking import facts, store
 from optexport.tracking.finished import Finished
 from optexport.tracking.registry import Registered
 from optexport.tracking.sending import send, send_params
+from optexport.tracking.told import tell
 
 REASON_TAG = "optexport.blame.failure"
 # The environment variable with the id of a run that others are nested under, as those of a batch are.
@@ -63,7 +64,7 @@ class Tracker:
             experiment = store.experiment_id(self._client, self._config.experiment, folder)
             self.run_id = new_run(self._client, experiment, self._bundle.name, tags)
             self.page = store.page(self._client.tracking_uri, experiment, self.run_id)
-            send_params(self._client, self.run_id, settings)
+            send_params(self._client, self.run_id, facts.params(settings))
 
         self._guarded(action)
 
@@ -74,7 +75,7 @@ class Tracker:
             finished = Finished.read(self._bundle)
             if finished.measured.origin.mlflow_run not in (None, self.run_id):  # where file systems know no locks
                 raise BundleError("it is of another run, which has replaced this one's", place=str(self._bundle))
-            self.registered = send(self._client, str(self.run_id), finished)
+            self.registered = send(self._client, str(self.run_id), tell(finished))
 
         self._guarded(action)
 
