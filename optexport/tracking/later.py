@@ -10,9 +10,10 @@ from typing import Any
 from optexport.bundle import digests, drafts, parts
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.tracking import facts, store
-from optexport.tracking.finished import RUN_TAG, Finished
+from optexport.tracking.finished import Finished
+from optexport.tracking.known import run_of
 from optexport.tracking.registry import Registered
-from optexport.tracking.run import REASON_TAG, START_TAG, give_up, new_run
+from optexport.tracking.run import REASON_TAG, give_up, new_run
 from optexport.tracking.sending import registered, send
 from optexport.tracking.told import tell
 
@@ -62,7 +63,7 @@ def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
     try:
         client = store.open_store(uri, Path())
         found = store.experiment_id(client, experiment or finished.asked.tracking.experiment, Path())
-        run = _run_of(client, found, finished)
+        run = run_of(client, found, finished)
         if run is not None and run.info.status == "FINISHED":
             outcome = registered(client, run.info.run_id, told)
             return _logged(client, run.info.run_id, True, outcome)
@@ -104,29 +105,6 @@ def _own_uri(finished: Finished, folder: Path) -> str:
             mend=f"If that is where they belong, say so: {shlex.join(['optexport', 'log', str(folder), '--uri', uri])}",
         )
     return uri
-
-
-def _run_of(client: Any, experiment: str, finished: Finished) -> Any:
-    """The run that was started for the bundle, or that it was sent to before; None where there is none.
-
-    Whoever writes a bundle may name any run in it: one that holds another bundle, or none of ours, is not believed.
-    """
-    from mlflow.exceptions import MlflowException
-
-    if (known := finished.measured.origin.mlflow_run) is not None:
-        try:
-            run = client.get_run(known)
-        except MlflowException as error:  # it is that of another store
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-        else:
-            held = run.data.tags.get(RUN_TAG)
-            waits = held is None and START_TAG in run.data.tags and run.info.status != "FINISHED"
-            if run.info.lifecycle_stage == "active" and (waits or held == finished.identity[RUN_TAG]):
-                return run
-    found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{finished.identity[RUN_TAG]}'")
-    # Two where an answer was lost on the way, and the run was started again.
-    return next((run for run in found if run.info.status == "FINISHED"), found[0] if found else None)
 
 
 def _started(client: Any, experiment: str, finished: Finished) -> str:

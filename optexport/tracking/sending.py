@@ -12,6 +12,7 @@ from optexport.bundle import digests
 from optexport.errors import BundleError
 from optexport.tracking import arrived
 from optexport.tracking.finished import BUNDLE, Finished
+from optexport.tracking.known import FOLDER_TAG, folder_of
 from optexport.tracking.model import logged_model
 from optexport.tracking.registry import Registered, register
 from optexport.tracking.told import Told
@@ -23,7 +24,8 @@ def send(client: Any, run_id: str, told: Told) -> Registered | None:
     from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
     finished = told.finished
-    client.log_batch(run_id, tags=[RunTag(key, text) for key, text in finished.identity.items()])
+    tags = {**finished.identity, FOLDER_TAG: folder_of(finished.folder)}
+    client.log_batch(run_id, tags=[RunTag(key, text) for key, text in tags.items()])
     send_params(client, run_id, told.params)
     client.log_inputs(run_id, told.datasets)
     model_id = None if told.model is None else logged_model(client, run_id, told.model, finished)
