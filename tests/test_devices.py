@@ -20,7 +20,7 @@ from optexport.bench.worker import bound
 from optexport.blame.files import blame_files
 from optexport.kept import surroundings
 from optexport.tracking.finished import Finished
-from optexport.tracking.model import logged_model
+from optexport.tracking.model import onnx_model
 from tests import exports
 from tests.calling import Caller, CliRunner, cli, config, message
 
@@ -166,7 +166,7 @@ def test_the_measurements_of_a_run_name_the_device() -> None:
 
 
 def test_mlflow_gets_no_model_for_a_card(for_a_card: Path) -> None:
-    assert logged_model(None, "", Finished.read(for_a_card)) is None
+    assert onnx_model(Finished.read(for_a_card)) is None
 
 
 def test_a_package_may_stand_in_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 from optexport.bundle import digests, drafts, parts
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.tracking import facts, store
-from optexport.tracking.finished import RUN_TAG, Finished
+from optexport.tracking.finished import Finished
+from optexport.tracking.known import run_of
 from optexport.tracking.registry import Registered
-from optexport.tracking.run import REASON_TAG, START_TAG, give_up, new_run
-from optexport.tracking.sending import check_tellable, registered, send
+from optexport.tracking.run import REASON_TAG, give_up, new_run
+from optexport.tracking.sending import registered, send
+from optexport.tracking.told import tell
 
 
 @dataclass(frozen=True)
@@ -54,36 +56,36 @@ def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
     """As `log_bundle`, for whoever has locked the folder."""
     digests.read_manifest(folder)
     finished = Finished.read(folder)
-    check_tellable(finished)
+    told = tell(finished)
     uri = uri or _own_uri(finished, folder)
     run_id: str | None = None
     client: Any = None
     try:
         client = store.open_store(uri, Path())
         found = store.experiment_id(client, experiment or finished.asked.tracking.experiment, Path())
-        run = _run_of(client, found, finished)
+        run = run_of(client, found, finished)
         if run is not None and run.info.status == "FINISHED":
-            outcome = registered(client, run.info.run_id, finished)
+            outcome = registered(client, run.info.run_id, told)
             return _logged(client, run.info.run_id, True, outcome)
         if run is None:
             run_id = _started(client, found, finished)
         else:
             run_id = str(run.info.run_id)
             _resume(client, run)
-        done = _logged(client, run_id, False, send(client, run_id, finished))
+        done = _logged(client, run_id, False, send(client, run_id, told))
         client.set_terminated(run_id)
         return done
     except BaseException as error:  # mlflow, SQLAlchemy and requests each raise their own, and a signal may come
-        told = error
+        failed = error
         if isinstance(error, Exception) and (isinstance(error, TrackingError) or not isinstance(error, OptexportError)):
             again = shlex.join(["optexport", "log", str(finished.folder)])
             mend = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
-            told = store.failure(error, uri, mend)
+            failed = store.failure(error, uri, mend)
         if run_id is not None:
-            give_up(client, run_id, str(told) or type(told).__name__)
-        if told is error:
+            give_up(client, run_id, str(failed) or type(failed).__name__)
+        if failed is error:
             raise
-        raise told from error
+        raise failed from error
 
 
 def _own_uri(finished: Finished, folder: Path) -> str:
@@ -103,29 +105,6 @@ def _own_uri(finished: Finished, folder: Path) -> str:
             mend=f"If that is where they belong, say so: {shlex.join(['optexport', 'log', str(folder), '--uri', uri])}",
         )
     return uri
-
-
-def _run_of(client: Any, experiment: str, finished: Finished) -> Any:
-    """The run that was started for the bundle, or that it was sent to before; None where there is none.
-
-    Whoever writes a bundle may name any run in it: one that holds another bundle, or none of ours, is not believed.
-    """
-    from mlflow.exceptions import MlflowException
-
-    if (known := finished.measured.origin.mlflow_run) is not None:
-        try:
-            run = client.get_run(known)
-        except MlflowException as error:  # it is that of another store
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-        else:
-            held = run.data.tags.get(RUN_TAG)
-            waits = held is None and START_TAG in run.data.tags and run.info.status != "FINISHED"
-            if run.info.lifecycle_stage == "active" and (waits or held == finished.identity[RUN_TAG]):
-                return run
-    found = client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{finished.identity[RUN_TAG]}'")
-    # Two where an answer was lost on the way, and the run was started again.
-    return next((run for run in found if run.info.status == "FINISHED"), found[0] if found else None)
 
 
 def _started(client: Any, experiment: str, finished: Finished) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,34 @@ from optexport.tracking.store import made_once
 _NUMPY_NAMES = {"bool": "bool_"}
 
 
-def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
-    """The id of the run's model, which is logged, or completed, where that was not done yet; None without ONNX file.
+@dataclass(frozen=True)
+class OnnxModel:
+    """What MLflow's model is made of; weights that lie beside the file are read when they are sent."""
+
+    path: Path
+    proto: Any
+    signature: Any
+    requirements: Sequence[str]
+
+
+def onnx_model(finished: Finished) -> OnnxModel | None:
+    """The ONNX file of a bundle, as far as it can be sent as a model; None where it has none.
 
     One for a card is none: MLflow's models name providers, and not that these are to compute without TF32.
     """
-    name = _onnx_file(finished)
-    if name is None:
+    import onnx
+
+    files = (file for file in finished.manifest.artifacts if (file.format, file.device) == ("onnx", "cpu"))
+    if (record := next(files, None)) is None:
         return None
+    path, versions = finished.folder / record.path, finished.manifest.versions
+    # Named, because finding them out would load the model in a process of its own.
+    requirements = [f"{name}=={versions[name]}" for name in ("onnx", "onnxruntime", "mlflow")]
+    return OnnxModel(path, onnx.load(path, load_external_data=False), signature(finished.manifest), requirements)
+
+
+def logged_model(client: Any, run_id: str, made: OnnxModel, finished: Finished) -> str:
+    """The id of the run's model, which is logged, or completed, where that was not done yet."""
     import mlflow.onnx
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
     from mlflow.models import Model
@@ -54,12 +76,11 @@ def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
         folder = Path(scratch) / "model"
         mlflow.onnx.save_model(
-            _proven(finished, name),
+            _proven(made, finished),
             folder,
             mlflow_model=Model(artifact_path=model.artifact_location, run_id=run_id, model_id=model_id),
-            signature=signature(finished.manifest),
-            # Named, because finding them out would load the model in a process of its own.
-            pip_requirements=_requirements(finished),
+            signature=made.signature,
+            pip_requirements=made.requirements,
             onnx_execution_providers=["CPUExecutionProvider"],
             metadata={
                 "optexport_version": finished.manifest.optexport_version,
@@ -72,38 +93,20 @@ def logged_model(client: Any, run_id: str, finished: Finished) -> str | None:
     return model_id
 
 
-def check_model(finished: Finished) -> None:
-    """Raises whatever it does where a bundle's ONNX file can be no model of MLflow's; its weights are not read."""
-    import onnx
-
-    if (name := _onnx_file(finished)) is not None:
-        onnx.load(finished.folder / name, load_external_data=False)
-        signature(finished.manifest)
-        _requirements(finished)
-
-
-def _onnx_file(finished: Finished) -> str | None:
-    files = (file for file in finished.manifest.artifacts if (file.format, file.device) == ("onnx", "cpu"))
-    return next((file.path for file in files), None)
-
-
-def _requirements(finished: Finished) -> list[str]:
-    return [f"{name}=={finished.manifest.versions[name]}" for name in ("onnx", "onnxruntime", "mlflow")]
-
-
-def _proven(finished: Finished, name: str) -> Any:
-    """The ONNX model of a file, whose bytes are those that were proven.
+def _proven(made: OnnxModel, finished: Finished) -> Any:
+    """The ONNX model with its weights, whose bytes are those that were proven.
 
     Raises:
         BundleError: They are not.
     """
     import onnx
 
-    model = onnx.load(finished.folder / name)
+    onnx.load_external_data_for_model(made.proto, str(made.path.parent))
+    files = (made.path, made.path.with_name(f"{made.path.name}.data"))
     for record in finished.manifest.files:
-        if record.path in (name, f"{name}.data"):
+        if finished.folder / record.path in files:
             digests.check_file(finished.folder / record.path, record)
-    return model
+    return made.proto
 
 
 def signature(manifest: Manifest) -> Any:

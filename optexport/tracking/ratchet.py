@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pydantic import BaseModel
+
+from optexport.bundle import sealed_json
 from optexport.bundle.manifest import (
     ArtifactRecord,
     DecisionRecord,
@@ -15,9 +18,12 @@ from optexport.bundle.manifest import (
     PlaceRecord,
     TensorRecord,
 )
-from optexport.bundle.measured import FigureRecord, Measured
+from optexport.bundle.measured import BenchRecord, FigureRecord, Measured
+from optexport.bundle.places import MANIFEST
+from optexport.config.decisions import MEASURES
+from optexport.config.file import ParityConfig
 from optexport.config.registering import RatchetConfig
-from optexport.errors import on_one_line
+from optexport.errors import BundleError, on_one_line
 from optexport.redaction import redact
 from optexport.tracking.finished import Finished
 
@@ -27,6 +33,14 @@ _FREE = DimRecord(min=1, max=None)
 _MACHINE = ("host", "processor", "cpus")
 # In characters: names are the model's, and those of the champion are whoever's wrote its documents.
 _LONGEST, _LONGEST_SIDE = 2000, 800
+# Figures of a manifest have three digits.
+_ROUNDING = 1.01
+
+
+class _Proven(BaseModel):
+    """What the config of a champion allowed its proof."""
+
+    parity: ParityConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,12 @@ class Verdict:
 
 
 def compare(new: Finished, champion: Finished, allowed: RatchetConfig) -> Verdict:
-    """Compares two bundles in whatever both of them have."""
+    """Compares two bundles in whatever both of them have.
+
+    Raises:
+        BundleError: The champion's figures cannot be true.
+    """
+    _check_possible(champion)
     worse = [*_interface(new.manifest, champion.manifest), *_parity(new.manifest, champion.manifest, allowed.parity)]
     worse += _sizes(new.manifest, champion.manifest, allowed.size)
     missing = []
@@ -227,3 +246,40 @@ def _latency(new: Measured, champion: Measured, allowed: float) -> Iterator[str]
         if ours.low_ms > theirs.high_ms * (1 + allowed):
             taken, other = (f"{row.p50_ms:.4g} ms ({row.low_ms:.4g} to {row.high_ms:.4g})" for row in (ours, theirs))
             yield f"latency: {ours.artifact} at {ours.shape} takes {taken}, the champion's {other}"
+
+
+def _check_possible(champion: Finished) -> None:
+    """Checks that figures can be those of a bundle that passed its proof: whoever wrote the run's files may say others.
+
+    Raises:
+        BundleError: They cannot.
+    """
+    manifest = champion.manifest
+    sealed_json.validated(_Proven, manifest.config, champion.folder / MANIFEST)
+    bench = champion.measured.bench
+    wrong = [
+        *(what for place in manifest.parity.places for what in _impossible(manifest, place)),
+        *(f"{row.artifact} at {row.shape}: {row.low_ms:g} to {row.high_ms:g} ms" for row in _reversed(bench)),
+    ]
+    if wrong:
+        raise BundleError(f"no bundle that passed says so: {shown(wrong[0])}", place=str(champion.folder))
+
+
+def _impossible(manifest: Manifest, place: PlaceRecord) -> Iterator[str]:
+    for output in place.outputs if place.precision is None else ():
+        # As far as any case, which may have a limit of its own.
+        limit = max((case.limit for case in output.cases if case.limit is not None), default=0.0)
+        floor = manifest.parity.bounds[output.output].floor if output.output in manifest.parity.bounds else math.inf
+        if (output.multiple or 0.0) * floor > _ROUNDING * limit or any(case.failure for case in output.cases):
+            yield f"{place.place}, {output.output}: {output.multiple} times a floor of {floor:g}, {limit:g} allowed"
+    for decision in place.decisions:
+        # The interval of a mean may reach beyond what a value can be. Of a metric of one's own nothing is known.
+        least = MEASURES[decision.measure][0] if decision.measure in MEASURES else None
+        if least is not None and decision.mean is not None and not least <= decision.mean <= 1:
+            yield f"{place.title}, {decision.measure}: {decision.mean:g}"
+
+
+def _reversed(bench: BenchRecord | None) -> Iterator[FigureRecord]:
+    for row in [] if bench is None else bench.figures:
+        if row.low_ms is not None and row.high_ms is not None and not 0 < row.low_ms <= row.high_ms:
+            yield row

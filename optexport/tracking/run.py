@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from optexport.bundle import drafts, parts
 from optexport.config.file import TrackingConfig
 from optexport.errors import BundleError, TrackingError
 from optexport.redaction import redact_error
-from optexport.tracking import store
+from optexport.tracking import facts, store
 from optexport.tracking.finished import Finished
+from optexport.tracking.known import FOLDER_TAG, START_TAG, folder_of, run_of
 from optexport.tracking.registry import Registered
 from optexport.tracking.sending import send, send_params
+from optexport.tracking.told import tell
 
 REASON_TAG = "optexport.blame.failure"
 # The environment variable with the id of a run that others are nested under, as those of a batch are.
@@ -29,8 +32,6 @@ PARENT_VARIABLE = "OPTEXPORT_PARENT_RUN"
 # That with what the runs of an attempt of a batch are known by, so that they can be ended where its process cannot.
 ATTEMPT_VARIABLE = "OPTEXPORT_ATTEMPT"
 ATTEMPT_TAG = "optexport.attempt"
-# Another one for each call that starts a run, by which it is found where the answer was lost.
-START_TAG = "optexport.start"
 # Where it is set nothing is tracked: someone else sends the bundle.
 LATER_VARIABLE = "OPTEXPORT_LOG_LATER"
 
@@ -63,7 +64,8 @@ class Tracker:
             experiment = store.experiment_id(self._client, self._config.experiment, folder)
             self.run_id = new_run(self._client, experiment, self._bundle.name, tags)
             self.page = store.page(self._client.tracking_uri, experiment, self.run_id)
-            send_params(self._client, self.run_id, settings)
+            send_params(self._client, self.run_id, facts.params(settings))
+            end_left(self._client, experiment, self._bundle)
 
         self._guarded(action)
 
@@ -74,7 +76,7 @@ class Tracker:
             finished = Finished.read(self._bundle)
             if finished.measured.origin.mlflow_run not in (None, self.run_id):  # where file systems know no locks
                 raise BundleError("it is of another run, which has replaced this one's", place=str(self._bundle))
-            self.registered = send(self._client, str(self.run_id), finished)
+            self.registered = send(self._client, str(self.run_id), tell(finished))
 
         self._guarded(action)
 
@@ -121,6 +123,27 @@ def give_up(client: Any, run_id: str, reason: str) -> None:
     with contextlib.suppress(Exception), store.hastily():
         client.set_terminated(run_id, "FAILED")
         client.set_tag(run_id, REASON_TAG, redact_error(reason)[:5000])
+
+
+def end_left(client: Any, experiment: str, bundle: Path) -> None:
+    """Marks the run of an earlier bundle as FAILED where it is RUNNING yet, and nobody sends to it any more.
+
+    The store was lost before its end, or the program was killed. `optexport log` completes it all the same, as long as
+    the bundle is there. Whoever sends a bundle has locked it, and the run says which folder that is: a copy may be sent
+    elsewhere. What keeps this from being done is no failure of the next run.
+    """
+    with (
+        contextlib.suppress(Exception),
+        store.hastily(),
+        drafts.locked(parts.whole(bundle), wait=False) as free,
+        # Had once more only where the file system knows no locks, so that nothing tells who sends.
+        drafts.locked(parts.whole(bundle), wait=False) as again,
+    ):
+        if not free or again:
+            return
+        run, place = run_of(client, experiment, Finished.read(bundle)), folder_of(bundle)
+        if run is not None and run.info.status == "RUNNING" and run.data.tags.get(FOLDER_TAG, place) == place:
+            give_up(client, run.info.run_id, "it ended before all was sent, and another run to its output began")
 
 
 @contextlib.contextmanager

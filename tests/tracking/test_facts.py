@@ -32,7 +32,7 @@ def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
     finished = Finished.read(bundle(tmp_path, manifest=change))
     client = mlflow.MlflowClient(uri)
     run_id = client.create_run("0").info.run_id
-    send_params(client, run_id, finished.manifest.config)
+    send_params(client, run_id, facts.params(finished.manifest.config))
     client.log_batch(run_id, metrics=[Metric(name, value, 0, 0) for name, value in facts.metrics(finished).items()])
     run = client.get_run(run_id)
     assert sum(key.startswith("inputs.setting") for key in run.data.params) == 250
@@ -51,7 +51,7 @@ def test_names_that_mlflow_does_not_take_are_changed_and_none_hides_another(tmp_
     uri = stores.store(tmp_path)
     client = mlflow.MlflowClient(uri)
     run_id = client.create_run("0").info.run_id
-    send_params(client, run_id, {"model": {"arguments": {name: number for number, name in enumerate(names)}}})
+    send_params(client, run_id, facts.params({"model": {"arguments": {name: i for i, name in enumerate(names)}}}))
     metrics = facts.metrics(Finished.read(bundle(tmp_path, manifest=change)))
     client.log_batch(run_id, metrics=[Metric(name, value, 0, 0) for name, value in metrics.items()])
     run = client.get_run(run_id)

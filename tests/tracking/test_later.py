@@ -230,6 +230,14 @@ def test_what_mlflow_cannot_be_told_is_the_bundles_fault_before_anything_is_sent
     assert runs(uri) == []
 
 
+def test_figures_that_cannot_be_drawn_are_the_bundles_fault_and_not_the_stores(tmp_path: Path) -> None:
+    """They were drawn only when half was sent, and the store was to be asked again for ever."""
+    uri, place = stores.store(tmp_path), bundle(tmp_path, measurements=timed(-1.7e308, 1.7e308))
+    with pytest.raises(BundleError, match="MLflow cannot be told of it: .*[Oo]verflow"):
+        log_bundle(place, uri)
+    assert runs(uri) == []
+
+
 def test_a_bundle_whose_onnx_file_is_none_is_at_fault_and_not_the_store(tmp_path: Path) -> None:
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     (place / "model.onnx").write_bytes(b"no model of ONNX's")

@@ -213,6 +213,23 @@ def test_a_manifest_of_impossible_figures_is_not_compared_with(tmp_path: Path, c
         verdict(tmp_path, {}, {"manifest": change})
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"manifest": multiple(1e308)}, "onnx, hidden: 1e[+]308 times a floor"),
+        ({"manifest": lambda m: m["config"]["parity"].update(multiple=0.5)}, "schema: parity.multiple"),
+        ({"manifest": lowered("int8", -1e308)}, "argmax_agreement: -1e[+]308"),
+        ({"measurements": timed(-1.0, 1e300)}, "onnx at batch=1: -1 to 1e[+]300 ms"),
+    ],
+)
+def test_a_champion_whose_figures_no_proof_has_passed_is_not_compared_with(
+    tmp_path: Path, changes: dict[str, Change], told: str
+) -> None:
+    """Anything would be better, and get the alias."""
+    with pytest.raises(BundleError, match=told):
+        verdict(tmp_path, {}, changes)
+
+
 def test_a_sum_of_dimensions_has_the_range_of_both(tmp_path: Path) -> None:
     def change(high: int) -> Change:
         return sized({"p": [0, 8], "s": [1, high]}, x=["p", "s", 8], mask=[1, "p + s"])
