@@ -268,7 +268,7 @@ def _check_possible(champion: Finished) -> None:
 def _impossible(manifest: Manifest, place: PlaceRecord) -> Iterator[str]:
     for output in place.outputs if place.precision is None else ():
         # As far as any case, which may have a limit of its own.
-        limit = max((case.limit for case in output.cases if case.limit is not None), default=0.0)
+        limit = max((math.inf if case.limit is None else case.limit for case in output.cases), default=math.inf)
         floor = manifest.parity.bounds[output.output].floor if output.output in manifest.parity.bounds else math.inf
         if (output.multiple or 0.0) * floor > _ROUNDING * limit or any(case.failure for case in output.cases):
             yield f"{place.place}, {output.output}: {output.multiple} times a floor of {floor:g}, {limit:g} allowed"
