@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from optexport.bundle.digests import sha256
@@ -54,6 +55,41 @@ def code_of(module: str) -> dict[str, str]:
     if _INSTALLED.intersection(folder.parts):
         folder /= module.partition(".")[0]
     return {path.name: sha256(path), **{name: sha256(folder / name) for name in imported_from(folder)}}
+
+
+def imports_of(modules: Iterable[str], folder: Path) -> set[str]:
+    """The packages that code imports, by their first names, also where it does so only once it is called.
+
+    The code is that of the modules, of all beside them that is not installed, and of all that was imported from a
+    folder. It is read, since of what is loaded much has no say: a run that is tracked loads more than one that is not.
+
+    Args:
+        modules: Those that define the classes which are looked at; what else an installed package holds is its own.
+    """
+    files = {folder / name for name in imported_from(folder)}
+    for module in modules:
+        top = module.partition(".")[0]
+        if top not in KNOWN:
+            files |= set(_files(module, module.rpartition(".")[0] if top in _OF_MODELS else top))
+    names = {name for file in files if file.suffix == ".py" for name in _imports(ast.parse(file.read_bytes()))}
+    return names - KNOWN - sys.stdlib_module_names
+
+
+def _files(module: str, package: str) -> Iterator[Path]:
+    """The file of a module, and those of its package that were imported and are not installed."""
+    for name, known in list(sys.modules.items()):
+        if name in (module, package) or name.startswith(f"{package}."):
+            path = Path(getattr(known, "__file__", None) or "")
+            if path.is_file() and (name == module or not _INSTALLED.intersection(path.parts)):
+                yield path
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def packages_of(modules: Iterable[str], folder: Path) -> dict[str, str]:

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from optexport.bundle.digests import sha256
-from optexport.bundle.imported import imported_from, packages_of
+from optexport.bundle.imported import imported_from, imports_of, packages_of
 from optexport.config.decisions import METRIC
 from optexport.config.file import Config
 from optexport.config.source import SourceKind, source_kind
@@ -34,7 +36,10 @@ class Lock(BaseModel):
         weights_sha256: Over names, dtypes, shapes and bytes of its state_dict.
         files: SHA-256 of each file that the config names, and of each module beside it that code which it names
             imports, by its path as seen from the config.
-        packages: SHA-256 over the code of each other package that the model, its rules and its measures are of.
+        imports: Versions of the installed packages that the code of the model, its rules and its measures imports, and
+            of those that its texts and images are read with.
+        packages: SHA-256 over the code of each other package that the model, its rules and its measures are of, and of
+            each that this code imports and that is not installed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -43,6 +48,7 @@ class Lock(BaseModel):
     revision: str | None
     weights_sha256: str
     files: dict[str, str]
+    imports: dict[str, str]
     packages: dict[str, str]
 
 
@@ -57,12 +63,14 @@ def make(job: Job, folder: Path, versions: Mapping[str, str]) -> Lock:
     Args:
         folder: The config's folder, which paths are relative to.
     """
+    imports, packages = _code(job, folder)
     return Lock(
         versions=dict(versions),
         revision=job.loaded.revision,
         weights_sha256=job.loaded.weights_sha256,
         files=_digests(job.config, folder, imported_from(folder)),
-        packages=_packages(job, folder),
+        imports=imports,
+        packages=packages,
     )
 
 
@@ -119,7 +127,8 @@ def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping
         ConfigError: They are not; all that differ are named.
     """
     files = _digests(config, path.parent, lock.files)
-    _refuse(_differences(lock.versions, versions) + _differences(lock.files, files, 12), path)
+    was, now = {**lock.imports, **lock.versions}, {**_versions(lock.imports), **versions}
+    _refuse(_differences(was, now) + _differences(lock.files, files, 12), path)
 
 
 def check_model(lock: Lock, job: Job, path: Path) -> None:
@@ -134,11 +143,12 @@ def check_model(lock: Lock, job: Job, path: Path) -> None:
     was = {"the model's weights": lock.weights_sha256, **lock.files}
     imported = {name: sha256(path.parent / name) for name in imported_from(path.parent)}
     now = {"the model's weights": job.loaded.weights_sha256, **lock.files, **imported}
+    imports, packages = _code(job, path.parent)
     locked, found = (
-        {f"the code of {name}": digest for name, digest in packages.items()}
-        for packages in (lock.packages, _packages(job, path.parent))
+        {f"the code of {name}": digest for name, digest in each.items()} for each in (lock.packages, packages)
     )
-    _refuse(_differences(was, now, 12) + _differences(locked, found, 12), path)
+    others = _differences(lock.imports, imports) + _differences(locked, found, 12)
+    _refuse(_differences(was, now, 12) + others, path)
 
 
 def _refuse(differences: list[str], path: Path) -> None:
@@ -173,12 +183,27 @@ def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, s
     return {name: sha256(path) for name, path in sorted(files.items()) if path.is_file()}
 
 
-def _packages(job: Job, folder: Path) -> dict[str, str]:
-    """Digests of the packages, elsewhere than beside the config, that make the model, its rules and its measures."""
+def _code(job: Job, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The lock's ``imports`` and ``packages``."""
     made = [*job.loaded.model.modules(), *(rule.transformation for rule in job.rules)]
     called = [job.config.model.source, *(job.config.parity.decisions or ())]
     named = [place.removeprefix(METRIC).partition(":")[0] for place in called if place.startswith(METRIC)]
-    return packages_of({*named, *(type(each).__module__ for each in made)}, folder)
+    modules = {*named, *(type(each).__module__ for each in made)}
+    imported = imports_of(modules, folder)
+    imported |= set() if job.loaded.pretrained is None else {"tokenizers"}
+    imported |= set() if job.config.inputs.images is None else {"PIL", "numpy"}
+    installed = metadata.packages_distributions() if imported else {}
+    versions = _versions(package for name in imported for package in installed.get(name, ()))
+    return versions, packages_of({*modules, *(imported - installed.keys())}, folder)
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def named_files(config: Config, folder: Path) -> Iterator[tuple[str, Path]]:

@@ -15,9 +15,12 @@ from optexport import devices, interrupts, pipeline
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.config.file import Config, checked_settings
+from optexport.config.mistakes import Mistakes
+from optexport.config.source import check_beside_source, check_module, check_source
 from optexport.errors import ConfigError
 from optexport.job import rules_of, unmeasured
 from optexport.kept import store
+from optexport.registry import PLUGIN
 from optexport.sources import archives
 from optexport.sources.foreign_code import check_foreign_code
 from optexport.stages import Stages
@@ -53,11 +56,38 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
         )
     config = _in_order(unmeasured(checked_settings(manifest.config, str(bundle))), manifest)
     check_foreign_code(config, str(bundle))
+    _check_named(config, bundle, folder)
     devices.check(config.model.device, config.export.formats, str(bundle))
     with store.off(), interrupts.temporary_folder() as scratch:
         job = pipeline.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)
         made = pipeline.produce(replace(job, beside=bundle.resolve()), stages).manifest
         return [*_reasons(manifest, made), *_differences(bundle, manifest, scratch / "bundle", made)]
+
+
+def _check_named(config: Config, bundle: Path, folder: Path) -> None:
+    """Checks that what the config names is there, as of a config in the folder.
+
+    Raises:
+        ConfigError: It is not; most likely the folder is another than that of the config.
+    """
+    path = folder / "config.toml"
+    mistakes = Mistakes(str(path))
+    called = {f"transformations[{index}].use": rule.use for index, rule in enumerate(config.rules())}
+    called |= {f"parity.decisions.{name}": name for name in config.parity.decisions or ()}
+    for key, name in called.items():
+        if name.startswith(PLUGIN):
+            mistakes.of(check_module, name.removeprefix(PLUGIN), folder, f"{path}: {key}")
+    mistakes.of(check_source, config, path)
+    mistakes.of(check_beside_source, config, path)
+    try:
+        mistakes.tell()
+    except ConfigError as error:
+        raise ConfigError(
+            error.cause,
+            place=(error.place or "").replace(str(path), str(bundle), 1),
+            mend=f"What its config names is looked for in {folder.resolve()}: give the folder of that config with "
+            "--folder, and install the packages that it names.",
+        ) from error
 
 
 def _in_order(config: Config, manifest: Manifest) -> Config:

@@ -33,6 +33,7 @@ def lock(config: Path) -> None:
             job = pipeline.prepare(read, folder, rules, scratch / "bundle", scratch, stages)
             made = lockfile.make(job, folder, versions())
     path = lockfile.write(made, config)
-    counts = f"{len(made.versions)} versions, files: {len(made.files)}, packages of the model: {len(made.packages)}"
+    versions_held = len(made.versions) + len(made.imports)
+    counts = f"{versions_held} versions, files: {len(made.files)}, packages of the model: {len(made.packages)}"
     echo(f"Wrote {path}: the model's weights, {counts}. Then:")
     echo(f"  optexport run --locked {config}")

@@ -189,8 +189,9 @@ def init(source: str, output: Path, force: bool) -> None:
     SOURCE is a folder (the default is this one), a hub id, package:NAME/PATH, python:module:factory,
     mlflow:models:/NAME@ALIAS, a .pt2 file, or a TorchScript file (.pt, .ts, .jit).
     """
-    from optexport.cli.starter import GUESS, missing_model, starter_config
+    from optexport.cli.starter import GUESS, starter_config
     from optexport.config.file import parse_config
+    from optexport.config.source import missing_model, source_folder
 
     if output.exists() and not force:
         raise click.UsageError(f"{output} is there already. Give another --output, or --force.")
@@ -209,8 +210,9 @@ def init(source: str, output: Path, force: bool) -> None:
     echo(f"Wrote {output}. Read it, then: optexport run {output}")
     if GUESS in text:
         echo(f"The inputs are a guess: edit [inputs] in {output}.")
-    if (missing := missing_model(source, output.parent)) is not None:
-        echo(f"{missing}.")
+    lies = source_folder(source, output.parent)
+    if lies is not None and (missing := missing_model(lies)) is not None:
+        echo(f"{source} {missing[0]}: edit model.source. {missing[1]}")
 
 
 @cli.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +73,6 @@ def starter_config(source: str, folder: Path) -> str:
         f"experiment = {_quoted(name)}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def missing_model(source: str, folder: Path) -> str | None:
-    """Why a folder cannot be loaded as a model; None where it can, or is none."""
-    path = folder / os.path.expanduser(source)
-    if source_kind(source, folder) is not SourceKind.FOLDER or (path / "config.json").is_file():
-        return None
-    if (path / "manifest.json").is_file() and (path / "model.pt2").is_file():
-        return f"{source} is a bundle, and no model to start from: name {Path(source) / 'model.pt2'}"
-    return f"{source} holds no config.json, so it is no folder of a transformers model: edit model.source"
 
 
 def _config_json(source: str, folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from optexport import registry
 from optexport.bundle.places import check_place, output_of
 from optexport.config.mistakes import Mistakes
-from optexport.config.source import check_module, is_template, source_folder
+from optexport.config.source import check_module, is_template, missing_model, source_folder
 from optexport.errors import ConfigError, did_you_mean
 from optexport.extras import check_extra
 from optexport.formats import lowerings
@@ -168,13 +168,22 @@ def check_here(config: Config, path: Path) -> None:
         path: The config's.
 
     Raises:
-        ConfigError: An extra is missing, something else is where the bundle goes, or nothing can be written there.
+        ConfigError: The model's folder holds no model, an extra is missing, something else is where the bundle goes, or
+            nothing can be written there.
     """
     mistakes = Mistakes(str(path))
+    mistakes.of(_check_model_folder, config, path)
     for key, extra, otherwise in _extras(config, path.parent):
         mistakes.of(check_extra, extra, f"{path}: {key}", otherwise)
     mistakes.of(check_place, output_of(config, path.parent))
     mistakes.tell()
+
+
+def _check_model_folder(config: Config, path: Path) -> None:
+    """Not of every config that is read: what ``init`` writes for a folder without a model is there to be edited."""
+    lies = source_folder(config.model.source, path.parent)
+    if lies is not None and (missing := missing_model(lies)) is not None:
+        raise ConfigError(f"{config.model.source} {missing[0]}", place=f"{path}: model.source", mend=missing[1])
 
 
 def check_extras(config: Config, path: Path) -> None:

@@ -145,6 +145,19 @@ def source_folder(source: str, folder: Path) -> Path | None:
     return None if found is None else found / inner
 
 
+def missing_model(path: Path) -> tuple[str, str] | None:
+    """Why no model of transformers can be loaded from a place, and what to do; None where one can, or a program."""
+    is_program = path.suffix in (".pt2", *TORCHSCRIPT_SUFFIXES)
+    if is_program or any((path / name).is_file() for name in ("config.json", "modules.json")):
+        return None
+    if (path / "manifest.json").is_file() and (path / "model.pt2").is_file():
+        return "is a bundle, and no model to start from", f"Name {path / 'model.pt2'}."
+    return (
+        "holds no config.json, so it is no folder of a transformers model",
+        'Give the folder that save_pretrained wrote, a .pt2 or TorchScript file, or "python:module:factory".',
+    )
+
+
 def check_module(location: str, folder: Path, place: str) -> None:
     """Refuses ``module:name`` where there is no such module, without importing it."""
     module = location.partition(":")[0].partition(".")[0]

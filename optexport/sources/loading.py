@@ -20,7 +20,7 @@ from optexport import registry, transformers_exporters
 from optexport.applications import pretrained_files, sentence_embedding
 from optexport.arguments import Arguments, Constant, holding, taking_tensors
 from optexport.config.file import ModelConfig
-from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, source_kind
+from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_model, source_kind
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.formats import torch_lowerings
 from optexport.signature import as_arguments
@@ -191,12 +191,8 @@ def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
         return Loaded.of_program(program, revision)
     if path.suffix in TORCHSCRIPT_SUFFIXES:
         return Loaded(torchscript.load(path), revision=revision)
-    if not any((path / name).is_file() for name in ("config.json", "modules.json")):
-        raise SourceError(
-            "it holds no config.json, so it is no folder of a transformers model",
-            place=str(path),
-            mend='Give the folder that save_pretrained wrote, a .pt2 or TorchScript file, or "python:module:factory".',
-        )
+    if (missing := missing_model(path)) is not None:
+        raise SourceError(f"it {missing[0]}", place=str(path), mend=missing[1])
     loaded = _from_pretrained(str(path), config, local=True)
     return Loaded(loaded.model, revision=revision, pretrained=loaded.pretrained)
 

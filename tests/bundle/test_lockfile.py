@@ -278,7 +278,7 @@ def test_everything_that_differs_is_named_at_once(locked: Path) -> None:
 
 def test_a_model_of_the_hub_is_loaded_at_the_revision_that_was_locked(tmp_path: Path) -> None:
     config = parse_config('[model]\nsource = "org/name"', tmp_path / "mine.toml")
-    lock = Lock(versions={}, revision="abc123", weights_sha256="0", files={}, packages={})
+    lock = Lock(versions={}, revision="abc123", weights_sha256="0", files={}, imports={}, packages={})
     assert lockfile.pinned(config, lock, tmp_path).model.revision == "abc123"
     (tmp_path / "org" / "name").mkdir(parents=True)  # now a folder, which has no revisions
     assert lockfile.pinned(config, lock, tmp_path).model.revision is None
@@ -286,7 +286,7 @@ def test_a_model_of_the_hub_is_loaded_at_the_revision_that_was_locked(tmp_path: 
 
 def test_a_lock_that_cannot_be_written_whole_leaves_the_one_before(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    lock = Lock(versions={"torch": "1"}, revision=None, weights_sha256="0" * 64, files={}, packages={})
+    lock = Lock(versions={"torch": "1"}, revision=None, weights_sha256="0" * 64, files={}, imports={}, packages={})
     lockfile.write(lock, config)
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))

@@ -184,6 +184,19 @@ def test_a_bundle_whose_source_is_gone_is_one_clear_error(project: Path) -> None
     assert "reproduced" in message(reproduce(project), 2)
 
 
+def test_a_bundle_made_again_from_another_folder_than_its_configs_is_told_of_folder(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said to put the file beside the config, where it lies; it was looked for in the working directory."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    bundle = project / "build" / "model"
+    told = message(CliRunner().invoke(cli, ["reproduce", str(bundle)]), 2)
+    assert f"{bundle}: model.source: there is no module reproduced\n" in told
+    assert f"looked for in {tmp_path / 'elsewhere'}: give the folder of that config with --folder" in told
+    assert "beside the config" not in told
+
+
 @pytest.mark.parametrize("damage", [lambda folder: (folder / "model.onnx").write_bytes(b"x"), shutil.rmtree])
 def test_a_damaged_bundle_is_not_made_again(project: Path, damage: Callable[[Path], object]) -> None:
     damage(project / "build" / "model")

@@ -124,6 +124,22 @@ def test_check_says_that_only_a_model_of_transformers_needs_no_inputs(call: Call
     assert "It gives no inputs" not in call("check", MODEL).stdout
 
 
+@pytest.mark.parametrize("source", ["./model", "package:click"])
+def test_check_refuses_a_folder_that_holds_no_model(call: Caller, tmp_path: Path, source: str) -> None:
+    (tmp_path / "model").mkdir()
+    told = message(call("check", f'[model]\nsource = "{source}"\n'), 2)
+    assert f"model.source: {source} holds no config.json, so it is no folder of a transformers model" in told
+    assert "Give the folder that save_pretrained wrote" in told
+
+
+def test_check_refuses_a_bundle_as_a_model_and_names_the_program_in_it(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    for name in ("manifest.json", "model.pt2"):
+        (tmp_path / "made" / name).touch()
+    told = message(call("check", '[model]\nsource = "./made"\n'), 2)
+    assert f"./made is a bundle, and no model to start from\n  Name {tmp_path / 'made' / 'model.pt2'}." in told
+
+
 def test_check_refuses_texts_for_a_file_that_has_no_tokenizer(call: Caller, tmp_path: Path) -> None:
     (tmp_path / "model.pt2").touch()
     told = message(call("check", '[model]\nsource = "model.pt2"\n[inputs]\ntexts = ["a"]\n'), 2)
