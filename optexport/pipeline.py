@@ -29,8 +29,8 @@ from optexport.config.text import without_secrets
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.html_report import page
 from optexport.inputs import preparing
+from optexport.installed import versions
 from optexport.job import Job, resolved, rules_of, unmeasured
-from optexport.kept.surroundings import versions
 from optexport.original import run_reference, trace_original
 from optexport.proof import decisions, floor
 from optexport.proof.parity import PlaceParity, Proof

@@ -15,10 +15,9 @@ import onnxruntime
 import pytest
 import torch
 
-from optexport import Bundle, DeviceError, devices, runtimes, verify
+from optexport import Bundle, DeviceError, devices, installed, runtimes, verify
 from optexport.bench.worker import bound
 from optexport.blame.files import blame_files
-from optexport.kept import surroundings
 from optexport.tracking.finished import Finished
 from optexport.tracking.model import onnx_model
 from tests import exports
@@ -170,5 +169,5 @@ def test_mlflow_gets_no_model_for_a_card(for_a_card: Path) -> None:
 
 
 def test_a_package_may_stand_in_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "_IN_PLACE_OF", {"no-such-package": "numpy"})
-    assert surroundings._version("no-such-package") == np.__version__
+    monkeypatch.setattr(installed, "_IN_PLACE_OF", {"no-such-package": "numpy"})
+    assert installed._version("no-such-package") == np.__version__

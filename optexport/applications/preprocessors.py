@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from optexport import interrupts
+from optexport.applications import tokenizer_growth
 from optexport.applications.pretrained_files import find
 from optexport.errors import BundleError, first_line
 
@@ -139,6 +140,8 @@ def _loaded(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> A
 
     if (processor := _at_hand(pretrained, kind)) is not None:
         return processor
+    if kind == "tokenizer":
+        tokenizer_growth.check(pretrained.name, options)
     return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
         pretrained.name, **_BACKENDS.get(kind, {}), **options
     )
@@ -180,6 +183,8 @@ def load(folder: Path, kind: Kind) -> Any:
     import transformers
 
     try:
+        if kind == "tokenizer":
+            tokenizer_growth.check(folder / FOLDER, {})
         return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
             folder / FOLDER, local_files_only=True, trust_remote_code=False, **_BACKENDS.get(kind, {})
         )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from optexport.applications import sentence_settings
+from optexport.applications import sentence_settings, tokenizer_growth
 from optexport.applications.pretrained_files import find
 from optexport.applications.sentence_settings import MODULES
 from optexport.errors import SourceError, first_line
@@ -130,6 +130,7 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     sentence_settings.check(name, options)
     given = {**model_options, "weights_only": True}  # what is given here goes before what the folder says
     try:
+        tokenizer_growth.check(name, options)
         sentences = SentenceTransformer(name, device="cpu", model_kwargs=given, **options).eval()
     except Exception as error:  # sentence-transformers, transformers and the hub's client raise many kinds
         raise SourceError(

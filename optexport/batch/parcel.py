@@ -23,7 +23,7 @@ from optexport.bundle.parts import read_bundles
 from optexport.config.file import Config
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.generation.export import check_output
-from optexport.kept.surroundings import versions
+from optexport.installed import versions
 from optexport.tracking.later import log_locked
 from optexport.tracking.run import LATER_VARIABLE
 from optexport.tracking.store import resolved_uri

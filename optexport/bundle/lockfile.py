@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -21,7 +21,9 @@ from optexport.config.decisions import METRIC
 from optexport.config.file import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, first_line
-from optexport.job import Job
+
+if TYPE_CHECKING:
+    from optexport.job import Job
 
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".onnx", ".gguf")
 _MEND = "Go back to what was locked; or see that the change is meant, and lock again: optexport lock {}"

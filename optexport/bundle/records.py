@@ -25,8 +25,8 @@ from optexport.bundle.manifest import (
     TransformationRecord,
 )
 from optexport.config.file import Config
+from optexport.installed import versions
 from optexport.job import Made
-from optexport.kept.surroundings import versions
 from optexport.machine import machine
 from optexport.redaction import redact
 from optexport.signature import TensorSpec

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from optexport import devices, interrupts, pipeline
+from optexport import devices, installed, interrupts, pipeline
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.config.file import Config, checked_settings
@@ -102,9 +102,7 @@ def _in_order(config: Config, manifest: Manifest) -> Config:
 
 def _reasons(was: Manifest, now: Manifest) -> Iterator[str]:
     """What went in otherwise, and may be why."""
-    for name in sorted({*was.versions, *now.versions}):
-        if was.versions.get(name) != now.versions.get(name):
-            yield f"{name} was {was.versions.get(name, 'absent')}, and is {now.versions.get(name, 'absent')} now"
+    yield from installed.changed(was.versions, now.versions)
     if was.model.revision != now.model.revision:
         yield f"the model's revision was {was.model.revision}, and is {now.model.revision} now"
     if was.model.weights_sha256 != now.model.weights_sha256:

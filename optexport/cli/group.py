@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from optexport import interrupts
+from optexport import installed, interrupts
 from optexport.bundle.places import NO_ROOM, cache
 from optexport.cli.console import echo
 from optexport.errors import OptexportError
@@ -132,8 +132,12 @@ class Group(click.Group):
                 _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
             if isinstance(error, SystemExit):
                 _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
-            # A defect of ours, or of a library: still one message.
             told = f"{type(error).__name__}: {redact_error(str(error))}"
+            try:
+                installed.check()
+            except OptexportError as unmet:
+                _fail(ctx, f"{told}\n  {unmet}", unmet.exit_code)
+            # A defect of ours, or of a library: still one message.
             _fail(ctx, f"{told}\n  This is a defect: please report it, with --debug.", 1)
 
 

@@ -19,19 +19,20 @@ def lock(config: Path) -> None:
 
     Loads the model. What is written, CONFIG.lock, belongs in version control beside the config.
     """
+    from optexport import installed
     from optexport.config.file import load_config
 
     read, folder = load_config(config), config.parent
+    installed.check()
     with progress(quiet=False) as stages:
         from optexport import interrupts, pipeline
         from optexport.bundle import lockfile
         from optexport.job import rules_of
-        from optexport.kept.surroundings import versions
 
         with contextlib.redirect_stdout(sys.stderr), interrupts.temporary_folder() as scratch:
             rules = rules_of(read, folder, ())  # as a run does: they too import what lies beside the config
             job = pipeline.prepare(read, folder, rules, scratch / "bundle", scratch, stages)
-            made = lockfile.make(job, folder, versions())
+            made = lockfile.make(job, folder, installed.versions())
     path = lockfile.write(made, config)
     versions_held = len(made.versions) + len(made.imports)
     counts = f"{versions_held} versions, files: {len(made.files)}, packages of the model: {len(made.packages)}"

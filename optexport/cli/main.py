@@ -82,12 +82,16 @@ def run(
     as_json: bool,
 ) -> None:
     """Transform, prove and export the model that CONFIG names."""
-    from optexport import ci_reports
+    from optexport import ci_reports, installed
+    from optexport.bundle import lockfile
     from optexport.bundle.places import kept, output_of
     from optexport.config.file import load_config
 
     try:
         read = load_config(config, without)  # a mistake in the file is told before torch is imported
+        if locked and read.generation is None:  # and so is what transformers would refuse to be imported with
+            lockfile.check_surroundings(lockfile.read(config), read, config, installed.versions())
+        installed.check()
     except ConfigError as error:
         ci_reports.start(junit, [config])
         ci_reports.publish(config.name, None, error, junit)

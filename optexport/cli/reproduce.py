@@ -31,12 +31,16 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
     with --key.
     """
     with progress(quiet=False) as stages:
-        from optexport.bundle import reproduction
+        from optexport import installed
+        from optexport.bundle import digests
 
         if key is not None:
             from optexport.trust import signing
 
             signing.check(bundle, key)
+        installed.check(digests.read_manifest(bundle).versions)
+        from optexport.bundle import reproduction
+
         with contextlib.redirect_stdout(sys.stderr):
             differing = reproduction.reproduce(bundle, folder, stages)
     if differing:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optexport import registry
+from optexport import installed, registry
 from optexport.bundle.places import check_place, output_of
 from optexport.config.mistakes import Mistakes
 from optexport.config.source import check_module, is_template, missing_model, source_folder
@@ -168,14 +168,15 @@ def check_here(config: Config, path: Path) -> None:
         path: The config's.
 
     Raises:
-        ConfigError: The model's folder holds no model, an extra is missing, something else is where the bundle goes, or
-            nothing can be written there.
+        ConfigError: The model's folder holds no model, an extra is missing, a package is of another version than is
+            needed, something else is where the bundle goes, or nothing can be written there.
     """
     mistakes = Mistakes(str(path))
     mistakes.of(_check_model_folder, config, path)
     for key, extra, otherwise in _extras(config, path.parent):
         mistakes.of(check_extra, extra, f"{path}: {key}", otherwise)
     mistakes.of(check_place, output_of(config, path.parent))
+    mistakes.of(installed.check)
     mistakes.tell()
 
 

@@ -50,6 +50,12 @@ def _folder(path: str) -> str:
     return path
 
 
+def _once(formats: list[Format]) -> list[Format]:
+    if len(set(formats)) < len(formats):
+        raise ValueError("a format is given more than once")
+    return formats
+
+
 _LARGEST_SIZE = 2**31 - 1
 
 
@@ -254,7 +260,7 @@ class ParityConfig(_Table):
     """
 
     # Below 1 the original itself would not pass.
-    multiple: float = Field(default=4.0, ge=1, allow_inf_nan=False)
+    multiple: float = Field(default=4.0, ge=1, le=1e6, allow_inf_nan=False)
     atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     effort: Effort = "standard"
@@ -275,7 +281,7 @@ class ExportConfig(_Table):
         layout: Where the files lie in the bundle; by default beside the manifest.
     """
 
-    formats: list[Format] = Field(default=list(FORMATS), min_length=1)
+    formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_once)] = list(FORMATS)
     output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
     opset: int | None = Field(default=None, ge=18, le=26)
     lowerings: dict[Format, list[str]] = {}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # What files of TorchScript are called.
 TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")
+DATA_SUFFIXES = (".safetensors", ".npz", ".jsonl")
 
 
 # What stands for each model of a registry, in the template of a batch.
@@ -115,6 +116,12 @@ def check_beside_source(config: Config, path: Path) -> None:
         raise ConfigError(str(error), place=f"{path}: export.output") from error
     if config.inputs.data is not None and not _is_file(folder, config.inputs.data):
         raise ConfigError(f"there is no file {config.inputs.data}", place=f"{path}: inputs.data")
+    if config.inputs.data is not None and Path(config.inputs.data).suffix not in DATA_SUFFIXES:
+        raise ConfigError(
+            f"files of the kind {Path(config.inputs.data).suffix or config.inputs.data} are not known",
+            place=f"{path}: inputs.data",
+            mend=f"Give one of {', '.join(DATA_SUFFIXES)}.",
+        )
     for image in config.inputs.images or []:
         if not _is_file(folder, image):
             raise ConfigError(f"there is no file {image}", place=f"{path}: inputs.images")

@@ -18,7 +18,7 @@ _ENCODED = re.compile(r"%(?:2D|2E|3\d|[46][1-9A-F]|[57][\dA]|5F)", re.ASCII | re
 
 
 def check_uri(uri: str) -> str:
-    """Refuses a URI that names no place, one of a kind that is nearly, but not, one of MLflow's, and a malformed one.
+    """Refuses a URI that names no place, one of a kind that is none of MLflow's, and a malformed one.
 
     What stands before a host has to be percent-encoded, or nobody could tell where a password ends; and a key of the
     query must not be, or nobody could tell that a password begins.
@@ -27,10 +27,9 @@ def check_uri(uri: str) -> str:
         ValueError: It is one of these; no part of a password is told.
     """
     scheme, separator, rest = uri.partition("://")
-    kind = scheme.partition("+")[0]
-    near = did_you_mean(kind, _STORES)
-    if separator and kind not in _STORES and near.startswith("Did") and not _is_of_a_package(scheme):
-        raise ValueError(f"MLflow has no stores of the kind {kind}. {near}")
+    kind = scheme.partition("+")[0].lower()
+    if separator and kind not in _STORES and not _is_of_a_package(scheme):
+        raise ValueError(f"MLflow has no stores of the kind {kind}. {did_you_mean(kind, _STORES)}")
     if kind.partition(":")[0] in ("http", "https") and not rest.strip("/"):
         raise ValueError(f"{redact(uri)} names no host")
     if uri == "file://":

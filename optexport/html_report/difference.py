@@ -362,4 +362,4 @@ def show(difference: Difference, console: Console) -> None:
 
 
 def _equal(section: Section) -> str:
-    return f"({section.same:,} more are equal)" if section.same else ""
+    return f"({section.same:,} more {'is' if section.same == 1 else 'are'} equal)" if section.same else ""

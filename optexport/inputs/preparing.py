@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport.applications import images
+from optexport.applications import images, tokenizer_growth
 from optexport.applications.processing import as_whole_numbers, check_images
 from optexport.config.file import InputsConfig, TensorConfig
 from optexport.errors import ConfigError, did_you_mean, first_line
@@ -215,9 +215,9 @@ def _from_texts(
     if pretrained is None:
         raise ConfigError("this model has no tokenizer", place=place, mend="Give its inputs as data instead.")
     try:
-        tokenizer = pretrained.tokenizer or transformers.AutoTokenizer.from_pretrained(
-            pretrained.name, **pretrained.options
-        )
+        if (tokenizer := pretrained.tokenizer) is None:
+            tokenizer_growth.check(pretrained.name, pretrained.options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.name, **pretrained.options)
     except Exception as error:  # transformers raises many kinds where it finds no tokenizer
         raise ConfigError(
             f"its tokenizer cannot be loaded: {first_line(error)}", place=place, mend="Give token ids as data instead."

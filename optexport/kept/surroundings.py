@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import optexport
+from optexport.installed import versions
 from optexport.machine import machine
-
-_PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
-# Another package with the same modules.
-_IN_PLACE_OF = {"onnxruntime": "onnxruntime-gpu"}
-
-
-def versions() -> dict[str, str]:
-    """The versions of everything that has a say in the files."""
-    return {
-        "optexport": optexport.__version__,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return importlib.metadata.version(_IN_PLACE_OF[package])
 
 
 def surroundings() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_mo
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.formats import torch_lowerings
 from optexport.signature import as_arguments
-from optexport.sources import adapters, archives, patterns, program_signature, torchscript
+from optexport.sources import adapters, archives, depths, patterns, program_signature, torchscript
 from optexport.sources.tasks import AUTO_CLASSES
 from optexport.tracing.raising import unlift
 
@@ -210,6 +210,8 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
             return _from_sentence_transformers(name, config, options)
         if (beside_it := pretrained_files.find(name, patterns.CONFIG, options)) is not None:
             patterns.check(beside_it)  # transformers loads an adapter that lies beside a model without being asked
+        if (settings := pretrained_files.find(name, "config.json", options)) is not None:
+            depths.check(settings)
         with transformers_exporters.quiet():
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             cls = _model_class(config.task, model_config)
@@ -221,6 +223,12 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     except (ConfigError, SourceError):
         raise
     except Exception as error:  # transformers and its hub client raise many kinds
+        if "Weights only load failed" in str(error):  # torch advises to run the code
+            raise SourceError(
+                "its weights are a pickle that calls code, which is not run",
+                place=f"model.source: {config.source}",
+                mend="Save them as safetensors, on a machine that may run that code: model.save_pretrained(folder).",
+            ) from error
         raise SourceError(
             f"transformers could not load it: {first_line(error)}",
             place=f"model.source: {config.source}",

@@ -112,6 +112,10 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
         (table("inputs.tensors", ""), "inputs.tensors"),
         (table("tracking", 'uri = ""'), "tracking.uri"),
         (table("tracking", 'uri = "http:/host"'), "tracking.uri"),
+        (table("tracking", 'uri = "gopher://x"'), "tracking.uri"),
+        (table("parity", "multiple = 1e300"), "parity.multiple"),
+        (table("export", 'formats = ["onnx", "onnx"]'), "export.formats"),
+        (table("inputs", 'data = "mine.toml"'), "inputs.data: files of the kind .toml are not known"),
     ],
     ids=[
         "multiple inf",
@@ -126,6 +130,10 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
         "no tensors",
         "empty uri",
         "uri without its slashes",
+        "uri of no store",
+        "multiple beyond reason",
+        "format twice",
+        "data of no known kind",
     ],
 )
 def test_a_value_that_no_run_can_use_is_refused_before_one(text: str, key: str, tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""No tokenizer makes texts longer without bounds, and those of known models are taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optexport.applications import tokenizer_growth
+
+REGEX = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
+# As tokenizers made of a sentencepiece model have it.
+LLAMA = {
+    "normalizer": {
+        "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            REGEX,
+        ]
+    },
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split"}, {"type": "ByteLevel"}]},
+    "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {}}, {"Sequence": {}}], "pair": []},
+    "decoder": {"decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "Fuse"}]},
+}
+# As those have it that write marks of punctuation in one way.
+PUNCTUATION = {"normalizer": {"normalizers": [{"pattern": {"Regex": r"\p{Pd}[\s,]?"}, "content": "-"}] * 40}}
+DOUBLED = {"pattern": {"String": "a"}, "content": "aa"}
+BOMBS: dict[str, dict[str, Any]] = {
+    "replacing": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLED] * 10}},
+    "replacing in a sequence of sequences": {"normalizer": {"normalizers": [{"normalizers": [DOUBLED] * 2}] * 5}},
+    "replacing nothing": {"normalizer": {"normalizers": [{"pattern": {"Regex": "x*"}, "content": "x"}] * 10}},
+    "prepending": {"normalizer": {"type": "Prepend", "prepend": "a" * 1000}},
+    "bytes of bytes": {"pre_tokenizer": {"pretokenizers": [{"type": "ByteLevel"}] * 5}},
+    "a template of one text": {"post_processor": {"single": [{"Sequence": {"id": "A"}}] * 1001, "pair": []}},
+    "both ways": {"normalizer": {"normalizers": [DOUBLED] * 6}, "decoder": {"decoders": [DOUBLED] * 6}},
+}
+
+
+def _check(folder: Path, settings: object) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    tokenizer_growth.check(folder, {})
+
+
+@pytest.mark.parametrize("settings", [LLAMA, PUNCTUATION, {}, [], {"normalizer": None}], ids=lambda s: str(s)[:20])
+def test_what_tokenizers_do_is_taken(tmp_path: Path, settings: object) -> None:
+    _check(tmp_path, settings)
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_what_makes_a_text_more_than_a_thousand_times_as_long_is_refused(tmp_path: Path, bomb: str) -> None:
+    with pytest.raises(ValueError, match="times as long"):
+        _check(tmp_path, BOMBS[bomb])
