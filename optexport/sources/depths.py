@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from optexport.applications.pretrained_files import find
 from optexport.errors import SourceError
 
+_FILE = "config.json"
 _MOST = 4096  # the deepest models have some hundreds
 _COUNTS = re.compile(r"(layers?|depths?|blocks)$")  # num_hidden_layers, n_layer, depths, num_blocks
 
 
-def check(path: Path) -> None:
+def check(name: str, options: Mapping[str, Any]) -> None:
     """Checks that a model has no more layers than can be made in a short time.
 
     Args:
-        path: That of ``config.json``.
+        name: A folder, or a hub id.
+        options: As for ``from_pretrained``.
 
     Raises:
         SourceError: It has.
     """
-    try:
-        counts = list(_counts(json.loads(path.read_text(encoding="utf-8"))))
-    except (ValueError, OSError, RecursionError):  # which transformers tells
-        return
-    for key, count in counts:
-        if count > _MOST:
-            raise SourceError(
-                f"{key} is {count:,}, and no model has more than {_MOST} layers",
-                place=str(path),
-                mend="Give the number of layers that the weights are of.",
-            )
+    # Sentence-transformers have one in a folder of each part.
+    here = sorted(Path(name).rglob(_FILE)) if Path(name).is_dir() else [find(name, _FILE, options)]
+    for path in here:
+        try:
+            counts = [] if path is None else list(_counts(json.loads(path.read_text(encoding="utf-8"))))
+        except (ValueError, OSError, RecursionError):  # which transformers tells
+            continue
+        for key, count in counts:
+            if count > _MOST:
+                raise SourceError(
+                    f"{key} is {count:,}, and no model has more than {_MOST} layers",
+                    place=str(path),
+                    mend="Give the number of layers that the weights are of.",
+                )
 
 
 def _counts(value: Any, key: str = "") -> Iterator[tuple[str, float]]:

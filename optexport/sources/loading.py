@@ -206,12 +206,11 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         **({"revision": config.revision} if config.revision else {}),
     }
     try:
+        depths.check(name, options)
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
         if (beside_it := pretrained_files.find(name, patterns.CONFIG, options)) is not None:
             patterns.check(beside_it)  # transformers loads an adapter that lies beside a model without being asked
-        if (settings := pretrained_files.find(name, "config.json", options)) is not None:
-            depths.check(settings)
         with transformers_exporters.quiet():
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             cls = _model_class(config.task, model_config)

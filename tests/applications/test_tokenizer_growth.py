@@ -52,3 +52,15 @@ def test_what_tokenizers_do_is_taken(tmp_path: Path, settings: object) -> None:
 def test_what_makes_a_text_more_than_a_thousand_times_as_long_is_refused(tmp_path: Path, bomb: str) -> None:
     with pytest.raises(ValueError, match="times as long"):
         _check(tmp_path, BOMBS[bomb])
+
+
+def test_a_number_that_python_does_not_read_hides_nothing(tmp_path: Path) -> None:
+    bomb = json.dumps({**BOMBS["replacing"], "version": 7}).replace("7", "7" * 5000)
+    (tmp_path / "tokenizer.json").write_text(bomb)
+    with pytest.raises(ValueError, match="times as long"):
+        tokenizer_growth.check(tmp_path, {})
+
+
+def test_a_file_of_something_else_need_be_no_json(tmp_path: Path) -> None:
+    (tmp_path / "notes.json").write_text("{'of': 'a user'}")
+    tokenizer_growth.check(tmp_path, {})

@@ -27,10 +27,17 @@ def test_a_config_of_more_layers_than_can_be_made_is_refused_at_once(tmp_path: P
 def test_the_layers_of_each_part_are_counted(tmp_path: Path, settings: object) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(SourceError, match="no model has more than"):
-        depths.check(tmp_path / "config.json")
+        depths.check(str(tmp_path), {})
+
+
+def test_the_layers_of_a_part_in_a_folder_of_its_own_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "0_Transformer").mkdir()
+    (tmp_path / "0_Transformer" / "config.json").write_text('{"num_hidden_layers": 100000}')
+    with pytest.raises(SourceError, match="0_Transformer"):
+        depths.check(str(tmp_path), {})
 
 
 def test_numbers_of_other_things_may_be_as_large_as_they_are(tmp_path: Path) -> None:
     settings = {"num_hidden_layers": 126, "vocab_size": 10**6, "depth_multiplier": 1e9, "layer_types": ["full"] * 126}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    depths.check(tmp_path / "config.json")
+    depths.check(str(tmp_path), {})
