@@ -97,7 +97,10 @@ def _check_operator(name: str, place: str) -> None:
     """Refuses what a graph calls, or passes on to be called, where it is no operator that computes."""
     if not _OPERATOR.fullmatch(name):
         raise SourceError(f"its graph calls {name}, which is no operator", place=place, mend=MEND)
-    if any(map(script_code.forbidden_name, name.split("."), itertools.repeat("."))):
+    parts = name.split(".")
+    if any(map(script_code.forbidden_name, parts, itertools.repeat("."))) or (
+        name.startswith("torch.ops.") and script_code.is_forbidden("::".join(parts[2:4]))
+    ):
         raise SourceError(f"its graph calls {name}, which does more than compute", place=place, mend=MEND)
 
 

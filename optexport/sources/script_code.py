@@ -11,7 +11,16 @@ from typing import Any
 _NAMESPACES = r"(?:_?c10d\w*|symm_mem|debugprims|inductor\w*|profiler|static_runtime)"
 _NAMESPACE = re.compile(_NAMESPACES)
 _FILES = ("from_file", "save", "load_tensor")
-_OPERATORS = re.compile(rf"{_NAMESPACES}::\w+|\w+::(?:{'|'.join(_FILES)})|prim::Print")
+# Print, change what later calls in the process do, or tell where something lies in memory. As words of a text these
+# names may well be a model's own, so that only operators are held to them, before any of them has run.
+_EFFECTS = (
+    "_print|manual_seed|seed|initial_seed|data_ptr|_cufft_(?:set_plan_cache_max_size|clear_plan_cache)"
+    "|(?:read|write|\\w+_(?:from|to))_file"
+)
+_OPERATORS = re.compile(
+    rf"(?:{_NAMESPACES}|debug_mode_ops|streams|_dtensor)::\w+|\w+::(?:{'|'.join(_FILES)}|{_EFFECTS})"
+    r"|prim::(?:Print|id|rpc_\w+|PythonOp|IgnoredPythonOp|TimePoint|AddStatValue)"
+)
 # Runs as a file is loaded.
 _AT_LOADING = "__setstate__"
 # As torch's own lexer reads a program, to which blanks and comments may stand anywhere between two tokens.
@@ -37,6 +46,11 @@ def forbidden_name(name: str, after: str) -> str | None:
     if name in _FILES or name == _AT_LOADING or (after == "." and _NAMESPACE.fullmatch(name)):
         return name
     return None
+
+
+def is_forbidden(operator: str) -> bool:
+    """Whether an operator does more than compute, by its name: ``aten::save``."""
+    return _OPERATORS.fullmatch(operator) is not None
 
 
 def forbidden_text(code: str) -> str | None:
@@ -73,7 +87,7 @@ def forbidden_operator(unit: Any) -> str | None:
     """
     for function in unit.get_functions():
         for node in _nodes(function.graph):
-            if _OPERATORS.fullmatch(node.kind()):
+            if is_forbidden(node.kind()):
                 return str(node.kind())
             if node.kind() == "prim::CreateObject":
                 made = node.output().type().annotation_str
