@@ -37,9 +37,19 @@ _KIND = re.compile(
 )
 # The texts that torch keeps and never evaluates: messages, stack traces, the paths of modules.
 _FREE_TEXT = ("metadata", "as_string", "torch_version")
-_JSON = ("in_spec", "out_spec", "context")
+_TREES = ("in_spec", "out_spec")
+# What arguments and outputs lie in. torch would import a module for the factory of a defaultdict, and call any class
+# for a namedtuple; those of transformers are of classes that it has registered itself.
+_CONTAINER = re.compile(
+    r"builtins\.(?:dict|list|tuple)|collections\.(?:OrderedDict|deque)|torch\.Size"
+    r"|torch\.fx\.immutable_collections\.immutable_(?:list|dict)|transformers\.[\w.]+"
+)
+# The loader counts up to the number of a size that depends on data.
+_COUNTED = re.compile(r"(?:u|zuf)\d{7,}")
 _EXPRESSIONS = ("expr_str", "guards_code")
 _NAME = re.compile(r"[\w.@:/ +-]*")
+# Of values, which become variables in the code that torch writes: a dotted one would be an attribute of torch's own.
+_VARIABLES = ("name", "as_name")
 # What sizes and guards are made of: the classes of sympy and of torch that stand for arithmetic, and the inputs.
 _FUNCTION = re.compile(
     r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Mod|Max|Min|Abs|And|Or|Not|floor|ceiling|sqrt|max|min|Equality"
@@ -78,6 +88,8 @@ def check(value: Any, place: str, key: str = "") -> None:
                     raise SourceError(f"{kind} is no known kind of an argument", place=place, mend=MEND)
         for name, item in value.items():
             check(name, place)
+            if key == "range_constraints" and _COUNTED.fullmatch(name):
+                raise SourceError(f"{name} is a size beyond any that torch counts", place=place, mend=MEND)
             if name == "as_operator" and isinstance(item, str):
                 _check_operator(item, place)
             if name not in _FREE_TEXT:
@@ -85,12 +97,37 @@ def check(value: Any, place: str, key: str = "") -> None:
     elif isinstance(value, list):
         for item in value:
             check(item, place, key)
-    elif isinstance(value, str) and value and key in _JSON:
-        check(json.loads(value), place)
-    elif isinstance(value, str) and not (_is_expression(value) if key in _EXPRESSIONS else _NAME.fullmatch(value)):
+    elif isinstance(value, str) and value and key in _TREES:
+        version, tree = json.loads(value)
+        check(version, place)
+        _check_tree(tree, place)
+    elif isinstance(value, str) and not _is_plain(value, key):
         shown = redact(value)
         shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
         raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=MEND)
+
+
+def _is_plain(text: str, key: str) -> bool:
+    if key in _EXPRESSIONS:
+        return _is_expression(text)
+    return re.fullmatch(r"\w*" if key in _VARIABLES else _NAME, text) is not None
+
+
+def _check_tree(node: Any, place: str) -> None:
+    """Refuses what tells how arguments or outputs lie in one another, where torch would import what it names."""
+    kind, context = node["type"], node["context"]
+    if set(node) != {"type", "context", "children_spec"} or not (kind is None or _CONTAINER.fullmatch(kind)):
+        raise SourceError(
+            f"its arguments or outputs lie in {kind}, which is no plain container", place=place, mend=MEND
+        )
+    keys = None if context is None else json.loads(context)
+    if any(not isinstance(key, str | int | None) for key in (keys if isinstance(keys, list) else [keys])):
+        raise SourceError(f"the keys of its {kind} are no names or numbers", place=place, mend=MEND)
+    if kind in ("builtins.dict", "collections.OrderedDict") and len(keys or ()) != len(node["children_spec"]):
+        raise SourceError(f"a {kind} of its arguments or outputs has too many keys, or too few", place=place, mend=MEND)
+    check(keys, place)
+    for child in node["children_spec"]:
+        _check_tree(child, place)
 
 
 def _check_operator(name: str, place: str) -> None:
