@@ -202,6 +202,7 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
                     script_storages.check(archive.read(info), records)
                 if name.endswith(".py"):
                     code = archive.read(info).decode()
+                    script_code.check_depth(code)
                     if (found := script_code.forbidden_text(code)) is not None:
                         raise _does_more(found, f"{path.name}: {name}")
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:

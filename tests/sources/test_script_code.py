@@ -222,3 +222,40 @@ def test_what_a_program_warns_of_is_told_without_what_steers_a_terminal(tmp_path
         told = [warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in caught]
     assert "told" in "".join(told)
     assert "\x1b" not in "".join(told)
+
+
+_DEEP = {
+    "brackets": "({inner})",
+    "signs": "-{inner}",
+    "sums": "{inner} + x",
+    "calls": "torch.neg({inner})",
+    "attributes": "{inner}.T",
+    "subscripts": "{inner}[0]",
+    "conditions": "x if True else {inner}",
+}
+
+
+@pytest.mark.parametrize("kind", [*_DEEP, "blocks", "branches"])
+def test_what_lies_too_deep_for_the_stack_is_refused_before_torch_reads_it(kind: str, tmp_path: Path) -> None:
+    for depth, refused in ((60, False), (20_000, True)):
+        if kind == "blocks":
+            line = "".join(f"if True:\n{' ' * (depth_of + 5)}" for depth_of in range(min(depth, 2000))) + "pass"
+        elif kind == "branches":
+            line = "if True:\n      pass\n" + "    elif True:\n      pass\n" * depth
+        else:
+            before, after = _DEEP[kind].split("{inner}")
+            line = f"y = {before * depth}x{after * depth}"
+        path = saying(line, tmp_path)
+        if not refused:
+            archives.load_torchscript(path)
+            continue
+        with pytest.raises(SourceError, match="its code nests more than 500 deep"):
+            archives.load_torchscript(path)
+
+
+def test_modules_in_hundreds_of_modules_open(tmp_path: Path) -> None:
+    module: nn.Module = nn.ReLU()
+    for _ in range(200):
+        module = nn.Sequential(module)
+    torch.jit.save(torch.jit.script(module), tmp_path / "model.pt")
+    assert archives.load_torchscript(tmp_path / "model.pt")(torch.ones(2)).tolist() == [1, 1]
