@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import math
 import re
 from typing import Any
 
@@ -66,6 +67,11 @@ _SYNTAX = (
 )
 _LARGEST_EXPONENT = 64
 _MOST_DIGITS = 1000
+# What sympy works out as it reads: sums multiplied out, roots of whole numbers, each argument of Max beside each other.
+_MOST_TERMS = 1000
+_MOST_NODES = 5000
+_MOST_COMPARED = 16
+_LARGEST_NUMBER = 10**20
 _WORD = re.compile(r"[A-Za-z_]\w*|-?\d+(\.\d+)?(e[+-]?\d{1,3})?")
 MEND = "Only load files that you or people you trust have made; export the model again from its source."
 
@@ -165,9 +171,74 @@ def _is_expression(text: str) -> bool:
         if not allowed:
             return False
     try:
-        return _degree(tree) <= _LARGEST_EXPONENT
+        small = len(called) <= _MOST_NODES and not any(map(_is_large, ast.walk(tree)))
+        return small and _terms(tree.body) <= _MOST_TERMS and _degree(tree) <= _LARGEST_EXPONENT
     except (ValueError, RecursionError):
         return False
+
+
+def _is_large(node: ast.AST) -> bool:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return abs(number) >= _LARGEST_NUMBER
+        case ast.Constant(value=str() as word):
+            return re.fullmatch(r"-?\d{21,}", word) is not None
+        case ast.Call(func=ast.Name(id="Max" | "Min" | "max" | "min"), args=compared):
+            return len(compared) > _MOST_COMPARED
+    return False
+
+
+def _terms(node: ast.AST) -> int:
+    """How many terms an expression has at most when it is multiplied out.
+
+    Raises:
+        ValueError: There are too many to work with, or a root is of more than a symbol or a number that stands there.
+    """
+    operands: list[ast.expr] = []
+    match node:
+        case ast.Call(func=ast.Name(id="Symbol" | "Integer" | "Float" | "Rational")):
+            return 1
+        case ast.Call(func=function, args=args):
+            operands = [function.value, *args] if isinstance(function, ast.Attribute) else args
+        case ast.BinOp(left=left, right=right):
+            operands = [left, right]
+        case ast.UnaryOp(operand=operand):
+            operands = [operand]
+        case ast.Compare(left=left, comparators=others):
+            operands = [left, *others]
+        case ast.BoolOp(values=operands) | ast.Tuple(elts=operands) | ast.List(elts=operands):
+            pass
+    terms = [_terms(operand) for operand in operands]
+    match node:
+        case ast.Call(func=ast.Name(id="Mul")) | ast.BinOp(op=ast.Mult() | ast.Div()):
+            count = math.prod(terms)
+        case (
+            ast.Call(
+                func=ast.Name(id="Pow" | "PowByNatural" | "FloatPow" | "sqrt") | ast.Attribute(attr="pow" | "sqrt")
+            )
+            | ast.BinOp(op=ast.Pow())
+        ):
+            count = _of_power(operands, terms[0])
+        case _:
+            count = sum(terms)
+    if count > _MOST_TERMS:
+        raise ValueError
+    return max(1, count)
+
+
+def _of_power(operands: list[ast.expr], terms: int) -> int:
+    """The terms of a power: a whole one is multiplied out, and for a root sympy factors what stands under it."""
+    base, *exponents = operands
+    match exponents:
+        case [ast.Call(func=ast.Name(id="Integer")) | ast.Constant(value=int()) | ast.UnaryOp() as exponent]:
+            return int(terms ** min(_number(exponent), _LARGEST_EXPONENT))
+    if isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute | ast.Name) and terms == 1:
+        plain = isinstance(base.func, ast.Attribute) or base.func.id in ("Symbol", "Integer", "Float", "Rational")
+        if plain or base.func.id in ("ToFloat", "Identity"):
+            return 1
+    if isinstance(base, ast.Constant | ast.Subscript):
+        return 1
+    raise ValueError
 
 
 def _degree(node: ast.AST) -> float:
