@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
 def echo(text: str, *, err: bool = False) -> None:
     """Prints text in which names of models, rules and files may stand: none of them steers a terminal."""
     click.echo(printable(text), err=err)
+
+
+def clean_warnings() -> None:
+    """Has warnings printed like all other text: a TorchScript program may warn of anything, in any words."""
+    warnings.formatwarning = _printable_warning
+
+
+_written = warnings.formatwarning
+
+
+def _printable_warning(*arguments: Any, **options: Any) -> str:
+    return printable(_written(*arguments, **options))
 
 
 def console() -> Console:

@@ -17,7 +17,7 @@ from optexport import __version__
 from optexport.applications.command import predict
 from optexport.cli.batch import batch
 from optexport.cli.bench import bench
-from optexport.cli.console import console, echo, progress
+from optexport.cli.console import clean_warnings, console, echo, progress
 from optexport.cli.group import Group, debug_option, json_option, junit_option, no_code_option, print_json
 from optexport.cli.lock import lock
 from optexport.cli.registry import log, promote, rollback
@@ -45,6 +45,7 @@ Exit codes:
 @click.version_option(__version__, prog_name="optexport")
 def cli() -> None:
     """Turns a PyTorch or transformers model into an optimised, portable one, with proof that it is the same."""
+    clean_warnings()
 
 
 cli.add_command(batch)

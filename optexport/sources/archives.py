@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 
 from optexport.errors import SourceError, first_line
 from optexport.sources import program_texts, script_code, script_storages
@@ -49,7 +50,9 @@ def load_pt2(path: Path) -> ExportedProgram:
     warned, log = _Warned(), logging.getLogger("torch.export")
     log.addFilter(warned)
     try:
-        return torch.export.load(path)
+        program = torch.export.load(path)
+        _check_call(program)
+        return program
     except Exception as error:  # a damaged archive fails in as many ways as it has parts
         cause = first_line(warned.error or error)
         raise SourceError(f"it is no exported program: {cause}", place=str(path), mend=MEND) from error
@@ -71,6 +74,22 @@ def pt2_module(path: Path, *, check_guards: bool = True) -> fx.GraphModule:
         return program.module(check_guards=check_guards)
     except Exception as error:  # the code is written of what the file holds
         raise SourceError(f"torch makes no module of it: {first_line(error)}", place=str(path), mend=MEND) from error
+
+
+def _check_call(program: ExportedProgram) -> None:
+    """Refuses arguments and outputs that lie in one another as the graph has none: it is told apart from the graph.
+
+    Raises:
+        ValueError: They do.
+    """
+    taken, given = program.call_spec.in_spec, program.call_spec.out_spec
+    counts = (taken.num_leaves, given.num_leaves)
+    signature = program.graph_signature
+    if [child.type for child in taken.children()] != [tuple, dict] or counts != (
+        sum(spec.kind is InputKind.USER_INPUT for spec in signature.input_specs),
+        sum(spec.kind is OutputKind.USER_OUTPUT for spec in signature.output_specs),
+    ):
+        raise ValueError("what it says that it takes and gives is not what its graph takes and gives")
 
 
 class _Warned(logging.Filter):
@@ -183,6 +202,7 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
                     script_storages.check(archive.read(info), records)
                 if name.endswith(".py"):
                     code = archive.read(info).decode()
+                    script_code.check_depth(code)
                     if (found := script_code.forbidden_text(code)) is not None:
                         raise _does_more(found, f"{path.name}: {name}")
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import math
 import re
 from typing import Any
 
@@ -37,9 +38,19 @@ _KIND = re.compile(
 )
 # The texts that torch keeps and never evaluates: messages, stack traces, the paths of modules.
 _FREE_TEXT = ("metadata", "as_string", "torch_version")
-_JSON = ("in_spec", "out_spec", "context")
+_TREES = ("in_spec", "out_spec")
+# What arguments and outputs lie in. torch would import a module for the factory of a defaultdict, and call any class
+# for a namedtuple; those of transformers are of classes that it has registered itself.
+_CONTAINER = re.compile(
+    r"builtins\.(?:dict|list|tuple)|collections\.(?:OrderedDict|deque)|torch\.Size"
+    r"|torch\.fx\.immutable_collections\.immutable_(?:list|dict)|transformers\.[\w.]+"
+)
+# The loader counts up to the number of a size that depends on data.
+_COUNTED = re.compile(r"(?:u|zuf)\d{7,}")
 _EXPRESSIONS = ("expr_str", "guards_code")
 _NAME = re.compile(r"[\w.@:/ +-]*")
+# Of values, which become variables in the code that torch writes: a dotted one would be an attribute of torch's own.
+_VARIABLES = ("name", "as_name")
 # What sizes and guards are made of: the classes of sympy and of torch that stand for arithmetic, and the inputs.
 _FUNCTION = re.compile(
     r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Mod|Max|Min|Abs|And|Or|Not|floor|ceiling|sqrt|max|min|Equality"
@@ -56,6 +67,11 @@ _SYNTAX = (
 )
 _LARGEST_EXPONENT = 64
 _MOST_DIGITS = 1000
+# What sympy works out as it reads: sums multiplied out, roots of whole numbers, each argument of Max beside each other.
+_MOST_TERMS = 1000
+_MOST_NODES = 5000
+_MOST_COMPARED = 16
+_LARGEST_NUMBER = 10**20
 _WORD = re.compile(r"[A-Za-z_]\w*|-?\d+(\.\d+)?(e[+-]?\d{1,3})?")
 MEND = "Only load files that you or people you trust have made; export the model again from its source."
 
@@ -78,6 +94,8 @@ def check(value: Any, place: str, key: str = "") -> None:
                     raise SourceError(f"{kind} is no known kind of an argument", place=place, mend=MEND)
         for name, item in value.items():
             check(name, place)
+            if key == "range_constraints" and _COUNTED.fullmatch(name):
+                raise SourceError(f"{name} is a size beyond any that torch counts", place=place, mend=MEND)
             if name == "as_operator" and isinstance(item, str):
                 _check_operator(item, place)
             if name not in _FREE_TEXT:
@@ -85,19 +103,47 @@ def check(value: Any, place: str, key: str = "") -> None:
     elif isinstance(value, list):
         for item in value:
             check(item, place, key)
-    elif isinstance(value, str) and value and key in _JSON:
-        check(json.loads(value), place)
-    elif isinstance(value, str) and not (_is_expression(value) if key in _EXPRESSIONS else _NAME.fullmatch(value)):
+    elif isinstance(value, str) and value and key in _TREES:
+        version, tree = json.loads(value)
+        check(version, place)
+        _check_tree(tree, place)
+    elif isinstance(value, str) and not _is_plain(value, key):
         shown = redact(value)
         shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
         raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=MEND)
+
+
+def _is_plain(text: str, key: str) -> bool:
+    if key in _EXPRESSIONS:
+        return _is_expression(text)
+    return re.fullmatch(r"\w*" if key in _VARIABLES else _NAME, text) is not None
+
+
+def _check_tree(node: Any, place: str) -> None:
+    """Refuses what tells how arguments or outputs lie in one another, where torch would import what it names."""
+    kind, context = node["type"], node["context"]
+    if set(node) != {"type", "context", "children_spec"} or not (kind is None or _CONTAINER.fullmatch(kind)):
+        raise SourceError(
+            f"its arguments or outputs lie in {kind}, which is no plain container", place=place, mend=MEND
+        )
+    keys = None if context is None else json.loads(context)
+    if any(not isinstance(key, str | int | None) for key in (keys if isinstance(keys, list) else [keys])):
+        raise SourceError(f"the keys of its {kind} are no names or numbers", place=place, mend=MEND)
+    if kind in ("builtins.dict", "collections.OrderedDict") and len(keys or ()) != len(node["children_spec"]):
+        raise SourceError(f"a {kind} of its arguments or outputs has too many keys, or too few", place=place, mend=MEND)
+    check(keys, place)
+    for child in node["children_spec"]:
+        _check_tree(child, place)
 
 
 def _check_operator(name: str, place: str) -> None:
     """Refuses what a graph calls, or passes on to be called, where it is no operator that computes."""
     if not _OPERATOR.fullmatch(name):
         raise SourceError(f"its graph calls {name}, which is no operator", place=place, mend=MEND)
-    if any(map(script_code.forbidden_name, name.split("."), itertools.repeat("."))):
+    parts = name.split(".")
+    if any(map(script_code.forbidden_name, parts, itertools.repeat("."))) or (
+        name.startswith("torch.ops.") and script_code.is_forbidden("::".join(parts[2:4]))
+    ):
         raise SourceError(f"its graph calls {name}, which does more than compute", place=place, mend=MEND)
 
 
@@ -125,9 +171,74 @@ def _is_expression(text: str) -> bool:
         if not allowed:
             return False
     try:
-        return _degree(tree) <= _LARGEST_EXPONENT
+        small = len(called) <= _MOST_NODES and not any(map(_is_large, ast.walk(tree)))
+        return small and _terms(tree.body) <= _MOST_TERMS and _degree(tree) <= _LARGEST_EXPONENT
     except (ValueError, RecursionError):
         return False
+
+
+def _is_large(node: ast.AST) -> bool:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return abs(number) >= _LARGEST_NUMBER
+        case ast.Constant(value=str() as word):
+            return re.fullmatch(r"-?\d{21,}", word) is not None
+        case ast.Call(func=ast.Name(id="Max" | "Min" | "max" | "min"), args=compared):
+            return len(compared) > _MOST_COMPARED
+    return False
+
+
+def _terms(node: ast.AST) -> int:
+    """How many terms an expression has at most when it is multiplied out.
+
+    Raises:
+        ValueError: There are too many to work with, or a root is of more than a symbol or a number that stands there.
+    """
+    operands: list[ast.expr] = []
+    match node:
+        case ast.Call(func=ast.Name(id="Symbol" | "Integer" | "Float" | "Rational")):
+            return 1
+        case ast.Call(func=function, args=args):
+            operands = [function.value, *args] if isinstance(function, ast.Attribute) else args
+        case ast.BinOp(left=left, right=right):
+            operands = [left, right]
+        case ast.UnaryOp(operand=operand):
+            operands = [operand]
+        case ast.Compare(left=left, comparators=others):
+            operands = [left, *others]
+        case ast.BoolOp(values=operands) | ast.Tuple(elts=operands) | ast.List(elts=operands):
+            pass
+    terms = [_terms(operand) for operand in operands]
+    match node:
+        case ast.Call(func=ast.Name(id="Mul")) | ast.BinOp(op=ast.Mult() | ast.Div()):
+            count = math.prod(terms)
+        case (
+            ast.Call(
+                func=ast.Name(id="Pow" | "PowByNatural" | "FloatPow" | "sqrt") | ast.Attribute(attr="pow" | "sqrt")
+            )
+            | ast.BinOp(op=ast.Pow())
+        ):
+            count = _of_power(operands, terms[0])
+        case _:
+            count = sum(terms)
+    if count > _MOST_TERMS:
+        raise ValueError
+    return max(1, count)
+
+
+def _of_power(operands: list[ast.expr], terms: int) -> int:
+    """The terms of a power: a whole one is multiplied out, and for a root sympy factors what stands under it."""
+    base, *exponents = operands
+    match exponents:
+        case [ast.Call(func=ast.Name(id="Integer")) | ast.Constant(value=int()) | ast.UnaryOp() as exponent]:
+            return int(terms ** min(_number(exponent), _LARGEST_EXPONENT))
+    if isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute | ast.Name) and terms == 1:
+        plain = isinstance(base.func, ast.Attribute) or base.func.id in ("Symbol", "Integer", "Float", "Rational")
+        if plain or base.func.id in ("ToFloat", "Identity"):
+            return 1
+    if isinstance(base, ast.Constant | ast.Subscript):
+        return 1
+    raise ValueError
 
 
 def _degree(node: ast.AST) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,6 +18,9 @@ import torch
 
 # By the names of storages, as far as torch in Python knows them; newer ones are called as their dtypes are.
 _DTYPES = {**torch.storage._storage_type_to_dtype_map(), "ComplexHalfStorage": torch.complex32}
+# torch frees a value by freeing what lies in it: of millions in one another the stack would not be large enough. The
+# models that torch itself saves and loads again lie as deep as their modules.
+_DEEPEST = 2000
 _REBUILDING = ("_rebuild_tensor_v2", "_rebuild_qtensor")
 
 
@@ -32,18 +35,26 @@ class _Storage:
 
 
 class _Inert:
-    """Stands for every class and function that a pickle names, and does nothing."""
+    """Stands for every class and function that a pickle names, and does nothing but hold what it is given."""
+
+    held: list[object]
 
     def __new__(cls, *args: object) -> Self:
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.held = [*args]
+        return made
 
-    def __setstate__(self, state: object) -> None: ...
+    def __setstate__(self, state: object) -> None:
+        self.held.append(state)
 
-    def __setitem__(self, key: object, value: object) -> None: ...
+    def __setitem__(self, key: object, value: object) -> None:
+        self.held += (key, value)
 
-    def append(self, item: object) -> None: ...
+    def append(self, item: object) -> None:
+        self.held.append(item)
 
-    def extend(self, items: object) -> None: ...
+    def extend(self, items: Iterable[object]) -> None:
+        self.held.extend(items)
 
 
 class _Tensor(_Inert):
@@ -100,8 +111,35 @@ def check(content: bytes, records: Mapping[str, int]) -> None:
         if "PUT" in opcode.name and isinstance(argument, int) and argument > len(content):
             raise ValueError(f"its pickle remembers {argument} values")
     try:
-        _Reader(content, records).load()
+        value = _Reader(content, records).load()
     except OutOfBoundsError:
         raise
     except Exception as error:  # damage, or another's pickle: what a reader meets is of any type
         raise ValueError(f"its pickle cannot be read: {error}") from error
+    _check_depth(value)
+
+
+def _check_depth(whole: object) -> None:
+    depths: dict[int, int] = {}
+    todo = [(whole, False)]
+    while todo:
+        value, measured = todo.pop()
+        inner = _inner(value)
+        if measured:
+            depths[id(value)] = 1 + max((depths.get(id(item), 0) for item in inner), default=0)
+            if depths[id(value)] > _DEEPEST:
+                raise ValueError(f"the values in its pickle lie more than {_DEEPEST} deep in one another")
+        elif inner and id(value) not in depths:
+            depths[id(value)] = 0
+            todo += [(value, True), *((item, False) for item in inner)]
+
+
+def _inner(value: object) -> Collection[object]:
+    match value:
+        case tuple() | list() | set() | frozenset():
+            return value
+        case dict():
+            return [*value, *value.values()]
+        case _Inert():
+            return value.held
+    return ()

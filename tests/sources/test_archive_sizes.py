@@ -13,6 +13,8 @@ from optexport.sources import archives, program_texts
 from tests.sources.altered_archives import give_sizes, refused, saved
 from tests.transformations.programs import Program
 
+SIZE = "Symbol('s0', positive=True, integer=True)"
+
 
 def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
     """torch hands sizes to sympy, which evaluates them."""
@@ -54,6 +56,13 @@ def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None
         "Float('0.1', precision=99999999999)",
         "Float('0.1', 99999999999)",
         "Rational('1e99999999')",
+        "Integer(100000000000000000000)",
+        "Integer('100000000000000000000')",
+        "Pow(Add(Pow(Integer(99), Integer(64)), Integer(1)), Rational(1, 2))",
+        f"Mul({', '.join(f'Add({SIZE}, Integer({number}))' for number in range(40))})",
+        f"Pow(Add({', '.join([SIZE] * 13)}), Integer(60))",
+        f"Max({', '.join(f'Add({SIZE}, Integer({number}))' for number in range(17))})",
+        f"Add({', '.join([SIZE] * 5001)})",
     ],
 )
 def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, code: str) -> None:

@@ -232,13 +232,27 @@ def test_an_archive_that_unpacks_to_more_than_memory_is_refused_before_it_is_unp
         archives.load_pt2(archive)
 
 
-def test_an_operator_that_opens_files_is_refused(archive: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten.from_file.default",
+        "aten._print.default",
+        "aten.manual_seed.default",
+        "aten.seed.default",
+        "aten.initial_seed.default",
+        "mkldnn.data_ptr.default",
+        "debug_mode_ops.annotate.default",
+        "streams.fork.default",
+        "image.write_file.default",
+        "prim.Print.default",
+    ],
+)
+def test_an_operator_that_reaches_files_the_terminal_or_the_process_is_refused(archive: Path, name: str) -> None:
     def change(document: dict[str, Any]) -> None:
-        node = document["graph_module"]["graph"]["nodes"][0]
-        node["target"] = "torch.ops.aten.from_file.default"
+        document["graph_module"]["graph"]["nodes"][0]["target"] = f"torch.ops.{name}"
 
     edit(archive, "models/model.json", change)
-    with pytest.raises(SourceError, match="from_file.default, which does more than compute"):
+    with pytest.raises(SourceError, match=f"{name}, which does more than compute"):
         archives.load_pt2(archive)
 
 

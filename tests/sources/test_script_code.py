@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from optexport.cli import console
 from optexport.errors import SourceError
 from optexport.sources import archives
 from optexport.sources.script_code import forbidden_operator, forbidden_text
@@ -133,6 +135,7 @@ def test_what_reaches_outside_is_refused_and_does_not_run(spelling: str, tmp_pat
         ('getattr(torch, "s\\141ve")("x", "{place}")', "aten::save"),
         ("x = ops.inductor. _reinterpret_tensor(x, [64], [1], 100000)", "inductor::_reinterpret_tensor"),
         ('ops.prim.Print("{place}")', "prim::Print"),
+        ("torch.manual_seed(3)", "aten::manual_seed"),
         ('getattr(ops, "prof\\151ler")._record_function_enter_new("x")', "profiler::_record_function_enter_new"),
     ],
 )
@@ -142,6 +145,8 @@ def test_its_operators_are_looked_at_as_well_as_its_text(spelling: str, operator
     unit = binding.CompilationUnit()
     binding.import_ir_module(unit, str(path), None, {}, False)
     assert forbidden_operator(unit) == operator
+    with pytest.raises(SourceError, match="does more than compute"):
+        archives.load_torchscript(path)
 
 
 @pytest.mark.parametrize("kind", ["interface", "fork", "hook before", "hook after"])
@@ -205,3 +210,52 @@ def test_a_quote_that_is_never_closed_takes_no_longer_than_the_text_is_long() ->
 def test_names_that_only_getattr_can_say_are_no_more_than_names(tmp_path: Path) -> None:
     module = archives.load_torchscript(saying("pass", tmp_path))
     assert module(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_what_a_program_warns_of_is_told_without_what_steers_a_terminal(tmp_path: Path) -> None:
+    module = archives.load_torchscript(saying('torch.warn("\\033]0;title\\007told", 2)', tmp_path))
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # puts it back
+        console.clean_warnings()
+        module(torch.ones(1, 2))
+        told = [warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in caught]
+    assert "told" in "".join(told)
+    assert "\x1b" not in "".join(told)
+
+
+_DEEP = {
+    "brackets": "({inner})",
+    "signs": "-{inner}",
+    "sums": "{inner} + x",
+    "calls": "torch.neg({inner})",
+    "attributes": "{inner}.T",
+    "subscripts": "{inner}[0]",
+    "conditions": "x if True else {inner}",
+}
+
+
+@pytest.mark.parametrize("kind", [*_DEEP, "blocks", "branches"])
+def test_what_lies_too_deep_for_the_stack_is_refused_before_torch_reads_it(kind: str, tmp_path: Path) -> None:
+    for depth, refused in ((60, False), (20_000, True)):
+        if kind == "blocks":
+            line = "".join(f"if True:\n{' ' * (depth_of + 5)}" for depth_of in range(min(depth, 2000))) + "pass"
+        elif kind == "branches":
+            line = "if True:\n      pass\n" + "    elif True:\n      pass\n" * depth
+        else:
+            before, after = _DEEP[kind].split("{inner}")
+            line = f"y = {before * depth}x{after * depth}"
+        path = saying(line, tmp_path)
+        if not refused:
+            archives.load_torchscript(path)
+            continue
+        with pytest.raises(SourceError, match="its code nests more than 500 deep"):
+            archives.load_torchscript(path)
+
+
+def test_modules_in_hundreds_of_modules_open(tmp_path: Path) -> None:
+    module: nn.Module = nn.ReLU()
+    for _ in range(200):
+        module = nn.Sequential(module)
+    torch.jit.save(torch.jit.script(module), tmp_path / "model.pt")
+    assert archives.load_torchscript(tmp_path / "model.pt")(torch.ones(2)).tolist() == [1, 1]

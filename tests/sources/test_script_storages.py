@@ -140,3 +140,15 @@ def test_a_pickle_that_remembers_too_much_is_refused() -> None:
 def test_what_is_no_pickle_of_torch_is_one_kind_of_error(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         script_storages.check(content, {})
+
+
+@pytest.mark.parametrize(
+    "content", [b"K\x01" + b"\x85" * 3_000_000, b"(" * 3_000_000 + b"t" * 3_000_000], ids=["of one", "of any"]
+)
+def test_a_pickle_of_values_too_deep_for_the_stack_is_refused_before_torch_reads_it(
+    tmp_path: Path, content: bytes
+) -> None:
+    path = saved(tmp_path)
+    rezip(path, lambda name, held: b"\x80\x02" + content + b"." if name.endswith("constants.pkl") else held)
+    with pytest.raises(SourceError, match="lie more than 2000 deep in one another"):
+        archives.load_torchscript(path)
