@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from optexport import branch, devices, interrupts, tracking
+from optexport import branch, devices, interrupts, torch_settings, tracking
 from optexport.applications.describe import describe
 from optexport.applications.processing import built_in
 from optexport.arguments import arguments_of, as_constants
@@ -112,6 +112,7 @@ class Result:
         return {rule: list(dict.fromkeys(removed)) for rule, removed in nodes.items()}
 
 
+@torch_settings.put_back()
 def run(
     path: Path,
     *,
