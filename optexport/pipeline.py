@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from optexport import branch, devices, interrupts, tracking
+from optexport import branch, devices, interrupts, torch_settings, tracking
 from optexport.applications.describe import describe
 from optexport.applications.processing import built_in
 from optexport.arguments import arguments_of, as_constants
@@ -38,6 +38,7 @@ from optexport.proof.record import parity_record
 from optexport.proof.reference import Reference
 from optexport.proof.suspects import Suspects
 from optexport.proof.vocabulary import vocabularies
+from optexport.signature import Signature
 from optexport.sources import loading
 from optexport.sources.loading import Loaded
 from optexport.stages import Stages
@@ -111,6 +112,7 @@ class Result:
         return {rule: list(dict.fromkeys(removed)) for rule, removed in nodes.items()}
 
 
+@torch_settings.put_back()
 def run(
     path: Path,
     *,
@@ -255,7 +257,7 @@ def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) 
         with stages.stage("reference"):
             ids = vocabularies(traced.graph_module, signature)
             reference = run_reference(job, traced, call, ids)
-            proof = _proof(job, reference)
+            proof = _proof(job, reference, signature)
         tuned: tuple[Outcome, ...] = ()
         if job.config.tune is not None:
             job, tuned = tuner.tune(job, traced, call, proof, workloads, job.config.tune.seconds, scratch, stages)
@@ -300,9 +302,10 @@ def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
     return built_in(loading.load(config.model, folder, downloaded), config.processing)
 
 
-def _proof(job: Job, reference: Reference) -> Proof:
+def _proof(job: Job, reference: Reference, signature: Signature) -> Proof:
     parity = job.config.parity
-    bounds = floor.bounds(reference, parity.multiple, parity.atol, parity.rtol)
+    always_empty = [spec.name for spec in signature.outputs if 0 in spec.shape]
+    bounds = floor.bounds(reference, parity.multiple, parity.atol, parity.rtol, always_empty=always_empty)
     proof = Proof(
         reference, bounds, decisions.make_gates(parity.decisions, job.metrics, reference, bounds, parity.multiple)
     )

@@ -19,6 +19,7 @@ from optexport.errors import ExportError, OptexportError, SourceError, first_lin
 from optexport.signature import as_arguments
 from optexport.sources import archives
 from optexport.state import apart
+from optexport.torch_settings import as_in_a_new_process
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
 import onnxruntime
@@ -106,6 +107,7 @@ def open_onnx(
         ) from error
     wanted = [given.name for given in session.get_inputs()]
 
+    @as_in_a_new_process()
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         results = session.run(list(outputs), {name: inputs[name].numpy() for name in wanted})
         return {name: torch.from_numpy(np.asarray(result)) for name, result in zip(outputs, results, strict=True)}
@@ -113,6 +115,7 @@ def open_onnx(
     return run
 
 
+@as_in_a_new_process()
 def open_torchscript(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
     """Opens a TorchScript file, after checking that it does nothing but compute.
 
@@ -127,6 +130,7 @@ def open_torchscript(path: Path, outputs: Sequence[str], device: Device = "cpu")
         return _runner(archives.load_torchscript(path), outputs, device)
 
 
+@as_in_a_new_process()
 def open_pt2(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
     """Opens a ``.pt2`` file, after checking that it holds no code.
 
@@ -139,6 +143,7 @@ def open_pt2(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
 
 
 def _runner(module: nn.Module, outputs: Sequence[str], device: Device) -> Run:
+    @as_in_a_new_process()
     def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copied = copy.deepcopy(as_arguments(inputs))  # a model may change its inputs in place
         with torch.no_grad(), devices.whole_float32(device):

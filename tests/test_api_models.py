@@ -362,3 +362,26 @@ def test_a_row_that_is_masked_out_hides_no_fault_elsewhere(tmp_path: Path) -> No
 def test_a_complex_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="complex"):
         quick(Program(lambda m, x: torch.fft.fft(x)), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+
+
+def detections(x: torch.Tensor, least: float) -> torch.Tensor:
+    return x[x[:, 0] > least]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_proven"),
+    [
+        (Program(lambda m, x: detections(x, 1e3)), False),
+        (Program(lambda m, x: detections(x, 0.0)), True),
+        (Program(lambda m, x: (x * 2, x[:, :0])), True),
+    ],
+)
+def test_an_output_that_holds_nothing_on_all_inputs_is_refused_unless_it_never_can(
+    model: nn.Module, is_proven: bool, tmp_path: Path
+) -> None:
+    x = torch.tensor([[1.0, 2.0], [-3.0, 4.0], [5.0, 6.0]])
+    if is_proven:
+        assert quick(model, {"x": x}, tmp_path / "b", effort="quick").passed
+    else:
+        with pytest.raises(ParityError, match="output: nothing can be proven: the model gives no element"):
+            quick(model, {"x": x}, tmp_path / "b", effort="quick")

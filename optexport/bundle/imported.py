@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -55,6 +56,19 @@ def code_of(module: str) -> dict[str, str]:
     if _INSTALLED.intersection(folder.parts):
         folder /= module.partition(".")[0]
     return {path.name: sha256(path), **{name: sha256(folder / name) for name in imported_from(folder)}}
+
+
+def code_beside_packages() -> dict[str, str]:
+    """Digests of all modules that were imported and are of no installed package, by name: a model may call any."""
+    known = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1]))
+    places = tuple(os.path.join(place, "") for place in known)
+    digests = {}
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        is_known = bool(_INSTALLED.intersection(path.parts)) or str(path).startswith(places)
+        if path.is_absolute() and not is_known and path.is_file():
+            digests[name] = sha256(path)
+    return digests
 
 
 def imports_of(modules: Iterable[str], folder: Path) -> set[str]:

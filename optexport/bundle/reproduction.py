@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from optexport import devices, installed, interrupts, pipeline
+from optexport import devices, installed, interrupts, pipeline, torch_settings
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.config.file import Config, checked_settings
@@ -58,7 +58,7 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
     check_foreign_code(config, str(bundle))
     _check_named(config, bundle, folder)
     devices.check(config.model.device, config.export.formats, str(bundle))
-    with store.off(), interrupts.temporary_folder() as scratch:
+    with store.off(), torch_settings.put_back(), interrupts.temporary_folder() as scratch:
         job = pipeline.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)
         made = pipeline.produce(replace(job, beside=bundle.resolve()), stages).manifest
         return [*_reasons(manifest, made), *_differences(bundle, manifest, scratch / "bundle", made)]

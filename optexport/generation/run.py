@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from optexport import interrupts, pipeline, tracking
+from optexport import interrupts, pipeline, torch_settings, tracking
 from optexport.bundle import places
 from optexport.bundle.checkout import checkout
 from optexport.bundle.measured import Origin
@@ -28,6 +28,7 @@ from optexport.stages import Stages
 from optexport.tracking import facts
 
 
+@torch_settings.put_back()
 def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | None = None) -> GenerationResult:
     """Runs a config file that has a table ``[generation]``.
 

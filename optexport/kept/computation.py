@@ -7,7 +7,7 @@ import json
 
 from torch import fx, nn
 
-from optexport.bundle.imported import KNOWN, code_of
+from optexport.bundle.imported import KNOWN, code_beside_packages, code_of
 from optexport.kept import content, store
 
 
@@ -15,7 +15,8 @@ def of(graph_module: fx.GraphModule, model: nn.Module) -> str | None:
     """SHA-256 of a graph with its weights, and of its model's code; None where nothing is kept, or names do not do.
 
     The graph holds every number that the model computes with, wherever that is from. The code may tell more: what it
-    does in another dtype than the traced one.
+    does in another dtype than the traced one. A helper may lie anywhere: all that was imported has a say but for
+    installed packages.
 
     Args:
         model: What was traced.
@@ -25,4 +26,5 @@ def of(graph_module: fx.GraphModule, model: nn.Module) -> str | None:
     # All that was imported from where a package lies is its code, whichever of its modules is asked for.
     modules = {name.partition(".")[0]: name for name in sorted({type(part).__module__ for part in model.modules()})}
     code = {package: code_of(name) for package, name in modules.items() if package not in KNOWN}
-    return hashlib.sha256(json.dumps([graph, code], sort_keys=True).encode()).hexdigest()
+    digests = [graph, code, code_beside_packages()]
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

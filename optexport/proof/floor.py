@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -61,16 +61,33 @@ class Bound:
 
 
 def bounds(
-    reference: Reference, multiple: float, atol: float | None = None, rtol: float | None = None
+    reference: Reference,
+    multiple: float,
+    atol: float | None = None,
+    rtol: float | None = None,
+    *,
+    always_empty: Collection[str] = (),
 ) -> dict[str, Bound]:
     """Sets the limit of every output at a multiple of its noise floor.
 
     Outputs that are not floating point must be equal. Where float64 could not be had, the floor is unknown, and
     `FALLBACK_ULPS` units in the last place of the largest value stand in for it.
 
+    Args:
+        always_empty: The outputs that hold no element whatever the inputs are, of which nothing can be wrong.
+
     Raises:
-        ParityError: The limit of an output is no small part of its values, so that nothing could be proven.
+        ParityError: The limit of an output is no small part of its values, or it has none in any ordinary case, so that
+            nothing could be proven.
     """
+    ordinary = [outputs for case, outputs in zip(reference.cases, reference.outputs, strict=True) if not case.extreme]
+    for name in reference.outputs[0]:
+        if name not in always_empty and not any(outputs[name].numel() for outputs in ordinary):
+            raise ParityError(
+                "nothing can be proven: the model gives no element of it on any of the inputs",
+                place=f"output {name}",
+                mend="Give inputs on which it gives some, as inputs.data, or leave the output out (keep-outputs).",
+            )
     return {name: _bound(name, reference, multiple, atol, rtol) for name in reference.outputs[0]}
 
 

@@ -209,7 +209,11 @@ class Proof:
         self._results[place] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
         before = [self._results[made_from].get(case.name, "") for case in reference.cases]
         bounds = self.bounds if precision is None else of_lower_precision(self.bounds, reference)
-        outputs = (_compare(name, results, before, reference, bound) for name, bound in bounds.items())
+        empty = {name for name in bounds if not any(given[name].numel() for given in self.reference.outputs)}
+        outputs = (
+            _compare(name, results, before, reference, bound, always_empty=name in empty)
+            for name, bound in bounds.items()
+        )
         decided = tuple(judge(gate, results, reference) for gate in self.gates)
         self.places = [checked for checked in self.places if checked.place != place]
         self.places.append(PlaceParity(place, tuple(outputs), made_from, decided, precision))
@@ -230,6 +234,8 @@ def _compare(
     results_before: Sequence[Outputs | str],
     reference: Reference,
     bound: Bound,
+    *,
+    always_empty: bool,
 ) -> OutputParity:
     max_abs = max_rel = tolerance = step = 0.0
     cosine, agreements, worst = 1.0, list[float](), reference.cases[0].name
@@ -278,8 +284,9 @@ def _compare(
         cosine = min(cosine, distances.cosine(candidate, expected))
         agreements.append(distances.argmax_agreement(candidate, original))
     originals = [outputs[name] for outputs in reference.outputs]
-    if not any(original.numel() == 0 or bool(torch.isfinite(original).any()) for original in originals):
-        problem = "the original gives nothing but NaN or infinity, so nothing is proven"
+    if not always_empty and not any(bool(torch.isfinite(original).any()) for original in originals):
+        numbers_given = any(original.numel() for original in originals)
+        problem = f"the original gives nothing{' but NaN or infinity' * numbers_given}, so nothing is proven"
         compared[0] = replace(compared[0], failure=compared[0].failure or problem)
     multiple = 0.0 if max_abs == 0 else math.inf if bound.floor == 0 else max_abs / bound.floor
     agreement = sum(agreements) / len(agreements) if agreements else 1.0  # of extreme cases alone there are none

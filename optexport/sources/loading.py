@@ -6,10 +6,13 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from optexport.formats import torch_lowerings
 from optexport.signature import as_arguments
 from optexport.sources import adapters, archives, depths, patterns, program_signature, torchscript
 from optexport.sources.tasks import AUTO_CLASSES
+from optexport.torch_settings import Settings
 from optexport.tracing.raising import unlift
 
 
@@ -118,6 +122,9 @@ class Loaded:
         return digest.hexdigest()
 
 
+# What modules set for the whole process as they were imported, which is once; it holds for their models in later runs.
+_set_by: weakref.WeakKeyDictionary[ModuleType, Settings] = weakref.WeakKeyDictionary()
+
 # What holds for a tokenizer as it does for its model.
 _SHARED_OPTIONS = ("trust_remote_code", "local_files_only", "revision")
 
@@ -154,7 +161,13 @@ def _resolved(path: str, folder: Path) -> Path:
 
 
 def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
+    before = Settings.now()
     factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
+    module = sys.modules[location.partition(":")[0]]
+    if (after := Settings.now()) != before:
+        _set_by[module] = after
+    elif module in _set_by:
+        _set_by[module].apply()
     registry.check_makes(nn.Module, factory, location, "model.source")
     try:
         model = factory(**config.arguments)

@@ -213,12 +213,24 @@ def raise_graph(program: ExportedProgram) -> fx.GraphModule:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _OPERATORS and len(node.args) == 2 and not node.kwargs:
             node.target = _OPERATORS[node.target]
+    if torch.get_default_dtype() is not torch.float32:
+        _write_dtypes(graph)
     for node in [n for n in graph.nodes if n.target is aten._assert_tensor_metadata.default]:
         graph.erase_node(node)  # says which dtypes were traced; TorchScript cannot hold it
     for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
         graph.erase_node(node)
     read = {n.target for n in graph.nodes if n.op in ("get_attr", "call_module")}
     return _assemble({name: value for name, value in root.items() if name in read}, graph, program)
+
+
+def _write_dtypes(graph: fx.Graph) -> None:
+    """Has what makes a tensor out of none name its dtype: the model's code set another default than files run by."""
+    for node in graph.nodes:
+        is_made = not any(isinstance(given.meta.get("val"), torch.Tensor) for given in node.all_input_nodes)
+        if is_made and isinstance(node.target, torch._ops.OpOverload):
+            named = overloads.arguments(node)
+            if "dtype" in named and named["dtype"] is None:
+                node.update_kwarg("dtype", node.meta["val"].dtype)
 
 
 def _attribute(module: nn.Module, target: str) -> Any:

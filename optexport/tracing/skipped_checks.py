@@ -47,6 +47,12 @@ def skipping_checks() -> Iterator[None]:
 # The call of the model comes from there.
 _TRACED_FROM = _trace.__file__
 
+# Context managers that models use, and that hand on what is raised within them.
+_LETTING_THROUGH = {
+    *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "maybe_autocast"),
+    *("device", "stream", "nullcontext", "record_function", "sdpa_kernel", "catch_warnings", "fork_rng"),
+}
+
 _Span = tuple[int | None, int | None, int | None, int | None]
 
 
@@ -109,9 +115,15 @@ def _checks(filename: str) -> _Checks:
             goes_on = [handler for handler in statement.handlers if not isinstance(handler.body[-1], ast.Raise)]
             if goes_on or _leaves(statement.finalbody):
                 found.caught.append(_lines(statement.body))
-        elif isinstance(statement, ast.With) and any("suppress" in ast.dump(item) for item in statement.items):
+        elif isinstance(statement, ast.With) and not all(_lets_through(item.context_expr) for item in statement.items):
             found.caught.append(_lines(statement.body))
     return found
+
+
+def _lets_through(manager: ast.expr) -> bool:
+    """Whether a context manager is known to end nothing that is raised within it, by its name: any other may."""
+    named = manager.func if isinstance(manager, ast.Call) else manager
+    return ast.unparse(named).rpartition(".")[2] in _LETTING_THROUGH
 
 
 def _lines(body: Sequence[ast.stmt]) -> range:

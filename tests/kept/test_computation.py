@@ -63,6 +63,20 @@ def test_code_that_does_otherwise_in_float64_alone_has_a_say(tmp_path: Path) -> 
     assert digest(masked(tmp_path)) != digest(masked(tmp_path, repr(torch.finfo(torch.float32).min)))
 
 
+def test_a_helper_in_another_folder_has_a_say(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = tmp_path_factory.mktemp("elsewhere") / "helper_elsewhere.py"
+    monkeypatch.syspath_prepend(str(helper.parent))
+    monkeypatch.delitem(sys.modules, "helper_elsewhere", raising=False)
+    model = masked(tmp_path, "__import__('helper_elsewhere').LEAST['float64' in str(x.dtype)]")
+    helper.write_text("LEAST = (-1e30, -1e30)")
+    before = digest(model)
+    assert digest(model) == before
+    helper.write_text("LEAST = (-1e30, -1e25)")  # which a trace in float32 does not show
+    assert digest(model) != before
+
+
 def test_of_a_graph_that_calls_what_is_not_known_by_its_name_there_is_no_digest() -> None:
     graph = fx.Graph()
     graph.output(graph.call_function(lambda x: x, (graph.placeholder("x"),)))

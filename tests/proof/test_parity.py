@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optexport.errors import ExportError
+from optexport.errors import ExportError, ParityError
 from optexport.proof import parity
 from optexport.proof.cases import Case
 from optexport.proof.distances import LEAST_FLOOR_ULPS
@@ -29,6 +29,11 @@ def reference(*original: torch.Tensor, exact: tuple[torch.Tensor, ...] | None = 
     return Reference(cases, tuple({"y": o} for o in original), tuple({"y": e} for e in exact))
 
 
+def extreme_of(known: Reference) -> Reference:
+    """The same, with a last case that is extreme."""
+    return replace(known, cases=(*known.cases[:-1], replace(known.cases[-1], extreme=True)))
+
+
 def compare(known: Reference, *candidate: torch.Tensor, multiple: float = 4.0, **fixed: float) -> OutputParity:
     """How a candidate compares that gives these values, a case each."""
 
@@ -37,6 +42,23 @@ def compare(known: Reference, *candidate: torch.Tensor, multiple: float = 4.0, *
 
     (output,) = Proof(known, bounds(known, multiple, **fixed)).check("here", run).outputs
     return output
+
+
+def test_an_output_without_an_element_in_any_ordinary_case_proves_nothing() -> None:
+    found, nothing = torch.ones(2, 4), torch.zeros(0, 4)
+    for known in (reference(nothing, nothing), extreme_of(reference(nothing, found))):
+        with pytest.raises(ParityError, match="nothing can be proven: the model gives no element"):
+            bounds(known, 4.0)
+        assert bounds(known, 4.0, always_empty=["y"])["y"].limit == 0
+    assert compare(reference(nothing, found), nothing, found).passed
+
+
+def test_a_file_that_is_checked_only_where_the_original_gives_no_element_is_not_proven() -> None:
+    known = reference(torch.zeros(0, 4), torch.ones(2, 4))
+    cases = (known.cases[0], Case("wider", {"index": torch.tensor([1])}))
+    proof = Proof(replace(known, cases=cases), bounds(known, 4.0))
+    (output,) = proof.check("file", lambda _: {"y": torch.zeros(0, 4)}, traced_shape_only=True).outputs
+    assert output.failure == "at case 0: the original gives nothing, so nothing is proven"
 
 
 def test_a_model_passes_against_itself_at_exactly_its_floor() -> None:
@@ -270,7 +292,9 @@ def test_cosine_is_that_of_the_worst_case() -> None:
 
 @pytest.mark.parametrize("make", [lambda: torch.tensor(1.5), lambda: torch.zeros(0, 4), lambda: torch.zeros(3, 0)])
 def test_scalars_and_empty_outputs_compare(make: Callable[[], torch.Tensor]) -> None:
-    assert compare(reference(make()), make()).passed
+    known = reference(make())
+    proof = Proof(known, bounds(known, 4.0, always_empty=["y"]))
+    assert proof.check("here", lambda _: {"y": make()}).passed
 
 
 def test_a_file_of_fixed_shape_is_asked_for_the_traced_shape_only() -> None:
