@@ -232,12 +232,13 @@ def _of_power(operands: list[ast.expr], terms: int) -> int:
     match exponents:
         case [ast.Call(func=ast.Name(id="Integer")) | ast.Constant(value=int()) | ast.UnaryOp() as exponent]:
             return int(terms ** min(_number(exponent), _LARGEST_EXPONENT))
-    if isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute | ast.Name) and terms == 1:
-        plain = isinstance(base.func, ast.Attribute) or base.func.id in ("Symbol", "Integer", "Float", "Rational")
-        if plain or base.func.id in ("ToFloat", "Identity"):
+    match base:
+        case ast.Constant() | ast.Subscript():
             return 1
-    if isinstance(base, ast.Constant | ast.Subscript):
-        return 1
+        case ast.Call(
+            func=ast.Attribute() | ast.Name(id="Symbol" | "Integer" | "Float" | "Rational" | "ToFloat" | "Identity")
+        ) if terms == 1:
+            return 1
     raise ValueError
 
 

@@ -39,6 +39,7 @@ from optexport.tracing.program_shapes import read_signature
 from optexport.tracing.raising import raise_graph
 from optexport.tracing.size_guards import drop_doubts, find_doubts, held_sizes, within_assertions
 from optexport.tracing.skipped_checks import skipping_checks
+from optexport.tracing.swallowed import none_swallowed
 
 logger = logging.getLogger("optexport")
 
@@ -296,6 +297,7 @@ def _export(
             transformers_exporters.one_pass(model),
             SizesWatched(),
             skipping_checks(),
+            none_swallowed(),
             NumbersKnown(model, changing) as numbers,
         ):
             if transformers_exporters.holds_transformers(model):
