@@ -10,8 +10,8 @@ import optexport
 from optexport.errors import ConfigError
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
-# Another package with the same modules.
-_IN_PLACE_OF = {"onnxruntime": "onnxruntime-gpu"}
+# Other packages with the same modules.
+_IN_PLACE_OF = {"onnxruntime": [f"onnxruntime-{kind}" for kind in ("gpu", "openvino", "directml", "qnn", "training")]}
 
 
 def versions() -> dict[str, str]:
@@ -68,9 +68,9 @@ def _unmet() -> Iterator[tuple[str, str]]:
 
 
 def _version(package: str) -> str | None:
-    for name in (package, _IN_PLACE_OF.get(package)):
+    for name in (package, *_IN_PLACE_OF.get(package, ())):
         try:
-            return None if name is None else metadata.version(name)
+            return metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return None

@@ -30,7 +30,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     check_no_vmap(traced)
     wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
     everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
-    draws.check_none(traced.graph_module.graph, everything.output_names, kept.output_names)
+    draws.check_none(traced.graph_module, everything.output_names, kept.output_names)
 
     def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place

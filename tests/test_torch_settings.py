@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from optexport import pipeline, runtimes
-from optexport.errors import ParityError
+from optexport.errors import ParityError, SourceError
 from optexport.pipeline import Result
 from optexport.sources import archives
 from optexport.torch_settings import Settings, as_in_a_new_process
@@ -91,3 +91,16 @@ def test_a_file_is_run_by_what_holds_in_a_new_process(tmp_path: Path) -> None:
         assert torch.get_default_dtype() is torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_settings_of_a_module_that_fails_do_not_outlast_the_run(tmp_path: Path) -> None:
+    (tmp_path / "failing_module.py").write_text(
+        "import torch\n\n\ndef Table():\n    torch.use_deterministic_algorithms(True)\n"
+        "    torch.set_grad_enabled(False)\n    raise ValueError\n"
+    )
+    (tmp_path / "config.toml").write_text(CONFIG.format(module="failing_module"))
+    before = Settings.now()
+    with pytest.raises(SourceError):
+        pipeline.run(tmp_path / "config.toml")
+    assert Settings.now() == before
+    assert torch.is_grad_enabled()

@@ -37,7 +37,12 @@ _KIND = re.compile(
     r"|string_to_argument|expr|name)"
 )
 # The texts that torch keeps and never evaluates: messages, stack traces, the paths of modules.
-_FREE_TEXT = ("metadata", "as_string", "torch_version")
+_FREE_TEXT = ("as_string", "torch_version")
+# What is kept by names of the file's own choosing, of which none says what stands behind it.
+_BY_NAME = (
+    *("tensor_values", "sym_int_values", "sym_bool_values", "sym_float_values", "custom_obj_values"),
+    *("as_string_to_argument", "treespec_namedtuple_fields", "range_constraints", "config", "opset_version"),
+)
 _TREES = ("in_spec", "out_spec")
 # What arguments and outputs lie in. torch would import a module for the factory of a defaultdict, and call any class
 # for a namedtuple; those of transformers are of classes that it has registered itself.
@@ -45,8 +50,8 @@ _CONTAINER = re.compile(
     r"builtins\.(?:dict|list|tuple)|collections\.(?:OrderedDict|deque)|torch\.Size"
     r"|torch\.fx\.immutable_collections\.immutable_(?:list|dict)|transformers\.[\w.]+"
 )
-# The loader counts up to the number of a size that depends on data.
-_COUNTED = re.compile(r"(?:u|zuf)\d{7,}")
+# The loader counts up to the number of a size that depends on data, whose name begins so.
+_COUNTED = re.compile(r"(?!u|zuf).*|(?:u|zuf)[0-9]{1,6}", re.DOTALL)
 _EXPRESSIONS = ("expr_str", "guards_code")
 _NAME = re.compile(r"[\w.@:/ +-]*")
 # Of values, which become variables in the code that torch writes: a dotted one would be an attribute of torch's own.
@@ -86,19 +91,25 @@ def check(value: Any, place: str, key: str = "") -> None:
         SourceError: One of them is.
         ValueError, LookupError, TypeError: The document is of another form.
     """
-    if isinstance(value, dict):
-        if "inputs" in value and isinstance(target := value.get("target"), str):
-            _check_operator(target, place)
-            for kind in (kind for given in value["inputs"] for kind in given["arg"]):
-                if not _KIND.fullmatch(kind):
-                    raise SourceError(f"{kind} is no known kind of an argument", place=place, mend=MEND)
+    if isinstance(value, dict) and key in _BY_NAME:
         for name, item in value.items():
             check(name, place)
-            if key == "range_constraints" and _COUNTED.fullmatch(name):
+            if key == "range_constraints" and not _COUNTED.fullmatch(name):
                 raise SourceError(f"{name} is a size beyond any that torch counts", place=place, mend=MEND)
+            check(item, place)
+    elif isinstance(value, dict):
+        if "inputs" in value and isinstance(target := value.get("target"), str):
+            _check_operator(target, place)
+            for given in value["inputs"]:
+                _check_kinds(given["arg"], place)
+        for name, item in value.items():
+            check(name, place)
+            if name.startswith("as_"):
+                _check_kinds(value, place)
             if name == "as_operator" and isinstance(item, str):
                 _check_operator(item, place)
-            if name not in _FREE_TEXT:
+            is_free = isinstance(item, str) and name in _FREE_TEXT
+            if not is_free and not (name == "metadata" and _is_of_texts(item)):
                 check(item, place, name)
     elif isinstance(value, list):
         for item in value:
@@ -111,6 +122,16 @@ def check(value: Any, place: str, key: str = "") -> None:
         shown = redact(value)
         shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
         raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=MEND)
+
+
+def _check_kinds(argument: dict[str, Any], place: str) -> None:
+    for kind in argument:
+        if not _KIND.fullmatch(kind):
+            raise SourceError(f"{kind} is no known kind of an argument", place=place, mend=MEND)
+
+
+def _is_of_texts(item: Any) -> bool:
+    return isinstance(item, dict) and all(isinstance(text, str) for text in item.values())
 
 
 def _is_plain(text: str, key: str) -> bool:

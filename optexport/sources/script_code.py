@@ -17,8 +17,10 @@ _EFFECTS = (
     "_print|manual_seed|seed|initial_seed|data_ptr|_cufft_(?:set_plan_cache_max_size|clear_plan_cache)"
     "|(?:read|write|\\w+_(?:from|to))_file"
 )
+# Take indices on trust: by those of a file's choosing they wrote to the memory of the process.
+_UNCHECKED = r"_convert_indices_from_\w+|_sobol_engine_\w+|_?(?:cudnn_)?ctc_loss\w*"
 _OPERATORS = re.compile(
-    rf"(?:{_NAMESPACES}|debug_mode_ops|streams|_dtensor)::\w+|\w+::(?:{'|'.join(_FILES)}|{_EFFECTS})"
+    rf"(?:{_NAMESPACES}|debug_mode_ops|streams|_dtensor)::\w+|\w+::(?:{'|'.join(_FILES)}|{_EFFECTS}|{_UNCHECKED})"
     r"|prim::(?:Print|id|rpc_\w+|PythonOp|IgnoredPythonOp|TimePoint|AddStatValue)"
 )
 # torch reads a program by calling itself for each bracket, operator and block: in a stack of 8 MB it ended the process

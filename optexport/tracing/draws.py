@@ -5,18 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
-import torch
 from torch import fx
 
-from optexport import overloads
 from optexport.errors import TraceError
-
-# Arguments of operators that draw only where these are true, or not zero.
-_SWITCHES = ("train", "training")
-_SHARES = ("p", "dropout", "dropout_p")
+from optexport.transformations.graphs import effects
 
 
-def check_none(graph: fx.Graph, names: Collection[str], kept: Collection[str]) -> None:
+def check_none(graph_module: fx.GraphModule, names: Collection[str], kept: Collection[str]) -> None:
     """Refuses a graph of which an output depends on random numbers.
 
     Args:
@@ -26,43 +21,29 @@ def check_none(graph: fx.Graph, names: Collection[str], kept: Collection[str]) -
     Raises:
         TraceError: One does.
     """
-    returned = graph.output_node().all_input_nodes
+    returned = graph_module.graph.output_node().all_input_nodes
     named = dict(zip(names, returned, strict=True)) if len(names) == len(returned) else {}
     wanted = [node for name, node in named.items() if name in kept] or returned
-    for node in _needed(wanted):
-        if _draws(node):
-            line = re.findall(r'File ".*?([^/\\"]+)", line (\d+).*\n\s*(.+)', node.stack_trace or "")
+    for node in _needed(graph_module, wanted):
+        if effects.draws(graph_module, node):
+            line = re.findall(r'File ".*?([^/\\"<]+)", line (\d+).*\n\s*(.+)', node.stack_trace or "")
             where = f", at {line[-1][0]}:{line[-1][1]}: {line[-1][2]}" if line else ""
             raise TraceError(
-                f"the model gives other results when it is run again on the same input: {node.target} draws random "
-                f"numbers that its outputs depend on{where}",
+                f"its outputs depend on random numbers, which {node.target} draws{where}",
                 place="trace",
                 mend="Have it draw none in eval mode, or take them as an input; or leave out what depends on them "
                 "(keep-outputs).",
             )
 
 
-def _needed(wanted: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """What outputs are made of, with what writes into that."""
-    seen, found = set(wanted), list(wanted)
+def _needed(graph_module: fx.GraphModule, wanted: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """What outputs are made of, with what writes into that, or into a view of it as far as anybody knows."""
+    writing = {node: effects.mutated(graph_module, node) for node in graph_module.graph.nodes}
+    drawn = [node for node, changed in writing.items() if changed and effects.draws(graph_module, node)]
+    seen, found = {*wanted, *drawn}, [*wanted, *drawn]
     for node in found:
         yield node
-        writing = [user for user in node.users if _writes_to(user, node)]
-        new = [other for other in (*node.all_input_nodes, *writing) if other not in seen]
+        writers = [user for user in node.users if node in writing[user]]
+        new = [other for other in (*node.all_input_nodes, *writers) if other not in seen]
         seen.update(new)
         found += new
-
-
-def _writes_to(user: fx.Node, node: fx.Node) -> bool:
-    is_mutable = isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
-    return bool(is_mutable and user.args and user.args[0] is node)
-
-
-def _draws(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    arguments = overloads.arguments(node)
-    is_off = any(arguments.get(name, True) is False for name in _SWITCHES)
-    return not is_off and not any(arguments.get(name, 1) == 0 for name in _SHARES)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from optexport.errors import SourceError
-from optexport.sources import archives
+from optexport.sources import archives, program_texts
 from tests.sources.altered_archives import X, edit, refused, saved
 
 LEAF = {"type": None, "context": None, "children_spec": []}
@@ -83,13 +83,48 @@ def test_plain_containers_of_every_kind_open(tmp_path: Path) -> None:
     assert torch.equal(results[3][0], X - 1)
 
 
-def test_a_size_that_the_loader_would_count_to_is_refused_at_once(archive: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["u99999999999", "u9_999_999_999", "u+99999999", "u 99999999 ", "zuf9999999", "u\u0663"]
+)
+def test_a_size_that_the_loader_would_count_to_is_refused_at_once(archive: Path, name: str) -> None:
     def change(document: dict[str, Any]) -> None:
-        document["range_constraints"]["u99999999999"] = {"min_val": 0, "max_val": 4}
+        document["range_constraints"][name] = {"min_val": 0, "max_val": 4}
 
     edit(archive, "models/model.json", change)
-    with pytest.raises(SourceError, match="u99999999999 is a size beyond any"):
+    with pytest.raises(SourceError, match="is a size beyond any|is neither a name nor a size"):
         archives.load_pt2(archive)
+
+
+@pytest.mark.parametrize("name", ["metadata", "as_string", "torch_version"])
+def test_a_size_is_looked_at_whatever_its_tensor_is_called(archive: Path, tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "ran"
+
+    def change(document: dict[str, Any]) -> None:
+        tensors = document["graph_module"]["graph"]["tensor_values"]
+        code = f"__import__('pathlib').Path({str(marker)!r}).touch()"
+        tensors[name] = {**tensors["x"], "sizes": [{"as_expr": {"expr_str": code, "hint": None}}]}
+
+    edit(archive, "models/model.json", change)
+    refused(archive, marker, "is neither a name nor a size")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"as_string_to_argument": {"as_string": {"as_operator": "torch.os.system"}}},
+        {"as_string_to_argument": {"metadata": {"as_operator": "torch.os.system"}}},
+        {"as_string_to_argument": {"metadata": {"as_graph": {"graph": {"nodes": [{"target": "torch.os.system"}]}}}}},
+        {"as_string_to_argument": {"k": {"as_weird": "x"}}},
+    ],
+)
+def test_an_argument_is_looked_at_whatever_it_is_called(argument: dict[str, Any]) -> None:
+    node = {"target": "torch.ops.aten.relu.default", "inputs": [{"name": "self", "arg": argument, "kind": 1}]}
+    for inner in argument["as_string_to_argument"].values():
+        for graph in inner.values():
+            if isinstance(graph, dict):
+                graph["graph"]["nodes"][0]["inputs"] = []
+    with pytest.raises(SourceError):
+        program_texts.check({"graph_module": {"graph": {"nodes": [node]}}}, "x.pt2")
 
 
 def test_a_value_that_goes_by_the_name_of_an_attribute_does_not_replace_it(archive: Path) -> None:

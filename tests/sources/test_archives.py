@@ -245,6 +245,9 @@ def test_an_archive_that_unpacks_to_more_than_memory_is_refused_before_it_is_unp
         "streams.fork.default",
         "image.write_file.default",
         "prim.Print.default",
+        "aten._convert_indices_from_csr_to_coo.default",
+        "aten._sobol_engine_draw.default",
+        "aten._ctc_loss.default",
     ],
 )
 def test_an_operator_that_reaches_files_the_terminal_or_the_process_is_refused(archive: Path, name: str) -> None:

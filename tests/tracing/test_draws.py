@@ -20,12 +20,23 @@ Function = Callable[[nn.Module, torch.Tensor], object]
 def check(function: Function, *kept: str) -> None:
     traced = trace(Program(function).eval(), {"x": torch.randn(3, 6)})
     names = traced.signature.output_names
-    draws.check_none(traced.graph_module.graph, names, kept or names)
+    draws.check_none(traced.graph_module, names, kept or names)
+
+
+def written_to_a_view(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    drawn = torch.zeros(4, 6)
+    drawn[0].bernoulli_(1e-6)
+    return x + drawn.sum(0)
+
+
+def on_one_way(_: nn.Module, x: torch.Tensor) -> object:
+    return torch.cond(x.sum() > 0, lambda x: x + torch.bernoulli(x.sigmoid()), lambda x: x * 2, (x,))
 
 
 @pytest.mark.parametrize(
     "function",
     [
+        written_to_a_view,
         lambda m, x: torch.multinomial(torch.softmax(x * 1e3, -1), 1),
         lambda m, x: F.dropout(x, 1e-6, training=True),
         lambda m, x: x * (torch.rand(()) > 1e-6),
@@ -35,9 +46,14 @@ def check(function: Function, *kept: str) -> None:
 )
 def test_outputs_that_depend_on_random_numbers_are_refused_with_the_line(function: Function) -> None:
     with pytest.raises(
-        TraceError, match=r"draws random numbers that its outputs depend on, at programs.py:\d+: return self"
+        TraceError, match=r"outputs depend on random numbers, which \S+ draws, at (programs|test_draws).py:\d+: \w+"
     ):
         check(function)
+
+
+def test_numbers_that_are_drawn_on_one_way_alone_are_seen() -> None:
+    with pytest.raises(TraceError, match="outputs depend on random numbers, which cond draws"):
+        check(on_one_way)
 
 
 @pytest.mark.parametrize(

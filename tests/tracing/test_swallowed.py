@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from types import TracebackType
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,14 +72,33 @@ def number_of_hits(_: object, x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
+def asking_numpy(_: object, x: torch.Tensor) -> torch.Tensor:
+    try:
+        large = bool(np.abs(x.detach().numpy()).max() > 1e6)
+    except Exception:
+        large = False
+    return x / 1000 if large else x
+
+
 @pytest.mark.parametrize(
-    "body", [rare_branch, suppressed_branch, branch_within_everything, size_of_a_value, number_of_hits]
+    "body", [asking_numpy, rare_branch, suppressed_branch, branch_within_everything, size_of_a_value, number_of_hits]
 )
 def test_a_model_that_goes_on_where_the_trace_raises_is_refused_by_the_line(body: Body) -> None:
     with pytest.raises(TraceError, match=r"goes on where that raises, at test_swallowed\.py:\d+: \w+") as raised:
         trace(Program(body), {"x": X})
     assert raised.value.exit_code == 3
     assert raised.value.mend
+
+
+def test_code_of_no_file_is_the_models_own() -> None:
+    body: dict[str, Body] = {}
+    exec(
+        "def body(_, x):\n    try:\n        big = bool(x.max() > 1e30)\n    except Exception:\n        big = False\n"
+        "    return x / 1000 if big else x\n",
+        body,
+    )
+    with pytest.raises(TraceError, match="goes on where that raises, at <string>:3"):
+        trace(Program(body["body"]), {"x": X})
 
 
 def test_what_the_model_itself_raises_and_catches_is_its_own_business() -> None:

@@ -138,7 +138,9 @@ def draws(graph_module: GraphModule, node: Node) -> bool:
     if name == "scaled_dot_product_attention":
         return bool((node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p")) not in (None, 0.0))
     given = _given(graph_module, node)
-    return given is None or not any(given.get(flag) is False for flag in ("train", "training"))
+    if given is None:
+        return True
+    return given.get("p") != 0 and not any(given.get(flag) is False for flag in ("train", "training"))
 
 
 def _draws(module: nn.Module) -> bool:
