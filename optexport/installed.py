@@ -5,9 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import optexport
 from optexport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _PACKAGES = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "mlflow", "safetensors")
 # Other packages with the same modules.
@@ -44,11 +48,15 @@ def check(was: Mapping[str, str] | None = None) -> None:
     if unmet:
         lines = [*(each for each, _ in unmet), *([] if was is None else changed(was, versions()))]
         told = "".join(f"\n  {line}" for line in lines)
-        wanted = " ".join(f"'{requirement}'" for _, requirement in unmet)
-        raise ConfigError(f"the installed packages do not go together{told}", mend=f"pip install {wanted}")
+        # Each once, as two may need one: the mend is read by people.
+        wanted = {requirement.name: requirement.specifier for _, requirement in unmet}
+        for _, requirement in unmet:
+            wanted[requirement.name] &= requirement.specifier
+        needed = " ".join(f"'{name}{specifier}'" for name, specifier in wanted.items())
+        raise ConfigError(f"the installed packages do not go together{told}", mend=f"pip install {needed}")
 
 
-def _unmet() -> Iterator[tuple[str, str]]:
+def _unmet() -> Iterator[tuple[str, Requirement]]:
     """What is wrong, and what is needed instead."""
     from packaging.requirements import Requirement  # a hundredth of a second that --help need not wait for
 
@@ -63,8 +71,7 @@ def _unmet() -> Iterator[tuple[str, str]]:
             version = _version(one.name)
             if version is None or not one.specifier.contains(version, prereleases=True):
                 found = "is not installed" if version is None else f"{version} is installed"
-                wanted = f"{one.name}{one.specifier}"
-                yield f"{one.name}: {found}, and {package} needs {wanted}", wanted
+                yield f"{one.name}: {found}, and {package} needs {one.name}{one.specifier}", one
 
 
 def _version(package: str) -> str | None:

@@ -169,5 +169,5 @@ def test_mlflow_gets_no_model_for_a_card(for_a_card: Path) -> None:
 
 
 def test_a_package_may_stand_in_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "_IN_PLACE_OF", {"no-such-package": "numpy"})
+    monkeypatch.setattr(installed, "_IN_PLACE_OF", {"no-such-package": ["numpy"]})
     assert installed._version("no-such-package") == np.__version__
