@@ -30,10 +30,10 @@ _CONFIDENTIAL = (
     r"[-_.]?key(?:[-_.]?id)?)"
 )
 # What is in the braces of ODBC, in which a second one stands for one of the value. Where it does not add up, the braces
-# may be those of the text around.
+# may be those of the text around. Python before 3.11.5 does not match possessive groups, as "(...)*+", as it should.
 _IN_BRACES = (
-    r"\{[^}\n]{0,1024}+(?:(?:\}\}[^}\n]{0,1024}+){0,32}+\}(?!\})|\}[^&;\s\"']*)",
-    r"%7B(?:(?!%7D).){0,1024}+(?:(?:%7D%7D(?:(?!%7D).){0,1024}+){0,32}+%7D(?!%7D)|%7D(?:(?!%3B|%26)[^&;\s\"'])*)",
+    r"\{[^}\n]{0,1024}(?:(?:\}\}[^}\n]{0,1024}){0,32}\}(?!\})|\}[^&;\s\"']*)",
+    r"%7B(?:(?!%7D).){0,1024}(?:(?:%7D%7D(?:(?!%7D).){0,1024}){0,32}%7D(?!%7D)|%7D(?:(?!%3B|%26)[^&;\s\"'])*)",
 )
 # A value ends where the next one begins, which is encoded where its own "=" is, in those braces, or in quotes, of which
 # the second may have been cut off.

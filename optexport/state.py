@@ -29,7 +29,7 @@ def buffers_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     ]
 
     def changed() -> list[str]:
-        return [path for module, path, name, _, value in kept if not torch.equal(module._buffers[name], value)]
+        return [path for module, path, name, _, value in kept if not _equal(module._buffers[name], value)]
 
     try:
         yield changed
@@ -37,8 +37,14 @@ def buffers_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
         for module, _, name, buffer, value in kept:
             if module._buffers[name] is not buffer:
                 module._buffers[name] = buffer
-            if not torch.equal(buffer, value):
+            if not _equal(buffer, value):
                 buffer.copy_(value)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is not torch.strided:  # of which torch compares none
+        one, other = one.to_dense(), other.to_dense()
+    return torch.equal(one, other)
 
 
 def _memory(tensor: torch.Tensor) -> int:

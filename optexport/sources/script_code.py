@@ -31,10 +31,10 @@ _AT_LOADING = "__setstate__"
 # As torch's own lexer reads a program, to which blanks and comments may stand anywhere between two tokens.
 _TOKEN = re.compile(
     r"""
-    (?P<blank> (?: \s | \\\n | \#[^\n]* )++ )
+    (?P<blank> (?: \s | \\\n | \#[^\n]* )+ )
     | (?P<token>
-        \"{3} (?: [^"\\] | \\. | "(?!"") )*+ \"{3} | '{3} (?: [^'\\] | \\. | '(?!'') )*+ '{3}
-        | " (?: [^"\\\n] | \\. )*+ " | ' (?: [^'\\\n] | \\. )*+ '
+        \"{3} (?: [^"\\] | \\. | "(?!"") )* \"{3} | '{3} (?: [^'\\] | \\. | '(?!'') )* '{3}
+        | " (?: [^"\\\n] | \\. )* " | ' (?: [^'\\\n] | \\. )* '
         | [A-Za-z_]\w* | .
     )
     """,
