@@ -120,7 +120,7 @@ def check_beside_source(config: Config, path: Path) -> None:
         raise ConfigError(
             f"files of the kind {Path(config.inputs.data).suffix or config.inputs.data} are not known",
             place=f"{path}: inputs.data",
-            mend=f"Give one of {', '.join(DATA_SUFFIXES)}.",
+            mend="Give .safetensors, .npz, or .jsonl.",
         )
     for image in config.inputs.images or []:
         if not _is_file(folder, image):

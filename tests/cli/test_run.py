@@ -190,10 +190,10 @@ def test_machines_read_one_document_of_a_failure_too(name: str, call: Caller) ->
 
 
 def test_machines_read_one_document_where_only_tracking_failed(call: Caller) -> None:
-    result = call("run", config().replace("enabled = false", 'uri = "nonsense://nowhere"'), "--json")
+    result = call("run", config().replace("enabled = false", 'uri = "databricks://nowhere"'), "--json")
     read = json.loads(result.stdout)
     assert (read["passed"], read["exit_code"], result.exit_code) == (True, 7, 7)
-    assert "nonsense" in read["tracking_failure"]
+    assert "databricks" in read["tracking_failure"]
     assert read["error"] == read["tracking_failure"]
 
 
@@ -254,8 +254,8 @@ def test_an_interrupted_run_says_so_and_ends_with_130(call: Caller) -> None:
 
 
 def test_a_run_that_cannot_be_tracked_ends_with_7_and_leaves_its_bundle_whole(call: Caller, tmp_path: Path) -> None:
-    result = call("run", config().replace("enabled = false", 'uri = "nonsense://nowhere"'))
+    result = call("run", config().replace("enabled = false", 'uri = "databricks://nowhere"'))
     assert result.exit_code == 7, result.stderr
-    assert "Error: tracking.uri: nonsense://nowhere" in result.stderr
+    assert "Error: tracking.uri: databricks://nowhere" in result.stderr
     assert "Traceback" not in result.stderr
     assert CliRunner().invoke(cli, ["verify", str(tmp_path / "build" / "model")]).exit_code == 0

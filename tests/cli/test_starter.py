@@ -142,7 +142,7 @@ def test_a_bundle_is_no_model_and_its_program_says_its_inputs_itself(
     Path("bundle").mkdir()
     for name in ("manifest.json", "model.pt2"):
         (tmp_path / "bundle" / name).touch()
-    assert "name bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
+    assert "Name bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
     told = CliRunner().invoke(cli, ["init", "bundle/model.pt2", "--force"]).output
     assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
     config = load_config(tmp_path / "optexport.toml")
