@@ -257,7 +257,7 @@ def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) 
         with stages.stage("reference"):
             ids = vocabularies(traced.graph_module, signature)
             reference = run_reference(job, traced, call, ids)
-            proof = _proof(job, reference, signature)
+            proof = make_proof(job, reference, signature)
         tuned: tuple[Outcome, ...] = ()
         if job.config.tune is not None:
             job, tuned = tuner.tune(job, traced, call, proof, workloads, job.config.tune.seconds, scratch, stages)
@@ -302,7 +302,8 @@ def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
     return built_in(loading.load(config.model, folder, downloaded), config.processing)
 
 
-def _proof(job: Job, reference: Reference, signature: Signature) -> Proof:
+def make_proof(job: Job, reference: Reference, signature: Signature) -> Proof:
+    """What every artifact is held to: the answers of the original, a bound for each output, and the decisions."""
     parity = job.config.parity
     always_empty = [spec.name for spec in signature.outputs if 0 in spec.shape]
     bounds = floor.bounds(reference, parity.multiple, parity.atol, parity.rtol, always_empty=always_empty)

@@ -19,7 +19,7 @@ from optexport.errors import OptexportError
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job, preset
 from optexport.original import graph_runner, run_reference, trace_original
-from optexport.pipeline import _proof
+from optexport.pipeline import make_proof
 from optexport.proof.suspects import Suspects
 from optexport.proof.vocabulary import vocabularies
 from optexport.sources.loading import Loaded
@@ -174,7 +174,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
     ids = vocabularies(traced.graph_module, traced.signature)
 
     def refer() -> Suspects:
-        proof = _proof(job, run_reference(job, traced, call, ids))
+        proof = make_proof(job, run_reference(job, traced, call, ids), traced.signature)
         return Suspects(proof, call, job.loaded.model, traced.signature, ids, job.config.parity)
 
     suspects = outcome.run("reference", refer)
