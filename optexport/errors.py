@@ -5,9 +5,10 @@ Each class owns its exit code, so that the command line and the Python API agree
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from optexport.redaction import redact_error
@@ -34,6 +35,20 @@ def first_line(error: BaseException) -> str:
     if lines and lines[0] == _TORCHSCRIPT:
         return redact_error(next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1]))
     return redact_error(lines[0]) if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Makes what a library written in Rust ends a call with, which is no ``Exception``, a ``RuntimeError``.
+
+    A tokenizer's pattern that takes too long to find does so, and a pattern is its file's choice.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RuntimeError(first_line(error)) from error
 
 
 def root_cause(error: BaseException) -> str:

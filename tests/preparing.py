@@ -52,6 +52,17 @@ def save_processors(folder: Path, **options: Any) -> Pretrained:
     return Pretrained(str(folder), {"local_files_only": True})
 
 
+def give_backtracking(folder: Path) -> None:
+    """Gives a tokenizer a pattern that can cut a text of forty times "x" in more ways than anyone tries."""
+    settings = json.loads((folder / "tokenizer.json").read_bytes())
+    pattern = {"Regex": "(x+x+)+y|\\s+"}
+    settings["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Removed", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # BERT's own splits words itself
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 class Maker:
     """Makes inputs from what stands in ``[inputs]`` of a config in a folder."""
 

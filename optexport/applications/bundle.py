@@ -19,7 +19,15 @@ from optexport import devices
 from optexport.applications import images, preprocessors, sounds
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
-from optexport.errors import BundleError, ConfigError, DeviceError, OptexportError, did_you_mean, first_line
+from optexport.errors import (
+    BundleError,
+    ConfigError,
+    DeviceError,
+    OptexportError,
+    did_you_mean,
+    first_line,
+    panics_as_errors,
+)
 
 Arrays = dict[str, npt.NDArray[Any]]
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
@@ -269,7 +277,8 @@ class Bundle:
 
 def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
     try:
-        return tokenizer(texts, **options)
+        with panics_as_errors():
+            return tokenizer(texts, **options)
     except Exception as error:  # half a surrogate pair, as a broken encoding leaves it, is one that they refuse
         raise ConfigError(f"the tokenizer does not take them: {first_line(error)}", place="texts") from error
 

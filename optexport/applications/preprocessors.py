@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from optexport import interrupts
 from optexport.applications import tokenizer_growth
 from optexport.applications.pretrained_files import find
-from optexport.errors import BundleError, first_line
+from optexport.errors import BundleError, first_line, panics_as_errors
 
 if TYPE_CHECKING:
     from optexport.sources.loading import Pretrained
@@ -142,9 +142,10 @@ def _loaded(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> A
         return processor
     if kind == "tokenizer":
         tokenizer_growth.check(pretrained.name, options)
-    return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
-        pretrained.name, **_BACKENDS.get(kind, {}), **options
-    )
+    with panics_as_errors():
+        return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
+            pretrained.name, **_BACKENDS.get(kind, {}), **options
+        )
 
 
 def _save(processor: Any, folder: Path) -> None:
@@ -185,9 +186,10 @@ def load(folder: Path, kind: Kind) -> Any:
     try:
         if kind == "tokenizer":
             tokenizer_growth.check(folder / FOLDER, {})
-        return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
-            folder / FOLDER, local_files_only=True, trust_remote_code=False, **_BACKENDS.get(kind, {})
-        )
+        with panics_as_errors():
+            return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
+                folder / FOLDER, local_files_only=True, trust_remote_code=False, **_BACKENDS.get(kind, {})
+            )
     except Exception as error:  # transformers raises many kinds
         raise BundleError(
             f"transformers cannot load it: {first_line(error)}", place=f"{FOLDER}, {kind.replace('_', ' ')}"

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from optexport.applications import sentence_settings, tokenizer_growth
 from optexport.applications.pretrained_files import find
 from optexport.applications.sentence_settings import MODULES
-from optexport.errors import SourceError, first_line
+from optexport.errors import SourceError, first_line, panics_as_errors
 from optexport.extras import check_extra
 from optexport.signature import unused
 from optexport.sources.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
@@ -131,7 +131,9 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     given = {**model_options, "weights_only": True}  # what is given here goes before what the folder says
     try:
         tokenizer_growth.check(name, options)
-        sentences = SentenceTransformer(name, device="cpu", model_kwargs=given, **options).eval()
+        with panics_as_errors():
+            sentences = SentenceTransformer(name, device="cpu", model_kwargs=given, **options).eval()
+            probe = sentences.preprocess(["a", "a b c"])
     except Exception as error:  # sentence-transformers, transformers and the hub's client raise many kinds
         raise SourceError(
             f"sentence-transformers could not load it: {first_line(error)}",
@@ -150,7 +152,7 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
             place=place,
             mend=TRANSFORMER_ALONE,
         )
-    _check_modules(modules, sentences.preprocess(["a", "a b c"]), place)
+    _check_modules(modules, probe, place)
     return Embedder(SentenceEmbedder(modules, sentences.truncate_dim).eval(), sentences.tokenizer, prompt)
 
 

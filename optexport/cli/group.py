@@ -117,7 +117,7 @@ class Group(click.Group):
             raise
         except (click.exceptions.Exit, click.exceptions.Abort):
             raise
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
+        except BaseException as error:  # a panic of a library written in Rust is no Exception
             # Some libraries turn an interrupt in the middle of their imports into errors of their own.
             signum = interrupts.received()
             if isinstance(error, KeyboardInterrupt) or signum is not None:

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from optexport.applications import images, tokenizer_growth
 from optexport.applications.processing import as_whole_numbers, check_images
 from optexport.config.file import InputsConfig, TensorConfig
-from optexport.errors import ConfigError, did_you_mean, first_line
+from optexport.errors import ConfigError, did_you_mean, first_line, panics_as_errors
 from optexport.inputs.data_lines import read_lines, stack_records, texts_of
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.dummy_of_program import program_inputs
@@ -217,7 +217,8 @@ def _from_texts(
     try:
         if (tokenizer := pretrained.tokenizer) is None:
             tokenizer_growth.check(pretrained.name, pretrained.options)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.name, **pretrained.options)
+            with panics_as_errors():
+                tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.name, **pretrained.options)
     except Exception as error:  # transformers raises many kinds where it finds no tokenizer
         raise ConfigError(
             f"its tokenizer cannot be loaded: {first_line(error)}", place=place, mend="Give token ids as data instead."
@@ -232,9 +233,16 @@ def _from_texts(
     # RoBERTa counts more positions than it takes tokens; only its tokenizer says so.
     limit = max_length or min(most_tokens(config) or _UNLIMITED, tokenizer.model_max_length)
     cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
-    encoded = tokenizer(
-        [pretrained.prompt + text for text in texts], padding=len(texts) > 1, return_tensors="pt", **cut
-    )
+    prompted = [pretrained.prompt + text for text in texts]
+    try:
+        with panics_as_errors():
+            encoded = tokenizer(prompted, padding=len(texts) > 1, return_tensors="pt", **cut)
+    except Exception as error:  # transformers raises many kinds
+        raise ConfigError(
+            f"its tokenizer does not take them: {first_line(error)}",
+            place=place,
+            mend="Give token ids as data instead.",
+        ) from error
     ids = encoded["input_ids"]
     words = ~torch.isin(ids, torch.tensor([i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id]))
     if not words.any() or (tokenizer.unk_token_id is not None and (ids[words] == tokenizer.unk_token_id).all()):

@@ -23,6 +23,7 @@ from optexport.errors import ConfigError
 from tests import exports
 from tests.applications import bundles, folders
 from tests.applications.folders import TEXTS
+from tests.preparing import give_backtracking
 
 
 def called(*arguments: Any) -> Result:
@@ -251,3 +252,13 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
         assert refused.exit_code == 2
         assert "texts: the tokenizer does not take them" in refused.stderr
     assert "line 2, texts" in refused.stderr
+
+
+def test_a_text_that_the_tokenizer_gives_up_on_is_one_message(tmp_path: Path) -> None:
+    source = shutil.copytree(bundles.source("text-classification"), tmp_path / "source")
+    give_backtracking(source)
+    made = folders.export(source, formats='["pt2"]')
+    assert called(made.output, "a far cat").exit_code == 0
+    refused = called(made.output, "x" * 40)
+    assert refused.exit_code == 2
+    assert "texts: the tokenizer does not take them: Onig: " in refused.stderr

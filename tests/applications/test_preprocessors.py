@@ -16,7 +16,7 @@ from optexport.errors import BundleError, ConfigError
 from optexport.inputs import preparing
 from optexport.sources.loading import Pretrained
 from tests.exports import edit_json
-from tests.preparing import save_processors
+from tests.preparing import bert, give_backtracking, save_processors
 
 TEXT_AND_IMAGE = ("input_ids", "attention_mask", "pixel_values")
 
@@ -153,3 +153,10 @@ def test_a_tokenizer_that_makes_texts_longer_without_bounds_is_refused_before_it
     assert "e+20 times as long" in missing
     with pytest.raises(ConfigError, match=r"its tokenizer cannot be loaded: tokenizer\.json makes a text up to"):
         preparing.prepare(InputsConfig(texts=["a cat"]), tmp_path, nn.Identity(), beside, 0)
+
+
+def test_a_pattern_that_takes_too_long_to_find_ends_in_an_error_of_ours(beside: Pretrained, tmp_path: Path) -> None:
+    give_backtracking(Path(beside.name))
+    with pytest.raises(ConfigError, match=r"its tokenizer does not take them: Onig: .*retry-limit") as refused:
+        preparing.prepare(InputsConfig(texts=["x" * 40]), tmp_path, bert(), beside, 0)
+    assert "Give token ids as data instead." in str(refused.value)

@@ -65,9 +65,10 @@ def test_the_file_answers_to_what_its_configuration_says_with_the_originals_resu
         for output, answer in answers.items():
             expected = stored[f"{number}.outputs.{output}"]
             assert answer.dtype == expected.dtype
-            # A file of lower precision is held to its gate on the cosine alone.
-            tolerance = 0.2 * np.abs(expected).max() if name.startswith("int8") else 1e-5
-            np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=tolerance, err_msg=f"{case}: {output}")
+            if name.startswith("int8"):  # held to its gate on the cosine alone; processors round such products apart
+                assert (answer * expected).sum() >= 0.9 * np.linalg.norm(answer) * np.linalg.norm(expected), case
+            else:
+                np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-5, err_msg=f"{case}: {output}")
 
 
 @pytest.mark.parametrize(("name", "file_format"), BATCHED)

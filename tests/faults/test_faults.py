@@ -132,7 +132,8 @@ def test_what_is_smaller_than_rounding_is_of_the_size_that_is_listed_and_passes(
     floors = {output.output: output.limit / 4 for output in result.parity[0].outputs}
     size = max(distance[name] / floors[name] for name in distance if floors[name])
     assert 0 < size < 4
-    assert size == pytest.approx(entry.size, rel=0.3)
+    # The floor is what this processor's products are apart from the exact ones, and others' are apart otherwise.
+    assert entry.size / 2 < size < 2 * entry.size
 
 
 @pytest.mark.nightly
