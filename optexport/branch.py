@@ -60,7 +60,7 @@ def produce(
     with stages.stage(f"check graph{formats}"):
         place, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
         if not suspects.check(place, runner, content=exports.of_graph(graph_module)).passed:
-            find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof)
+            find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof, job.loaded.model)
             raise failure.error(proof, job.failure, job.config_text, find, suspects.smallest)
     lowered: PrecisionRecord | None = None
     if branch.precision is not None:

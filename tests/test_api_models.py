@@ -385,3 +385,22 @@ def test_an_output_that_holds_nothing_on_all_inputs_is_refused_unless_it_never_c
     else:
         with pytest.raises(ParityError, match="output: nothing can be proven: the model gives no element"):
             quick(model, {"x": x}, tmp_path / "b", effort="quick")
+
+
+class Masking(nn.Module):
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=mask == 0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_of_an_encoder_whose_padding_is_zero_outside_of_a_trace_the_way_out_is_told(tmp_path: Path) -> None:
+    given = {"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)), "mask": torch.ones(2, 5).long()}
+    given["mask"][1, 3:] = 0
+    with pytest.raises(ParityError, match=r"build it with enable_nested_tensor=False"):
+        export(randomise(Masking(nested=True)).eval(), given, tmp_path / "nested", formats=["pt2"])
+    assert export(randomise(Masking(nested=False)).eval(), given, tmp_path / "plain", formats=["pt2"]).passed

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from optexport.blame.cutting import cut
 from optexport.blame.failure import Finding, Reproduction, failing_case, incomparable, outputs_at
@@ -82,18 +82,22 @@ class _Rules:
         return self.check(graph_module).passed
 
 
-def blame_rules(retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: Proof) -> Finding:
+def blame_rules(
+    retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: Proof, model: nn.Module
+) -> Finding:
     """Finds the first rule after which the graph no longer passes, which of its changes does it, and where it shows.
 
     Args:
         retrace: Traces the model anew, and says how to run it; rules change a graph in place.
         proof: Failed at the transformed graph, the last of its places.
+        model: The original.
     """
     trial = _Rules(retrace, rules, proof)
     before, _ = trial.graph(0)
     if not trial.check(before).passed:
         shown = [_whole("The traced graph differs from the model", before, trial)]
-        return Finding(trial.place, trial.case, _TRACE, shown)
+        nested = any(isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor for m in model.modules())
+        return Finding(trial.place, trial.case, _TRACE + _NESTED * nested, shown)
     if trial.passes(len(rules)):
         return Finding(trial.place, trial.case, _OTHER_EACH_TIME)
     count = _first_failing(len(rules), trial.passes)
@@ -129,6 +133,11 @@ _TRACE = (
     "The trace itself already differs from the model: no transformation is to blame. Where only sizes that "
     "were not traced fail, the model bakes one in, or a trace cannot hold them: narrow the range in "
     "inputs.dynamic, or leave the dimension out of it."
+)
+
+_NESTED = (
+    "\nIts torch.nn.TransformerEncoder gives 0 for what a padding mask leaves out, but not in a trace: build it with "
+    "enable_nested_tensor=False, for which both give the same."
 )
 
 _OTHER_EACH_TIME = (
