@@ -5,6 +5,7 @@ Rules that each make ten letters of one, one after the other, make a million let
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -61,6 +62,8 @@ def _times(part: Any) -> float:
         return 1.0
     if "pattern" in part and "content" in part:
         return _times_of_replacing(part["pattern"], len(str(part["content"])))
+    if isinstance(part.get("precompiled_charsmap"), str):
+        return _times_of_charsmap(part["precompiled_charsmap"])
     if "prepend" in part:
         return 1.0 + len(str(part["prepend"]))
     if "single" in part:
@@ -75,6 +78,16 @@ def _times_of_replacing(pattern: Any, content: int) -> float:
     kind, text = next(iter(pattern.items())) if isinstance(pattern, dict) and pattern else ("String", "")
     least = len(str(text)) if kind == "String" else _least_width(str(text))
     return max(1.0, content / least) if least else 1.0 + content
+
+
+def _times_of_charsmap(encoded: str) -> float:
+    """Of sentencepiece: the length of a table in four bytes, the table, and what is put for letters, between zeros."""
+    try:
+        read = base64.b64decode(encoded)
+    except ValueError:  # which tokenizers refuses too
+        return 1.0
+    behind = 4 + int.from_bytes(read[:4], "little")
+    return max(1.0, *(len(text.decode(errors="replace")) for text in read[behind:].split(b"\0")))
 
 
 def _least_width(pattern: str) -> int:

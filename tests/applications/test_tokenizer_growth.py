@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,22 @@ LLAMA = {
 # As those have it that write marks of punctuation in one way.
 PUNCTUATION = {"normalizer": {"normalizers": [{"pattern": {"Regex": r"\p{Pd}[\s,]?"}, "content": "-"}] * 40}}
 DOUBLED = {"pattern": {"String": "a"}, "content": "aa"}
+
+
+def _charsmap(*replacements: str) -> dict[str, str]:
+    """As sentencepiece writes it, of an empty table."""
+    text = "\0".join((*replacements, "")).encode()
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + text).decode()}
+
+
+# The longest of Unicode's compatible forms has 18 letters.
+T5 = {"normalizer": {"normalizers": [_charsmap("a", "\u0635" * 18), REGEX]}}
 BOMBS: dict[str, dict[str, Any]] = {
     "replacing": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLED] * 10}},
     "replacing in a sequence of sequences": {"normalizer": {"normalizers": [{"normalizers": [DOUBLED] * 2}] * 5}},
     "replacing nothing": {"normalizer": {"normalizers": [{"pattern": {"Regex": "x*"}, "content": "x"}] * 10}},
     "prepending": {"normalizer": {"type": "Prepend", "prepend": "a" * 1000}},
+    "charsmaps": {"normalizer": {"normalizers": [_charsmap("b", "a" * 40)] * 2}},
     "bytes of bytes": {"pre_tokenizer": {"pretokenizers": [{"type": "ByteLevel"}] * 5}},
     "a template of one text": {"post_processor": {"single": [{"Sequence": {"id": "A"}}] * 1001, "pair": []}},
     "both ways": {"normalizer": {"normalizers": [DOUBLED] * 6}, "decoder": {"decoders": [DOUBLED] * 6}},
@@ -43,7 +55,7 @@ def _check(folder: Path, settings: object) -> None:
     tokenizer_growth.check(folder, {})
 
 
-@pytest.mark.parametrize("settings", [LLAMA, PUNCTUATION, {}, [], {"normalizer": None}], ids=lambda s: str(s)[:20])
+@pytest.mark.parametrize("settings", [LLAMA, PUNCTUATION, T5, {}, [], {"normalizer": None}], ids=lambda s: str(s)[:20])
 def test_what_tokenizers_do_is_taken(tmp_path: Path, settings: object) -> None:
     _check(tmp_path, settings)
 
