@@ -42,6 +42,38 @@ def imported_from(folder: Path) -> list[str]:
     return sorted(path.as_posix() for path in beside if not _INSTALLED.intersection(path.parts))
 
 
+def needed_from(folder: Path) -> list[str]:
+    """The modules that were imported from a folder, and those of it that their import statements name, by their paths.
+
+    What a function imports is not imported before it is called.
+    """
+    needed = [Path(name) for name in imported_from(folder)]
+    seen = set(needed)
+    for path in needed:
+        if path.suffix == ".py":
+            new = _named_beside(_parsed(folder / path), path, folder) - seen
+            seen |= new
+            needed += sorted(new)
+    return sorted(path.as_posix() for path in seen)
+
+
+def _named_beside(tree: ast.Module, path: Path, folder: Path) -> set[Path]:
+    """The files of a folder that a module in it imports, with those of the packages that they are in."""
+    named: set[Path] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            named |= {Path(*alias.name.split(".")) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # One dot is the folder that the module is in, and each further one is above.
+            parents = path.parents
+            start = parents[min(node.level, len(parents)) - 1] if node.level else Path()
+            module = start.joinpath(*(node.module or "").split("."))
+            named |= {module, *(module / alias.name for alias in node.names)}
+    packages = {parent / "__init__.py" for name in named for parent in (name, *name.parents) if parent.name}
+    files = {name.with_name(f"{name.name}.py") for name in named if name.name} | packages
+    return {file for file in files if (folder / file).is_file()}
+
+
 def code_of(module: str) -> dict[str, str]:
     """Digests of the file of a module, and of all that was imported from where it was: it may call any of that.
 
@@ -74,18 +106,18 @@ def code_beside_packages() -> dict[str, str]:
 def imports_of(modules: Iterable[str], folder: Path) -> set[str]:
     """The packages that code imports, by their first names, also where it does so only once it is called.
 
-    The code is that of the modules, of all beside them that is not installed, and of all that was imported from a
-    folder. It is read, since of what is loaded much has no say: a run that is tracked loads more than one that is not.
+    The code is that of the modules, of all beside them that is not installed, and of what is needed from a folder. It
+    is read, since of what is loaded much has no say: a run that is tracked loads more than one that is not.
 
     Args:
         modules: Those that define the classes which are looked at; what else an installed package holds is its own.
     """
-    files = {folder / name for name in imported_from(folder)}
+    files = {folder / name for name in needed_from(folder)}
     for module in modules:
         top = module.partition(".")[0]
         if top not in KNOWN:
             files |= set(_files(module, module.rpartition(".")[0] if top in _OF_MODELS else top))
-    names = {name for file in files if file.suffix == ".py" for name in _imports(ast.parse(file.read_bytes()))}
+    names = {name for file in files if file.suffix == ".py" for name in _imports(_parsed(file))}
     return names - KNOWN - sys.stdlib_module_names
 
 
@@ -96,6 +128,14 @@ def _files(module: str, package: str) -> Iterator[Path]:
             path = Path(getattr(known, "__file__", None) or "")
             if path.is_file() and (name == module or not _INSTALLED.intersection(path.parts)):
                 yield path
+
+
+def _parsed(file: Path) -> ast.Module:
+    """What a file says, which is nothing where it is not of this Python: it cannot be imported either."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
@@ -110,9 +150,9 @@ def packages_of(modules: Iterable[str], folder: Path) -> dict[str, str]:
     """Digests of all code of the packages that modules are of, by name, whether all of it was imported or not.
 
     Args:
-        folder: What lies in it, and is not installed there, is left out: `imported_from` tells of that.
+        folder: What lies in it, and is not installed there, is left out: `needed_from` tells of that.
     """
-    beside = {name.partition("/")[0].removesuffix(".py") for name in imported_from(folder)}
+    beside = {name.partition("/")[0].removesuffix(".py") for name in needed_from(folder)}
     names = {module.partition(".")[0] for module in modules} - KNOWN - _OF_MODELS - beside
     digests = {}
     for name in sorted(names):

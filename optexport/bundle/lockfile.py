@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from optexport.bundle.digests import sha256
-from optexport.bundle.imported import imported_from, imports_of, packages_of
+from optexport.bundle.imported import imports_of, needed_from, packages_of
 from optexport.config.decisions import METRIC
 from optexport.config.file import Config
 from optexport.config.source import SourceKind, source_kind
@@ -70,7 +70,7 @@ def make(job: Job, folder: Path, versions: Mapping[str, str]) -> Lock:
         versions=dict(versions),
         revision=job.loaded.revision,
         weights_sha256=job.loaded.weights_sha256,
-        files=_digests(job.config, folder, imported_from(folder)),
+        files=_digests(job.config, folder, needed_from(folder)),
         imports=imports,
         packages=packages,
     )
@@ -143,8 +143,8 @@ def check_model(lock: Lock, job: Job, path: Path) -> None:
         ConfigError: It is not.
     """
     was = {"the model's weights": lock.weights_sha256, **lock.files}
-    imported = {name: sha256(path.parent / name) for name in imported_from(path.parent)}
-    now = {"the model's weights": job.loaded.weights_sha256, **lock.files, **imported}
+    beside = {name: sha256(path.parent / name) for name in needed_from(path.parent)}
+    now = {"the model's weights": job.loaded.weights_sha256, **lock.files, **beside}
     imports, packages = _code(job, path.parent)
     locked, found = (
         {f"the code of {name}": digest for name, digest in each.items()} for each in (lock.packages, packages)
@@ -195,6 +195,8 @@ def _code(job: Job, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     imported |= set() if job.loaded.pretrained is None else {"tokenizers"}
     imported |= set() if job.config.inputs.images is None else {"PIL", "numpy"}
     installed = metadata.packages_distributions() if imported else {}
+    while new := imports_of(imported - installed.keys(), folder) - imported:
+        imported |= new
     versions = _versions(package for name in imported for package in installed.get(name, ()))
     return versions, packages_of({*modules, *(imported - installed.keys())}, folder)
 

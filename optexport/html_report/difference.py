@@ -18,9 +18,11 @@ from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ChangeRecord, Manifest, TensorRecord
 from optexport.bundle.measured import FigureRecord, Measured, read_measured
 from optexport.errors import on_one_line
+from optexport.html_report import originals
 from optexport.html_report.contents import named
 
 Cell = str | int | float | None
+Verdict = Literal["same", "same to rounding", "different", "not known"]
 _MOST_NAMES = 3
 _ABSENT = "not there"
 
@@ -60,14 +62,14 @@ class Difference:
 
     Attributes:
         computes: Whether both compute the same: to the byte of their files, to the rounding that each is proven to, or
-            not.
+            not; it is not known of other graphs that share no inputs.
         told: That as a sentence.
         reasons: What it follows from.
     """
 
     one: Side
     other: Side
-    computes: Literal["same", "same to rounding", "different"]
+    computes: Verdict
     told: str
     reasons: tuple[str, ...]
     sections: tuple[Section, ...]
@@ -101,7 +103,7 @@ def compare(one: Side, other: Side) -> Difference:
     return Difference(one, other, computes, told, reasons, sections)
 
 
-def _verdict(one: Side, other: Side) -> tuple[Literal["same", "same to rounding", "different"], str, tuple[str, ...]]:
+def _verdict(one: Side, other: Side) -> tuple[Verdict, str, tuple[str, ...]]:
     a, b = one.manifest, other.manifest
     differ = {
         "the weights": a.model.weights_sha256 != b.model.weights_sha256,
@@ -121,9 +123,21 @@ def _verdict(one: Side, other: Side) -> tuple[Literal["same", "same to rounding"
         only = sorted(files.keys() ^ others.keys())
         which = f"the files that both have are ({', '.join(only)} is in one alone)" if only else "all model files are"
         return "same", f"They compute the same: {which} equal to the byte.", ()
+    # Of equal weights a model's code, and its config, may make something else.
+    results = originals.compare(one.folder, a, other.folder, b)
+    if results.apart is not None:
+        return "different", f"They do not compute the same: {results.apart}.", ("the originals' results",)
+    if not results.shared and _traced_graph(a) != _traced_graph(b):
+        told = "It is not known whether they compute the same: their traced graphs differ, and they share no inputs."
+        return "not known", told, ("the traced graphs",)
     reasons = tuple(f"{name} differs" for name in unequal) or ("they have no format in common",)
-    told = "They compute the same to rounding: both are proven against the same original; "
-    return "same to rounding", f"{told}{', '.join(reasons)}.", reasons
+    original = f"originals that gave the same on {results.shared} inputs" if results.shared else "the same traced graph"
+    told = f"They compute the same to rounding: both are proven against {original}; {', '.join(reasons)}."
+    return "same to rounding", told, reasons
+
+
+def _traced_graph(manifest: Manifest) -> str | None:
+    return next((file.sha256 for file in manifest.files if file.path == "graph_before.txt"), None)
 
 
 def _unsized(records: Sequence[TensorRecord]) -> list[tuple[str, str, int]]:

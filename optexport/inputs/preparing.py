@@ -27,7 +27,7 @@ from optexport.proof.cases import at_least_two, traceable
 from optexport.proof.shards import shards
 from optexport.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, numbered_axis
 from optexport.sources.loading import Pretrained
-from optexport.sources.program_signature import input_names
+from optexport.sources.program_signature import check_ranks, input_names
 
 # Tokenizers that know no longest sequence say 1e30.
 _UNLIMITED = 10**9
@@ -99,6 +99,8 @@ def prepare(
         raise ConfigError("a .pt2 file takes none: they were fixed when it was made", place="inputs.constants")
     elif set(example) != set(names := input_names(program)):
         raise ConfigError(f"the program takes {', '.join(names)}, and is given {', '.join(example)}", place="inputs")
+    else:
+        check_ranks(program, example)
     for name in config.axes:
         if name not in example:
             raise ConfigError(

@@ -20,7 +20,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport import registry, transformers_exporters
-from optexport.applications import pretrained_files, sentence_embedding
+from optexport.applications import sentence_embedding
 from optexport.arguments import Arguments, Constant, holding, taking_tensors
 from optexport.config.file import ModelConfig
 from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_model, source_kind
@@ -220,10 +220,10 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     }
     try:
         depths.check(name, options)
+        # transformers loads an adapter that lies beside a model, or a part of it, without being asked.
+        patterns.check_beside(name, options)
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
-        if (beside_it := pretrained_files.find(name, patterns.CONFIG, options)) is not None:
-            patterns.check(beside_it)  # transformers loads an adapter that lies beside a model without being asked
         with transformers_exporters.quiet():
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             cls = _model_class(config.task, model_config)

@@ -9,11 +9,12 @@ import json
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from re import _parser  # type: ignore[attr-defined]  # where Python itself reads a pattern
 from typing import Any
 
+from optexport.applications.pretrained_files import find
 from optexport.errors import SourceError, first_line
 
 CONFIG = "adapter_config.json"
@@ -24,8 +25,24 @@ _MANY = 10.0  # the ways of `.*`, as far as they matter: of several, each takes 
 _NO_PATTERNS = {"base_model_name_or_path", "parent_library", "revision"}
 
 
+def check_beside(name: str, options: Mapping[str, Any]) -> None:
+    """Checks the adapters that lie beside a model, and in the folders of its parts.
+
+    Args:
+        name: A folder, or a hub id.
+        options: As for ``from_pretrained``.
+
+    Raises:
+        SourceError: As for `check`.
+    """
+    here = sorted(Path(name).rglob(CONFIG)) if Path(name).is_dir() else [find(name, CONFIG, options)]
+    for path in here:
+        if path is not None:
+            check(path)
+
+
 def check(path: Path) -> None:
-    """Checks that every pattern of an adapter's config can be matched in a short time.
+    """Checks that every pattern of an adapter's config can be matched in a short time, and that it imports nothing.
 
     Args:
         path: That of ``adapter_config.json``.
@@ -35,6 +52,10 @@ def check(path: Path) -> None:
     """
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(settings, dict) and settings.get("megatron_config") is not None:
+            raise SourceError(
+                "megatron_config has peft import a module that the file names, which is not done", place=str(path)
+            )
         for key, text in _texts(settings):
             if any(_ways_of(form.format(text)) > _MOST * _ways_of(form.format("")) for form in _FORMS):
                 raise SourceError(

@@ -57,6 +57,24 @@ def tensor_inputs(program: ExportedProgram) -> dict[str, str]:
     return {leaf.placeholder: leaf.name for leaf in _leaves(program) if not leaf.is_constant}
 
 
+def check_ranks(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Checks that each tensor, by name, has as many axes as the program takes.
+
+    Raises:
+        ConfigError: One has not.
+    """
+    values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    for placeholder, name in tensor_inputs(program).items():
+        taken, given = values[placeholder], tensors[name]
+        if isinstance(taken, torch.Tensor) and taken.dim() != given.dim():
+            shapes = [f"[{', '.join(map(str, tensor.shape))}]" for tensor in (given, taken)]
+            raise ConfigError(
+                f"it is {shapes[0]}, of {given.dim()} axes, and the program takes {shapes[1]}",
+                place=f"inputs: {name}",
+                mend="In a data file each line holds one row, without the axis of the batch.",
+            )
+
+
 def constants(program: ExportedProgram) -> dict[str, bool | int | float | str]:
     """The arguments that are fixed in a program, by name."""
     return {leaf.name: leaf.value for leaf in _leaves(program) if leaf.is_constant and leaf.value is not None}

@@ -124,6 +124,38 @@ def test_a_module_that_the_models_code_imports_is_locked_too(locked: Path) -> No
     assert "locked_scale.py: absent when it was locked, " in message(run(locked), 2)
 
 
+LAZY = (
+    MODULE.replace("SCALE = 1.0\n", "import locked_lazy\n")
+    .replace(
+        "    return layer",
+        """    class Times(torch.nn.Module):
+        def forward(self, input):
+            from locked_lazy import factor
+            return input * factor.FACTOR
+    return torch.nn.Sequential(layer, Times())""",
+    )
+    .replace("mul_(SCALE)", "mul_(1.0)")
+)
+
+
+def test_a_module_that_is_imported_when_the_model_is_called_is_locked_with_what_it_imports(locked: Path) -> None:
+    """The lock was made before it was imported, and another model passed."""
+    code, package = locked.with_name("locked_model.py"), locked.with_name("locked_lazy")
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "number.py").write_text("NUMBER = 2.0\n")
+    (package / "factor.py").write_text("from .number import NUMBER\nFACTOR = NUMBER\n")
+    (locked.parent / "old.py").write_text("print 'no file of this Python'\n")
+    code.write_text(f"{LAZY}\ndef unused():\n    import old\n")
+    sys.modules.pop("locked_model", None)
+    assert CliRunner().invoke(cli, ["lock", str(locked)]).exit_code == 0
+    files = json.loads(lockfile.lock_path(locked).read_text())["files"]
+    assert {"locked_lazy/__init__.py", "locked_lazy/factor.py", "locked_lazy/number.py", "old.py"} <= files.keys()
+    assert run(locked).exit_code == 0
+    (package / "number.py").write_text("NUMBER = 200.0\n")
+    assert "locked_lazy/number.py: " in message(run(locked), 2)
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 def test_data_are_locked_whatever_their_file_is_called(locked: Path, suffix: str) -> None:
     """Files that are called as weights are were left out, though nothing else stands for them."""

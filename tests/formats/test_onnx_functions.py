@@ -121,6 +121,26 @@ def test_a_quotient_is_rounded_down_from_where_torch_does(tmp_path: Path) -> Non
     files.runs(made, tmp_path / "model.onnx", {"x": multiples}, {"x": multiples.round()}, {"x": torch.randn(3, 7) * 9})
 
 
+def _whole_quotients(m: nn.Module, x: torch.Tensor) -> Any:
+    x, y = x[:, :2], x[:, 2:]
+    hours = x // 3600 % 24
+    both = [torch.div(x, y, rounding_mode=mode) for mode in ("floor", "trunc")]  # type: ignore[call-overload]
+    return hours, both, torch.div(x, -7, rounding_mode="trunc"), (x % 30_000).short() // 7, (x % 250).byte() // 3
+
+
+def test_quotients_of_whole_numbers_are_exact_however_large_they_are(tmp_path: Path) -> None:
+    """``torch.onnx`` divides in float32, and a file with the wrong hour of a time stamp passed the proof."""
+    made = files.prepare(
+        Program(_whole_quotients), {"x": torch.tensor([[1_699_999_199, -7, 3600, 2]] * 2)}, {"x": {0: "rows"}}
+    )
+    files.save_onnx(made, tmp_path / "model.onnx")
+    generator = torch.Generator().manual_seed(0)
+    for most in (100, 2**32, 2**62):
+        x = torch.randint(-most, most, (500, 2), generator=generator)
+        y = torch.randint(1, 1000, (500, 2), generator=generator) * torch.tensor([[1, -1]])
+        files.runs(made, tmp_path / "model.onnx", {"x": torch.cat([x, y], 1)})
+
+
 def _logarithms(m: nn.Module, x: torch.Tensor) -> Any:
     sums = [of(x, y) for of in (torch.logaddexp, torch.logaddexp2) for y in (x.flip(1), x)]
     return functional.logsigmoid(x), *sums

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from torch import nn
 
 from optexport import export
 from optexport.cli.main import cli
@@ -16,6 +18,7 @@ from tests import exports
 from tests.html_report import bundles
 from tests.html_report.reading import Page
 from tests.html_report.test_page import check_contained
+from tests.models import randomise
 
 
 def diff(*arguments: object) -> Result:
@@ -78,6 +81,41 @@ def test_another_model_computes_something_else(one: Path, other_model: Path) -> 
     assert found["computes"] == "different"
     assert found["reasons"] == ["the weights"]
     assert found["told"] == "They do not compute the same: the weights differ."
+
+
+class Scaled(nn.Module):
+    """A number in its code tells two of them apart, and no weight."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(4, 3, bias=False), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) * self.factor
+        return y
+
+
+def scaled(place: Path, factor: float, size: int = 2) -> Path:
+    """The bundle of a model with the same weights as all others of it."""
+    x = torch.linspace(-1, 1, 4 * size).reshape(size, 4)
+    return exports.quick(randomise(Scaled(factor)), {"x": x}, place).output
+
+
+@pytest.mark.parametrize(
+    ("factor", "computes"), [(2.0, "same"), (2.0 + 2**-22, "same to rounding"), (2.1, "different")]
+)
+def test_models_of_equal_weights_are_told_apart_by_what_they_gave(tmp_path: Path, factor: float, computes: str) -> None:
+    found = document(scaled(tmp_path / "a", 2.0), scaled(tmp_path / "b", factor))
+    assert found["computes"] == computes
+    if computes == "different":
+        assert found["reasons"] == ["the originals' results"]
+        assert "the originals' output are 0." in found["told"]
+
+
+def test_of_other_graphs_without_an_input_in_common_nothing_is_known(tmp_path: Path) -> None:
+    found = document(scaled(tmp_path / "a", 2.0), scaled(tmp_path / "b", 200.0, size=3))
+    assert found["computes"] == "not known"
+    assert "their traced graphs differ, and they share no inputs" in found["told"]
 
 
 def test_other_layers_in_lower_precision_compute_something_else(one: Path, tmp_path: Path) -> None:

@@ -107,3 +107,14 @@ def test_constants_of_a_pt2_file_cannot_be_set_again(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["run", str(config)])
     assert result.exit_code == 2
     assert "inputs.constants: a .pt2 file takes none" in result.output
+
+
+def test_data_of_other_axes_than_a_pt2_file_takes_are_refused_with_both_shapes(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(nn.Linear(3, 2).eval(), (torch.randn(2, 3),)), tmp_path / "linear.pt2")
+    (tmp_path / "rows.jsonl").write_text('{"input": [[1.5, 2, 3], [4, 5, 6]]}\n')
+    (tmp_path / "mine.toml").write_text(
+        '[model]\nsource = "linear.pt2"\n[inputs]\ndata = "rows.jsonl"\n[tracking]\nenabled = false\n'
+    )
+    done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 2
+    assert "inputs: input: it is [1, 2, 3], of 3 axes, and the program takes [2, 3]" in done.stderr
