@@ -156,7 +156,7 @@ def divided(x: torch.Tensor, y: Any, *, rounding_mode: str | None = None) -> tor
     x, y = _alike(x, y)
     if not is_fraction:
         dtype, x, y = x.dtype, x.long(), y.long()  # ONNX Runtime divides no smaller ones
-        whole = aten.floor_divide.default(x, y)
+        whole: torch.Tensor = aten.floor_divide.default(x, y)
         if rounding_mode == "trunc":
             whole = whole + ((torch.remainder(x, y) != 0) & ((x < 0) != (y < 0))).long()
         return whole.to(dtype)
