@@ -194,7 +194,7 @@ def init(source: str, output: Path, force: bool) -> None:
     SOURCE is a folder (the default is this one), a hub id, package:NAME/PATH, python:module:factory,
     mlflow:models:/NAME@ALIAS, a .pt2 file, or a TorchScript file (.pt, .ts, .jit).
     """
-    from optexport.cli.starter import GUESS, starter_config
+    from optexport.cli.starter import GUESS, GUESSED_SIZE, starter_config
     from optexport.config.file import parse_config
     from optexport.config.source import missing_model, source_folder
 
@@ -213,7 +213,7 @@ def init(source: str, output: Path, force: bool) -> None:
     except OSError as error:
         raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
     echo(f"Wrote {output}. Read it, then: optexport run {output}")
-    if GUESS in text:
+    if GUESS in text or GUESSED_SIZE in text:
         echo(f"The inputs are a guess: edit [inputs] in {output}.")
     lies = source_folder(source, output.parent)
     if lies is not None and (missing := missing_model(lies)) is not None:

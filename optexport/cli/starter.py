@@ -20,6 +20,7 @@ _NO_TOKENIZER = "no tokenizer"
 _SENTENCES = "modules of sentence-transformers"
 # Stands above inputs that nothing is known of.
 GUESS = "# These inputs are a guess: edit them, since the source could not be asked."
+GUESSED_SIZE = "# Its config names no size of images, so 224 is a guess: write what its image processor makes of them."
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -170,7 +171,9 @@ def _inputs(known: dict[str, Any], kind: SourceKind) -> list[str]:
         name, shape = "pixel_values", f'["batch", {_number(known.get("num_channels"), 1, 3)}, {height}, {width}]'
     else:
         name, shape = "x", '["batch", 3, 224, 224]'
-    hint = [] if known else [GUESS, "# The name and shape of the model's input."]
+    hint = [GUESSED_SIZE] if size is None else []
+    if not known:
+        hint = [GUESS, "# The name and shape of the model's input."]
     if kind in (SourceKind.HUB, SourceKind.MLFLOW):
         hint = [GUESS, '# For a text model: texts = ["..."] instead of the table below.']
     return [*hint, f"[inputs.tensors.{name}]", f"shape = {shape}", "", "[inputs.dynamic]", "batch = [1, 16]"]

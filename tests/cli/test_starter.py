@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from optexport.cli.main import cli
-from optexport.cli.starter import GUESS, starter_config
+from optexport.cli.starter import GUESS, GUESSED_SIZE, starter_config
 from optexport.config.file import Config, load_config
 from optexport.registry import PRESET
 from optexport.sources.tasks import AUTO_CLASSES
@@ -133,6 +133,18 @@ def test_inputs_of_a_model_that_was_asked_are_no_guess(tmp_path: Path, monkeypat
         told = CliRunner().invoke(cli, ["init", "--force"]).output
         assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
         assert GUESS not in Path("optexport.toml").read_text(encoding="utf-8")
+
+
+def test_a_size_of_images_that_a_config_does_not_name_is_a_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """224 was written as if it were known, and the bundle took nothing that its image processor made."""
+    monkeypatch.chdir(tmp_path)
+    ResNetConfig().save_pretrained(tmp_path)
+    told = CliRunner().invoke(cli, ["init"]).output
+    assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
+    lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
+    assert lines[lines.index("[inputs]") + 1] == GUESSED_SIZE
 
 
 def test_a_bundle_is_no_model_and_its_program_says_its_inputs_itself(
