@@ -22,6 +22,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    ResNetConfig,
     RobertaConfig,
     T5Config,
     ViTConfig,
