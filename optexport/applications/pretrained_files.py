@@ -7,6 +7,18 @@ from pathlib import Path
 from typing import Any
 
 
+def find_all(name: str, filename: str, options: Mapping[str, Any]) -> list[Path]:
+    """The files of that name in a folder and in those of a model's parts; of a model on the hub its own alone.
+
+    Args:
+        name, options: As for `find`.
+    """
+    if Path(name).is_dir():
+        return sorted(Path(name).rglob(filename))
+    found = find(name, filename, options)
+    return [] if found is None else [found]
+
+
 def find(name: str, filename: str, options: Mapping[str, Any]) -> Path | None:
     """Where a file of a model lies on this machine, fetched from the hub if it must be; None where there is none.
 

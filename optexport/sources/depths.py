@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from optexport.applications.pretrained_files import find
+from optexport.applications.pretrained_files import find_all
 from optexport.errors import SourceError
 
 _FILE = "config.json"
@@ -27,10 +26,9 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         SourceError: It has.
     """
     # Sentence-transformers have one in a folder of each part.
-    here = sorted(Path(name).rglob(_FILE)) if Path(name).is_dir() else [find(name, _FILE, options)]
-    for path in here:
+    for path in find_all(name, _FILE, options):
         try:
-            counts = [] if path is None else list(_counts(json.loads(path.read_text(encoding="utf-8"))))
+            counts = list(_counts(json.loads(path.read_text(encoding="utf-8"))))
         except (ValueError, OSError, RecursionError):  # which transformers tells
             continue
         for key, count in counts:

@@ -14,7 +14,7 @@ from pathlib import Path
 from re import _parser  # type: ignore[attr-defined]  # where Python itself reads a pattern
 from typing import Any
 
-from optexport.applications.pretrained_files import find
+from optexport.applications.pretrained_files import find_all
 from optexport.errors import SourceError, first_line
 
 CONFIG = "adapter_config.json"
@@ -35,10 +35,8 @@ def check_beside(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         SourceError: As for `check`.
     """
-    here = sorted(Path(name).rglob(CONFIG)) if Path(name).is_dir() else [find(name, CONFIG, options)]
-    for path in here:
-        if path is not None:
-            check(path)
+    for path in find_all(name, CONFIG, options):
+        check(path)
 
 
 def check(path: Path) -> None:
