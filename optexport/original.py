@@ -15,6 +15,7 @@ from optexport.proof.cases import cases
 from optexport.proof.reference import Call, Reference
 from optexport.proof.running import run_original
 from optexport.proof.special_values import special_cases
+from optexport.proof.vocabulary import sized_by_values
 from optexport.runtimes import Run
 from optexport.signature import Batch, as_arguments, flatten_outputs
 from optexport.state import apart, buffers_kept
@@ -57,7 +58,8 @@ def run_reference(job: Job, traced: Traced, call: Call, ids: Mapping[str, int]) 
     """Runs the original on all that is checked; how much that is depends on the effort."""
     signature, effort = traced.signature, job.config.parity.effort
     checked = cases(job.example, job.real, signature, traced.doubtful, effort)
-    checked += special_cases(job.example, ids, effort, job.config.parity.seed)
+    asked = sized_by_values(traced.graph_module)
+    checked += special_cases(job.example, ids, effort, job.config.parity.seed, sized_by_values=asked)
     reference = run_original(
         call,
         job.loaded.model,

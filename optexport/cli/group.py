@@ -121,7 +121,8 @@ class Group(click.Group):
             # Some libraries turn an interrupt in the middle of their imports into errors of their own.
             signum = interrupts.received()
             if isinstance(error, KeyboardInterrupt) or signum is not None:
-                _fail(ctx, "interrupted", 128 + (signum or signal.SIGINT))
+                told = "\n  ".join(["interrupted", *getattr(error, "__notes__", ())])
+                _fail(ctx, redact_error(told), 128 + (signum or signal.SIGINT))
             if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader went away: click ends quietly
                 raise
             if isinstance(error, OptexportError):

@@ -18,7 +18,7 @@ from torch import fx
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
-from optexport.formats import onnx_fourier, onnx_lowerings, onnx_maxima, onnx_sigmoids
+from optexport.formats import onnx_fourier, onnx_int64, onnx_lowerings, onnx_maxima, onnx_sigmoids
 from optexport.formats.exported_program import to_program
 from optexport.formats.lowerings import ATTENTION_OPSET
 from optexport.formats.onnx_probe import check_opens
@@ -126,6 +126,7 @@ def _convert(
     onnxscript.optimizer.remove_unused_nodes(converted.model)
     transformers_exporters.fix_onnx_model(converted)
     _expand_masks(converted.model)
+    onnx_int64.mend(converted.model)
     onnx_maxima.mend(converted.model)
     onnx_sigmoids.mend(converted.model)
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])

@@ -178,6 +178,19 @@ def remainder(x: Any, y: Any) -> torch.Tensor:
     return torch.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
 
 
+def truncated_remainder(x: Any, y: Any) -> torch.Tensor:
+    """What a division that is rounded towards zero leaves; ONNX Runtime computes that of whole numbers in float64."""
+    if _is_fraction(x, y):
+        return aten.fmod.Tensor(*_alike(x, y))  # type: ignore[no-any-return]
+    x, y = _alike(x, y)
+    return x - divided(x, y, rounding_mode="trunc") * y
+
+
+def rounded(operator: Any, x: torch.Tensor) -> torch.Tensor:
+    """A rounding to whole numbers, which leaves those alone; ONNX has none of them."""
+    return operator(x) if x.is_floating_point() else x.clone()  # type: ignore[no-any-return]
+
+
 def _is_fraction(*operands: Any) -> bool:
     return any(v.is_floating_point() if isinstance(v, torch.Tensor) else isinstance(v, float) for v in operands)
 

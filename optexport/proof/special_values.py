@@ -17,17 +17,24 @@ from optexport.signature import Batch
 # Normal numbers times 64 reach 200: beyond what exp takes in float32, and beyond every clamp of usual activations.
 _LARGE_TIMES = 64
 _LARGE_TIMES_IN_HALF = 8  # float16 ends at 65504
+# From here on float32 holds every second whole number; int32 holds them all.
+_BEYOND_FLOAT32 = 2**24
+_KINDS = 5
 _SEEDS = 4
 
 
-def special_cases(example: Batch, vocabularies: Mapping[str, int], effort: Effort, seed: int) -> list[Case]:
+def special_cases(
+    example: Batch, vocabularies: Mapping[str, int], effort: Effort, seed: int, *, sized_by_values: bool = False
+) -> list[Case]:
     """The cases of special values.
 
     Args:
         example: The traced batch.
         vocabularies: The number of ids that an input may hold, of those that go into an embedding.
-        effort: With "quick", padding alone; with "exhaustive" also random values.
+        effort: With "quick", padding alone; with "exhaustive" also random values, and whole numbers below zero.
         seed: For the random values.
+        sized_by_values: Whether results may be as large as the numbers that inputs hold. No whole numbers are made up
+            then, which would ask for more memory than there is.
     """
     found = _padded(example)
     if effort == "quick":
@@ -41,6 +48,9 @@ def special_cases(example: Batch, vocabularies: Mapping[str, int], effort: Effor
         times = max(_times(tensor.dtype) for tensor in values.values())
         found.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
         found.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
+    if not sized_by_values:
+        for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
+            found += _whole_numbers(example, name, effort)
     for turn in range(_SEEDS if effort == "exhaustive" and (values or vocabularies) else 0):
         drawn = _random(example, [*values], vocabularies, seed + turn)
         found.append(Case(f"random values {turn}", drawn, optional=True))
@@ -78,6 +88,24 @@ def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
 def _holds_values(name: str, tensor: torch.Tensor) -> bool:
     """Whether it holds real numbers: not a mask, of which 0 and the smallest number are marks."""
     return tensor.is_floating_point() and "mask" not in name and bool(torch.isfinite(tensor).all())
+
+
+def _holds_whole_numbers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:
+    """Whether it holds whole numbers that may be any: no ids, and not the marks of a mask."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    return is_whole and name not in vocabularies and "mask" not in name
+
+
+def _whole_numbers(example: Batch, name: str, effort: Effort) -> list[Case]:
+    """Cases of one input alone, since a model may refuse any of them, as an index that is out of range."""
+    tensor = example[name]
+    steps = torch.arange(tensor.numel()).reshape(tensor.shape) % _KINDS
+    ends = torch.iinfo(tensor.dtype)
+    start = _BEYOND_FLOAT32 if ends.max > _BEYOND_FLOAT32 else ends.max - _KINDS + 1
+    made = {f"{name} zero": torch.zeros_like(tensor), f"{name} from {start:,}": (start + steps).to(tensor.dtype)}
+    if effort == "exhaustive" and ends.min < 0:
+        made[f"{name} below zero"] = (-1 - steps).to(tensor.dtype)
+    return [Case(kind, {**example, name: values}, extreme=True, optional=True) for kind, values in made.items()]
 
 
 def _times(dtype: torch.dtype) -> int:

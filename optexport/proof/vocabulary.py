@@ -1,8 +1,9 @@
-"""Which inputs hold the ids of an embedding, and how many ids there are."""
+"""What the values of inputs stand for: the ids of an embedding, of which it is known how many there are, or sizes."""
 
 from __future__ import annotations
 
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from optexport.signature import Signature
 
@@ -26,6 +27,11 @@ def vocabularies(graph_module: fx.GraphModule, signature: Signature) -> dict[str
         if rows:
             found[spec.name] = min(rows)
     return found
+
+
+def sized_by_values(graph_module: fx.GraphModule) -> bool:
+    """Whether sizes hang on the values of inputs, as those of ``repeat_interleave`` and of what ``item`` gives."""
+    return any(free_unbacked_symbols(node.meta.get("val")) for node in graph_module.graph.nodes)
 
 
 def _embeddings(graph_module: fx.GraphModule, placeholder: fx.Node) -> list[fx.Node]:

@@ -13,7 +13,7 @@ from optexport.tracking import facts, store
 from optexport.tracking.finished import Finished
 from optexport.tracking.known import run_of
 from optexport.tracking.registry import Registered
-from optexport.tracking.run import REASON_TAG, give_up, new_run
+from optexport.tracking.run import REASON_TAG, give_up, new_run, reason_of
 from optexport.tracking.sending import registered, send
 from optexport.tracking.told import tell
 
@@ -82,7 +82,9 @@ def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
             mend = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
             failed = store.failure(error, uri, mend)
         if run_id is not None:
-            give_up(client, run_id, str(failed) or type(failed).__name__)
+            give_up(client, run_id, reason_of(failed))
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note("The bundle is whole on disk. What was not sent is sent by the same call, again.")
         if failed is error:
             raise
         raise failed from error

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from optexport import interrupts
 from optexport.bundle import drafts, parts
 from optexport.config.file import TrackingConfig
 from optexport.errors import BundleError, TrackingError
@@ -78,7 +79,12 @@ class Tracker:
                 raise BundleError("it is of another run, which has replaced this one's", place=str(self._bundle))
             self.registered = send(self._client, str(self.run_id), tell(finished))
 
-        self._guarded(action)
+        try:
+            self._guarded(action)
+            interrupts.check()  # a library may have made an error of its own of a signal
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"The bundle is whole on disk. What was not sent is sent by: {self._later()}")
+            raise
 
     def end(self, reason: str | None = None) -> None:
         """Ends the run: as FINISHED, or as FAILED for a reason, which may be that something could not be tracked."""
@@ -94,9 +100,11 @@ class Tracker:
         try:
             action()
         except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
-            later = shlex.join(["optexport", "log", str(self._bundle), "--config", str(self._path)])
-            mend = f"The bundle is whole on disk. {store.when(error)}: {later}"
+            mend = f"The bundle is whole on disk. {store.when(error)}: {self._later()}"
             self.failure = store.failure(error, self._config.uri, mend)
+
+    def _later(self) -> str:
+        return shlex.join(["optexport", "log", str(self._bundle), "--config", str(self._path)])
 
 
 def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) -> str:
@@ -116,6 +124,11 @@ def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) ->
         return found[0] if found else None
 
     return str(store.made_once(lambda: client.create_run(experiment, tags=named), started).info.run_id)
+
+
+def reason_of(error: BaseException) -> str:
+    """What a run is said to have failed for."""
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
 
 
 def give_up(client: Any, run_id: str, reason: str) -> None:
@@ -164,6 +177,6 @@ def tracking(
         tracker.start(settings, tags)
         yield tracker
     except BaseException as error:
-        tracker.end(str(error) or type(error).__name__)
+        tracker.end(reason_of(error))
         raise
     tracker.end()

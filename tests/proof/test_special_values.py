@@ -90,7 +90,7 @@ def test_every_kind_of_padding_is_checked_at_sizes_that_were_never_traced(effort
 def test_padding_only_takes_tokens_away(rows: int, columns: int, seed: int) -> None:
     example = text(rows, columns)
     example["attention_mask"] = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(seed))
-    for case in special_cases(example, {}, "standard", 0):
+    for case in special_cases(example, {}, "quick", 0):
         assert bool((case.batch["attention_mask"] <= example["attention_mask"]).all())
         assert torch.equal(case.batch["input_ids"], example["input_ids"])
 
@@ -119,13 +119,59 @@ def test_the_ids_at_the_ends_of_a_vocabulary_appear_wherever_there_is_room_and_n
         assert bool((made == ids).any())  # and data beside them
 
 
-def test_zeros_and_large_values_are_extreme_and_leave_masks_and_integers_alone() -> None:
+def test_zeros_and_large_values_are_extreme_and_leave_masks_and_ids_alone() -> None:
     example = {"x": torch.randn(2, 3), "mask": torch.ones(2, 3), "ids": torch.tensor([1, 2])}
-    for case in [case for case in special_cases(example, {}, "standard", 0) if not case.name.startswith("padded")]:
+    for case in special_cases(example, {"ids": 4}, "standard", 0):
+        if case.name == "boundary ids" or case.name.startswith("padded"):
+            continue
         assert case.extreme
         assert case.optional
         assert torch.equal(case.batch["mask"], example["mask"])
         assert torch.equal(case.batch["ids"], example["ids"])
+
+
+@given(
+    st.sampled_from([torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]),
+    st.lists(st.integers(1, 9), max_size=3),
+    st.sampled_from(EFFORTS),
+)
+def test_whole_numbers_are_made_up_for_one_input_at_a_time(
+    dtype: torch.dtype, shape: list[int], effort: Effort
+) -> None:
+    example = {"seconds": torch.ones(shape, dtype=dtype), "days": torch.ones(2, dtype=dtype)}
+    found = special_cases(example, {}, effort, 0)
+    assert bool(found) is (effort != "quick")
+    for case in found:
+        (changed,) = [name for name, tensor in example.items() if not torch.equal(case.batch[name], tensor)]
+        made = case.batch[changed]
+        assert (made.dtype, made.shape) == (dtype, example[changed].shape)
+        assert case.extreme
+        assert case.optional
+        assert effort == "exhaustive" or bool((made >= 0).all())
+    if dtype in (torch.int32, torch.int64) and found:
+        large = torch.cat([case.batch["days"] for case in found])
+        assert not torch.equal(large.float().to(dtype), large)  # float32 does not hold them all
+
+
+def test_no_whole_numbers_are_made_up_where_results_would_be_as_large() -> None:
+    example = {"repeats": torch.tensor([1, 2])}
+    assert special_cases(example, {}, "exhaustive", 0, sized_by_values=True) == []
+
+
+class Hours(nn.Module):
+    def __init__(self, *, in_float32: bool = False) -> None:
+        super().__init__()
+        self.in_float32 = in_float32
+
+    def forward(self, seconds: torch.Tensor) -> torch.Tensor:
+        return (seconds.float() / 3 * 3).long() if self.in_float32 else seconds
+
+
+def test_whole_numbers_that_go_through_float32_are_found_though_no_data_are_so_large() -> None:
+    """A file that divided time stamps in float32 passed where nobody gave a time stamp of today."""
+    example = {"seconds": torch.tensor([[60, 3600], [7, 9]])}
+    checked = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
+    assert failing(Hours(), Hours(in_float32=True), checked) == {"seconds from 16,777,216"}
 
 
 def test_large_values_of_every_dtype_are_finite() -> None:

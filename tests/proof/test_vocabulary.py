@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.proof.vocabulary import vocabularies
+from optexport.proof.vocabulary import sized_by_values, vocabularies
 from optexport.tracing.trace import trace
 from tests import models
 
@@ -68,3 +68,19 @@ def test_the_kinds_of_tokens_are_a_vocabulary_of_their_own() -> None:
     example = {**models.inputs("bert"), "token_type_ids": torch.zeros(3, 7, dtype=torch.int64)}
     traced = trace(models.model("bert"), example)
     assert vocabularies(traced.graph_module, traced.signature) == {"input_ids": 60, "token_type_ids": 2}
+
+
+class Repeats(nn.Module):
+    def __init__(self, *, by_values: bool) -> None:
+        super().__init__()
+        self.by_values = by_values
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(times, 0) if self.by_values else x.repeat_interleave(3, 0) + times.sum()
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+def test_it_is_known_where_sizes_hang_on_values(by_values: bool) -> None:
+    """A repetition by a made-up number would ask for more memory than there is."""
+    traced = trace(Repeats(by_values=by_values), {"x": torch.ones(2, 3), "times": torch.tensor([1, 2])})
+    assert sized_by_values(traced.graph_module) is by_values

@@ -116,9 +116,11 @@ def test_a_signal_ends_what_log_sends_as_failed_and_log_completes_it(
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(later, "send", sends_first(later.send, sent))
-        assert CliRunner().invoke(cli, ["log", str(place), "--uri", uri]).exit_code == code
+        ended = CliRunner().invoke(cli, ["log", str(place), "--uri", uri])
+    assert ended.exit_code == code
+    assert "Error: interrupted\n  The bundle is whole on disk. What was not sent is sent by the same" in ended.stderr
     (run,) = runs(uri)
-    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "KeyboardInterrupt")
+    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
     again = log_bundle(place, uri)
     assert (again.run_id, again.before) == (run.info.run_id, False)
     (run,) = runs(uri)

@@ -1,0 +1,95 @@
+"""The larger of two int64, and what is like it, which ONNX Runtime misreads, said with other operators.
+
+Its kernels for the CPU compare the halves of a number apart, the lower one as if it had a sign: of 3,000,000,000 and 5
+version 1.31 takes 5 for the larger, and of two time stamps in milliseconds the later for the earlier. Those of Less,
+Greater and ArgMax are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from typing import Any
+
+import onnx_ir
+
+_Build = Callable[[onnx_ir.tape.Tape, onnx_ir.Node], Any]
+
+
+def mend(model: onnx_ir.Model) -> None:
+    """Has every Max, Min, Clip, Sign, ReduceMax and ReduceMin of int64 give what torch gives, in place.
+
+    And Relu, which the runtime has for no int64.
+    """
+    for node in list(model.graph.all_nodes()):
+        build = None if node.domain else _BUILT.get(node.op_type)
+        if build is None or node.inputs[0] is None or node.inputs[0].dtype != onnx_ir.DataType.INT64:
+            continue
+        assert node.graph is not None
+        tape, result = onnx_ir.tape.Tape(), node.outputs[0]
+        built = build(tape, node)
+        if built is None or not tape.nodes:
+            continue
+        built.dtype, built.shape = onnx_ir.DataType.INT64, result.shape
+        onnx_ir.convenience.replace_nodes_and_values(node.graph, node, [node], [*tape.nodes], [result], [built])
+
+
+def _picked(operator: str, tape: onnx_ir.tape.Tape, x: Any, y: Any) -> Any:
+    """Of each pair that of which the comparison is true; the first where there is no second."""
+    return x if y is None else tape.op("Where", [tape.op(operator, [x, y]), x, y])
+
+
+def _of_all(operator: str, tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
+    return reduce(partial(_picked, operator, tape), node.inputs)
+
+
+def _clip(tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
+    x, low, high = [*node.inputs, None, None][:3]
+    return _picked("Less", tape, _picked("Greater", tape, x, low), high)
+
+
+def _relu(tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
+    return _picked("Greater", tape, node.inputs[0], _zero(tape))
+
+
+def _sign(tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
+    sides = [tape.op(operator, [node.inputs[0], _zero(tape)]) for operator in ("Greater", "Less")]
+    return tape.op("Sub", [tape.op("Cast", [side], {"to": onnx_ir.DataType.INT64}) for side in sides])
+
+
+def _zero(tape: onnx_ir.tape.Tape) -> Any:
+    return tape.op("Constant", [], {"value_int": 0})
+
+
+def _along_axes(operator: str, tape: onnx_ir.tape.Tape, node: onnx_ir.Node) -> Any:
+    """What lies where ArgMax or ArgMin says, of one axis after the other; None where the axes are not known."""
+    x, axes = node.inputs[0], _axes(node)
+    if axes is None:
+        return None
+    for axis in axes:
+        x = tape.op("GatherElements", [x, tape.op(operator, [x], {"axis": axis, "keepdims": 1})], {"axis": axis})
+    if axes and not node.attributes.get_int("keepdims", 1):
+        x = tape.op("Squeeze", [x, tape.op("Constant", [], {"value_ints": axes})])
+    return x
+
+
+def _axes(node: onnx_ir.Node) -> list[int] | None:
+    x, given = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+    if given is not None:
+        found = None if given.const_value is None else [int(axis) for axis in given.const_value.numpy().reshape(-1)]
+    else:
+        found = [*node.attributes.get_ints("axes", [])]
+    if found or found is None or node.attributes.get_int("noop_with_empty_axes", 0):
+        return found
+    return None if x is None or x.shape is None else list(range(len(x.shape)))
+
+
+_BUILT: Mapping[str, _Build] = {
+    "Max": partial(_of_all, "Greater"),
+    "Min": partial(_of_all, "Less"),
+    "Clip": _clip,
+    "Relu": _relu,
+    "Sign": _sign,
+    "ReduceMax": partial(_along_axes, "ArgMax"),
+    "ReduceMin": partial(_along_axes, "ArgMin"),
+}
