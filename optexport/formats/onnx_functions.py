@@ -183,12 +183,13 @@ def truncated_remainder(x: Any, y: Any) -> torch.Tensor:
     if _is_fraction(x, y):
         return aten.fmod.Tensor(*_alike(x, y))  # type: ignore[no-any-return]
     x, y = _alike(x, y)
-    return x - divided(x, y, rounding_mode="trunc") * y
+    whole = divided(x, y, rounding_mode="trunc")
+    return torch.sub(x, whole * y)
 
 
 def rounded(operator: Any, x: torch.Tensor) -> torch.Tensor:
     """A rounding to whole numbers, which leaves those alone; ONNX has none of them."""
-    return operator(x) if x.is_floating_point() else x.clone()  # type: ignore[no-any-return]
+    return operator(x) if x.is_floating_point() else x.clone()
 
 
 def _is_fraction(*operands: Any) -> bool:

@@ -79,7 +79,8 @@ def _axes(node: onnx_ir.Node) -> list[int] | None:
         found = None if given.const_value is None else [int(axis) for axis in given.const_value.numpy().reshape(-1)]
     else:
         found = [*node.attributes.get_ints("axes", [])]
-    if found or found is None or node.attributes.get_int("noop_with_empty_axes", 0):
+    is_noop: int = node.attributes.get_int("noop_with_empty_axes", 0)
+    if found or found is None or is_noop:
         return found
     return None if x is None or x.shape is None else list(range(len(x.shape)))
 
