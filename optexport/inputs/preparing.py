@@ -23,6 +23,7 @@ from optexport.inputs.data_lines import read_lines, stack_records, texts_of
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.dummy_of_program import program_inputs
 from optexport.inputs.positions import most_tokens
+from optexport.machine import free_memory
 from optexport.proof.cases import at_least_two, traceable
 from optexport.proof.shards import shards
 from optexport.signature import Batch, Dim, Dynamic, call_signature, conventional_axes, numbered_axis
@@ -290,6 +291,14 @@ def _from_file(path: Path, model: nn.Module, pretrained: Pretrained | None, max_
     batch = _read(path, place, model, pretrained, max_length)
     if not batch or any(not tensor.numel() for tensor in batch.values()):
         raise ConfigError("it holds no numbers" if batch else "it holds no inputs", place=place)
+    for name, tensor in batch.items():
+        if tensor.dtype in (torch.complex128, torch.complex32):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{name} is of {dtype}, which the files of a bundle do not hold",
+                place=place,
+                mend="Give complex64, or the real and the imaginary part as inputs of their own.",
+            )
     return batch
 
 
@@ -302,6 +311,7 @@ def _read(path: Path, place: str, model: nn.Module, pretrained: Pretrained | Non
         if path.suffix == ".npz":
             if not zipfile.is_zipfile(path):
                 raise ValueError("it is no archive of arrays")
+            _check_memory(path, place)
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         if path.suffix == ".jsonl":
@@ -319,6 +329,18 @@ def _read(path: Path, place: str, model: nn.Module, pretrained: Pretrained | Non
         place=place,
         mend="Give .safetensors, .npz, or .jsonl.",
     )
+
+
+def _check_memory(path: Path, place: str) -> None:
+    """Checks that the arrays of an archive fit into memory: of zeros, a file of megabytes holds gigabytes."""
+    with zipfile.ZipFile(path) as archive:
+        needed = sum(info.file_size for info in archive.infolist())
+    if (free := free_memory()) is not None and needed > free:
+        raise ConfigError(
+            f"its arrays take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free",
+            place=place,
+            mend="Give fewer rows.",
+        )
 
 
 def _from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[int]], seed: int) -> Batch:

@@ -1,4 +1,4 @@
-"""How many layers a model's config asks for: each is made before the weights tell that there are fewer."""
+"""How many layers and labels a model's config asks for: each is made before the weights tell that there are fewer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from optexport.applications.pretrained_files import find_all
 from optexport.errors import SourceError
 
 _FILE = "config.json"
-_MOST = 4096  # the deepest models have some hundreds
-_COUNTS = re.compile(r"(layers?|depths?|blocks)$")  # num_hidden_layers, n_layer, depths, num_blocks
+# The deepest models have some hundreds of layers. Each label gets a name, which takes longer than its weights.
+_MOST = {"layers": 4096, "labels": 2**20}
+_COUNTS = {
+    "layers": re.compile(r"(layers?|depths?|blocks)$"),  # num_hidden_layers, n_layer, depths, num_blocks
+    "labels": re.compile(r"^_?num_labels$"),
+}
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-    """Checks that a model has no more layers than can be made in a short time.
+    """Checks that a model has no more layers and labels than can be made in a short time.
 
     Args:
         name: A folder, or a hub id.
@@ -31,22 +35,22 @@ def check(name: str, options: Mapping[str, Any]) -> None:
             counts = list(_counts(json.loads(path.read_text(encoding="utf-8"))))
         except (ValueError, OSError, RecursionError):  # which transformers tells
             continue
-        for key, count in counts:
-            if count > _MOST:
+        for kind, key, count in counts:
+            if count > _MOST[kind]:
                 raise SourceError(
-                    f"{key} is {count:,}, and no model has more than {_MOST} layers",
+                    f"{key} is {count:,}, and no model has more than {_MOST[kind]:,} {kind}",
                     place=str(path),
-                    mend="Give the number of layers that the weights are of.",
+                    mend=f"Give the number of {kind} that the weights are of.",
                 )
 
 
-def _counts(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers of layers, also in configs of the parts of a model; with the setting that each is of."""
+def _counts(value: Any, key: str = "") -> Iterator[tuple[str, str, float]]:
+    """All numbers of layers and labels, also in configs of parts of a model: of which, by which setting, how many."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from _counts(each, name)
     elif isinstance(value, list):
         for each in value:
             yield from _counts(each, key)
-    elif isinstance(value, int | float) and _COUNTS.search(key):
-        yield key, value
+    elif isinstance(value, int | float):
+        yield from ((kind, key, value) for kind, pattern in _COUNTS.items() if pattern.search(key))

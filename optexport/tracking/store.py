@@ -189,6 +189,10 @@ def when(error: Exception) -> str:
             "When the credentials are right (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
             "or user and password in the URI)"
         )
+    if isinstance(error, ImportError) and error.name:
+        return f"When {error.name} is installed, which its driver needs"
+    if _status(error) in (400, 404):
+        return "When what it says is mended"
     return "When the store answers"
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from optexport.config.file import InputsConfig
+from optexport.inputs import preparing
 from optexport.inputs.preparing import prepare
 from optexport.sources.loading import Pretrained
 from tests.preparing import TINY, Maker, Rows, bert, shapes
@@ -205,6 +206,22 @@ def test_arrays_come_back_as_they_were_stored(suffix: str, made: Maker) -> None:
 def test_arrays_that_are_no_inputs_are_refused(arrays: dict[str, Any], made: Maker) -> None:
     np.savez(made.folder / "data.npz", **arrays)
     made.refusal(Rows(), data="data.npz", dynamic={"batch": [1, 8]})
+
+
+def test_numbers_that_no_file_of_a_bundle_holds_are_refused(made: Maker) -> None:
+    np.savez(made.folder / "data.npz", x=np.zeros((2, 4), "complex128"), y=np.zeros((2, 4)))
+    assert "x is of complex128, which the files of a bundle do not hold" in made.refusal(Rows(), data="data.npz")
+
+
+def test_arrays_that_do_not_fit_into_memory_are_refused_before_they_are_read(
+    made: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2.3 MB of zeros, packed, became gigabytes."""
+    np.savez_compressed(made.folder / "data.npz", x=np.zeros((2, 4096)), y=np.zeros((2, 4)))
+    monkeypatch.setattr(preparing, "free_memory", lambda: 1 << 16)
+    assert "its arrays take 0.0 GiB, and 0.0 GiB of memory are free" in made.refusal(Rows(), data="data.npz")
+    monkeypatch.setattr(preparing, "free_memory", lambda: None)
+    assert shapes(made(Rows(), data="data.npz")) == {"x": [2, 4096], "y": [2, 4]}
 
 
 def test_a_first_axis_that_is_no_batch_is_left_alone_where_none_is_declared(made: Maker) -> None:

@@ -17,12 +17,14 @@ from tests.exports import edit_json
 def test_a_config_of_more_layers_than_can_be_made_is_refused_at_once(tmp_path: Path) -> None:
     models.model("bert").save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", lambda settings: settings.update(num_hidden_layers=10**8))
-    with pytest.raises(SourceError, match=r"num_hidden_layers is 100,000,000, and no model has more than 4096 layers"):
+    with pytest.raises(SourceError, match=r"num_hidden_layers is 100,000,000, and no model has more than 4,096 layers"):
         loading.load(ModelConfig(source=str(tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"depths": [2, 10**5]}, {"text_config": {"n_layer": 10**5}}, {"encoder_layers": 1e9}], ids=str
+    "settings",
+    [{"depths": [2, 10**5]}, {"text_config": {"n_layer": 10**5}}, {"encoder_layers": 1e9}, {"num_labels": 10**8}],
+    ids=str,
 )
 def test_the_layers_of_each_part_are_counted(tmp_path: Path, settings: object) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -39,5 +41,6 @@ def test_the_layers_of_a_part_in_a_folder_of_its_own_are_counted(tmp_path: Path)
 
 def test_numbers_of_other_things_may_be_as_large_as_they_are(tmp_path: Path) -> None:
     settings = {"num_hidden_layers": 126, "vocab_size": 10**6, "depth_multiplier": 1e9, "layer_types": ["full"] * 126}
+    settings |= {"num_labels": 10**6}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     depths.check(str(tmp_path), {})

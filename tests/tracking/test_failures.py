@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sqlite3
 import time
 from pathlib import Path
 
+import mlflow
 import pytest
 
 from optexport import pipeline
@@ -96,6 +98,21 @@ def test_a_server_that_does_not_know_its_host_says_nothing_of_credentials(tmp_pa
     mend = r"When the server has been told of that host \(mlflow server --allowed-hosts\), again"
     with answering(403, said) as uri, pytest.raises(TrackingError, match=mend):
         log_bundle(bundle(tmp_path), uri)
+
+
+def test_a_store_that_refuses_what_it_is_asked_for_has_answered(tmp_path: Path) -> None:
+    uri = stores.store(tmp_path)
+    client = mlflow.MlflowClient(uri)
+    client.delete_experiment(client.create_experiment("gone"))
+    with pytest.raises(TrackingError, match=r"deleted state[^\n]*\n.*When what it says is mended, again") as caught:
+        log_bundle(bundle(tmp_path), uri, "gone")
+    assert "When the store answers" not in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pymysql") is not None, reason="the driver is installed")
+def test_a_driver_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match="When pymysql is installed"):
+        log_bundle(bundle(tmp_path), "mysql+pymysql://localhost/mlflow")
 
 
 @pytest.mark.parametrize("status", [401, 403])
