@@ -104,7 +104,7 @@ def test_a_store_that_refuses_what_it_is_asked_for_has_answered(tmp_path: Path) 
     uri = stores.store(tmp_path)
     client = mlflow.MlflowClient(uri)
     client.delete_experiment(client.create_experiment("gone"))
-    with pytest.raises(TrackingError, match=r"deleted state[^\n]*\n.*When what it says is mended, again") as caught:
+    with pytest.raises(TrackingError, match=r"state is deleted[^\n]*\n.*When what it says is mended, again") as caught:
         log_bundle(bundle(tmp_path), uri, "gone")
     assert "When the store answers" not in str(caught.value)
 
