@@ -1,8 +1,8 @@
 """The larger of two int64, and what is like it, which ONNX Runtime misreads, said with other operators.
 
 Its kernels for the CPU compare the halves of a number apart, the lower one as if it had a sign: of 3,000,000,000 and 5
-version 1.31 takes 5 for the larger, and of two time stamps in milliseconds the later for the earlier. Those of Less,
-Greater and ArgMax are right.
+version 1.31 takes 5 for the larger, and of two time stamps in milliseconds maybe the earlier for the later. Those of
+Less, Greater and ArgMax are right.
 """
 
 from __future__ import annotations

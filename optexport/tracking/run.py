@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from optexport import interrupts
 from optexport.bundle import drafts, parts
 from optexport.config.file import TrackingConfig
 from optexport.errors import BundleError, TrackingError
@@ -77,14 +76,13 @@ class Tracker:
             finished = Finished.read(self._bundle)
             if finished.measured.origin.mlflow_run not in (None, self.run_id):  # where file systems know no locks
                 raise BundleError("it is of another run, which has replaced this one's", place=str(self._bundle))
-            self.registered = send(self._client, str(self.run_id), tell(finished))
+            try:
+                self.registered = send(self._client, str(self.run_id), tell(finished))
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note(f"The bundle is whole on disk. What was not sent is sent by: {self._later()}")
+                raise
 
-        try:
-            self._guarded(action)
-            interrupts.check()  # a library may have made an error of its own of a signal
-        except KeyboardInterrupt as interrupt:
-            interrupt.add_note(f"The bundle is whole on disk. What was not sent is sent by: {self._later()}")
-            raise
+        self._guarded(action)
 
     def end(self, reason: str | None = None) -> None:
         """Ends the run: as FINISHED, or as FAILED for a reason, which may be that something could not be tracked."""

@@ -90,7 +90,9 @@ def test_every_kind_of_padding_is_checked_at_sizes_that_were_never_traced(effort
 def test_padding_only_takes_tokens_away(rows: int, columns: int, seed: int) -> None:
     example = text(rows, columns)
     example["attention_mask"] = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(seed))
-    for case in special_cases(example, {}, "quick", 0):
+    for case in special_cases(example, {"input_ids": IDS}, "standard", 0):
+        if case.name == "boundary ids":
+            continue
         assert bool((case.batch["attention_mask"] <= example["attention_mask"]).all())
         assert torch.equal(case.batch["input_ids"], example["input_ids"])
 

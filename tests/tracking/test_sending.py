@@ -20,6 +20,7 @@ from optexport.cli.main import cli
 from optexport.errors import BundleError, ConfigError, TrackingError
 from optexport.stages import Stages
 from optexport.tracking import arrived, later, store
+from optexport.tracking import run as tracking_run
 from optexport.tracking.later import Logged, log_bundle
 from tests import exports, stores
 from tests.test_interrupts import sends_first
@@ -126,6 +127,24 @@ def test_a_signal_ends_what_log_sends_as_failed_and_log_completes_it(
     (run,) = runs(uri)
     assert run.info.status == "FINISHED"
     assert "optexport.blame.failure" not in run.data.tags
+
+
+def test_a_signal_while_a_run_sends_leaves_a_whole_bundle_and_says_how_the_rest_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = stores.store(tmp_path)
+    config = stores.project(tmp_path, uri, formats='["pt2"]')
+    with monkeypatch.context() as patched:
+        patched.setattr(tracking_run, "send", sends_first(tracking_run.send, signal.SIGTERM))
+        ended = CliRunner().invoke(cli, ["run", str(config)])
+    assert ended.exit_code == 143
+    place = tmp_path / "out" / "block"
+    told = f"  The bundle is whole on disk. What was not sent is sent by: optexport log {place} --config {config}\n"
+    assert ended.stderr.endswith(f"Error: interrupted\n{told}")
+    run = only_run(uri)
+    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
+    assert log_bundle(place, uri, "tracked").run_id == run.info.run_id
+    assert only_run(uri).info.status == "FINISHED"
 
 
 @pytest.mark.parametrize("creates", ["create_model_version", "create_logged_model"])
