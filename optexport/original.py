@@ -58,8 +58,14 @@ def run_reference(job: Job, traced: Traced, call: Call, ids: Mapping[str, int]) 
     """Runs the original on all that is checked; how much that is depends on the effort."""
     signature, effort = traced.signature, job.config.parity.effort
     checked = cases(job.example, job.real, signature, traced.doubtful, effort)
-    asked = sized_by_values(traced.graph_module)
-    checked += special_cases(job.example, ids, effort, job.config.parity.seed, sized_by_values=asked)
+    checked += special_cases(
+        job.example,
+        ids,
+        effort,
+        job.config.parity.seed,
+        declared=job.config.inputs.tensors or {},
+        sized_by_values=sized_by_values(traced.graph_module),
+    )
     reference = run_original(
         call,
         job.loaded.model,

@@ -6,11 +6,13 @@ normalisation of a constant row only rounding is left, by which honest exports d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
-from optexport.config.file import Effort
+from optexport.config.file import Effort, TensorConfig
 from optexport.proof.cases import PADDINGS, Case, with_padding
 from optexport.signature import Batch
 
@@ -24,7 +26,13 @@ _SEEDS = 4
 
 
 def special_cases(
-    example: Batch, vocabularies: Mapping[str, int], effort: Effort, seed: int, *, sized_by_values: bool = False
+    example: Batch,
+    vocabularies: Mapping[str, int],
+    effort: Effort,
+    seed: int,
+    *,
+    declared: Mapping[str, TensorConfig] = MappingProxyType({}),
+    sized_by_values: bool = False,
 ) -> list[Case]:
     """The cases of special values.
 
@@ -33,6 +41,7 @@ def special_cases(
         vocabularies: The number of ids that an input may hold, of those that go into an embedding.
         effort: With "quick", padding alone; with "exhaustive" also random values, and whole numbers below zero.
         seed: For the random values.
+        declared: What is known of inputs of random numbers: whole numbers are made up between their ends.
         sized_by_values: Whether results may be as large as the numbers that inputs hold. No whole numbers are made up
             then, which would ask for more memory than there is.
     """
@@ -50,7 +59,7 @@ def special_cases(
         found.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
     if not sized_by_values:
         for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
-            found += _whole_numbers(example, name, effort)
+            found += _whole_numbers(example, name, effort, _ends(example[name].dtype, declared.get(name)))
     for turn in range(_SEEDS if effort == "exhaustive" and (values or vocabularies) else 0):
         drawn = _random(example, [*values], vocabularies, seed + turn)
         found.append(Case(f"random values {turn}", drawn, optional=True))
@@ -96,16 +105,29 @@ def _holds_whole_numbers(name: str, tensor: torch.Tensor, vocabularies: Mapping[
     return is_whole and name not in vocabularies and "mask" not in name
 
 
-def _whole_numbers(example: Batch, name: str, effort: Effort) -> list[Case]:
+def _ends(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:
+    """The least and the largest whole number: of the dtype, where no other is declared."""
+    ends = torch.iinfo(dtype)
+    low, high = (None, None) if declared is None else (declared.low, declared.high)
+    least = ends.min if low is None else max(ends.min, math.ceil(low))
+    return least, ends.max if high is None else min(ends.max, math.ceil(high) - 1)
+
+
+def _whole_numbers(example: Batch, name: str, effort: Effort, ends: tuple[int, int]) -> list[Case]:
     """Cases of one input alone, since a model may refuse any of them, as an index that is out of range."""
-    tensor = example[name]
+    tensor, (least, most) = example[name], ends
     steps = torch.arange(tensor.numel()).reshape(tensor.shape) % _KINDS
-    ends = torch.iinfo(tensor.dtype)
-    start = _BEYOND_FLOAT32 if ends.max > _BEYOND_FLOAT32 else ends.max - _KINDS + 1
-    made = {f"{name} zero": torch.zeros_like(tensor), f"{name} from {start:,}": (start + steps).to(tensor.dtype)}
-    if effort == "exhaustive" and ends.min < 0:
-        made[f"{name} below zero"] = (-1 - steps).to(tensor.dtype)
-    return [Case(kind, {**example, name: values}, extreme=True, optional=True) for kind, values in made.items()]
+    start = max(least, min(_BEYOND_FLOAT32, most - _KINDS + 1))
+    made = {f"from {start:,}": start + steps}
+    if least <= 0 <= most:
+        made["zero"] = torch.zeros_like(steps)
+    if effort == "exhaustive" and least < 0:
+        made["below zero"] = (-1 - steps).clamp(min=least)
+    inside = {kind: values.clamp(max=most).to(tensor.dtype) for kind, values in made.items()}
+    return [
+        Case(f"{name} {kind}", {**example, name: values}, extreme=True, optional=True)
+        for kind, values in inside.items()
+    ]
 
 
 def _times(dtype: torch.dtype) -> int:

@@ -27,7 +27,7 @@ from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_mo
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.formats import torch_lowerings
 from optexport.signature import as_arguments
-from optexport.sources import adapters, archives, depths, patterns, program_signature, torchscript
+from optexport.sources import adapters, archives, depths, patterns, program_signature, torchscript, weight_counts
 from optexport.sources.tasks import AUTO_CLASSES
 from optexport.torch_settings import Settings
 from optexport.tracing.raising import unlift
@@ -231,6 +231,8 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
                 options["attn_implementation"] = config.attn_implementation
             if config.dtype:
                 options["dtype"] = getattr(torch, config.dtype)
+            if local:
+                weight_counts.check(cls, model_config, Path(name), trust_remote_code=config.trust_remote_code)
             model, info = cls.from_pretrained(name, config=model_config, output_loading_info=True, **options)
     except (ConfigError, SourceError):
         raise

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from optexport.config.file import Effort
+from optexport.config.file import Effort, TensorConfig
 from optexport.proof.cases import Case, cases
 from optexport.proof.floor import bounds
 from optexport.proof.parity import Proof
@@ -153,6 +153,26 @@ def test_whole_numbers_are_made_up_for_one_input_at_a_time(
     if dtype in (torch.int32, torch.int64) and found:
         large = torch.cat([case.batch["days"] for case in found])
         assert not torch.equal(large.float().to(dtype), large)  # float32 does not hold them all
+
+
+@given(
+    st.sampled_from(["uint8", "int32", "int64"]),
+    st.integers(-9, 200) | st.none(),
+    st.integers(1, 50) | st.none(),
+    st.sampled_from(["standard", "exhaustive"]),
+)
+def test_whole_numbers_are_made_up_between_the_ends_that_are_declared(
+    dtype: str, low: int | None, count: int | None, effort: Effort
+) -> None:
+    """Hours of a day, declared as 0 to 24, were checked at 16,777,216, which the model is not for."""
+    low = low if low is None or dtype != "uint8" else abs(low)
+    high = count if low is None or count is None else low + count
+    spec = TensorConfig(shape=["batch", 3], dtype=dtype, low=low, high=high)
+    example = {"hour": torch.full((2, 3), 5, dtype=getattr(torch, dtype))}
+    found = special_cases(example, {}, effort, 0, declared={"hour": spec})
+    made = torch.stack([case.batch["hour"] for case in found])
+    assert low is None or int(made.min()) >= low
+    assert high is None or int(made.max()) == high - 1
 
 
 def test_no_whole_numbers_are_made_up_where_results_would_be_as_large() -> None:
