@@ -1,0 +1,102 @@
+"""Models whose results hang on more than their inputs, on state or on chance, through the Python API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport import runtimes
+from optexport.errors import OptexportError, TraceError
+from optexport.transformations import KeepOutputs
+from tests.exports import BATCH, X, quick, run
+
+
+class Random(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+class Counting(nn.Module):
+    """Gives another result at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x + self.calls
+
+
+class Unsteady(nn.Module):
+    """Whose float64 self computes something else: no distance from it means anything."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.dtype == torch.float32 else -x
+
+
+class Summing(nn.Module):
+    """Hands out a buffer that it writes anew in each call, whole or in part, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.sums.copy_(x.sum(0))
+        self.calls = self.calls + 1
+        return x * 2, self.sums, self.sums[1:]
+
+
+def test_a_buffer_that_is_written_in_each_call_is_handed_out_as_the_call_left_it(tmp_path: Path) -> None:
+    """Kept without a copy, what the original gave was what it gave to the inputs that came last."""
+    model = Summing()
+    result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH, formats=["onnx", "torchscript", "pt2"])
+    assert all(not buffer.any() for buffer in model.buffers()), "the caller's model was changed"
+    x, names = torch.randn(5, 4), [spec.name for spec in result.manifest.outputs]
+    for name, path in result.files.items():
+        for _, run_file in runtimes.open_file(path, name, names):
+            first = run_file({"x": x})
+            run_file({"x": x + 1})
+            for got, want in zip(first.values(), (x * 2, x.sum(0), x.sum(0)[1:]), strict=True):
+                torch.testing.assert_close(got, want)
+
+
+class CountingAside(Counting):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        self.calls.add_(1)
+        return x * 2, self.calls
+
+
+@pytest.mark.parametrize("make", [Counting, CountingAside])
+def test_state_that_results_depend_on_is_refused_by_its_name(make: type[nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"at the next call \(output\w* by 1\), by the state that it keeps in calls"):
+        quick(make(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+
+
+def test_state_that_goes_with_the_outputs_that_are_left_out_is_none_to_refuse(tmp_path: Path) -> None:
+    kept = KeepOutputs(outputs=("output_0",))
+    result = quick(CountingAside(), {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=kept)
+    assert torch.equal(run(result, x=X)["output_0"], X * 2)
+
+
+def test_randomness_is_not_blamed_on_state(tmp_path: Path) -> None:
+    class CountingRandom(Counting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return x + torch.rand_like(x)
+
+    with pytest.raises(TraceError, match="outputs depend on random numbers"):
+        quick(CountingRandom(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+
+
+@pytest.mark.parametrize("make", [Random, Counting, Unsteady])
+def test_a_model_that_nothing_can_be_proven_of_is_refused(make: type[nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(OptexportError) as caught:
+        quick(make(), {"x": X}, tmp_path / "bundle", dynamic=BATCH)
+    assert caught.value.exit_code in (3, 4)
+    assert list(tmp_path.iterdir()) == []
