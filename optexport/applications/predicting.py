@@ -41,6 +41,12 @@ def given_as_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Given]:
             place="predict",
             mend="From Python: bundle(**bundle.preprocess(texts, images, sounds)).",
         )
+    if not media and "tokenizer" not in kinds and "input_ids" not in names:
+        raise ConfigError(
+            f"it holds nothing that makes {', '.join(names)} of texts or files, as its source had none",
+            place="predict",
+            mend="Give the inputs themselves, with --data FILE.jsonl.",
+        )
     if not media:
         return [Given(text, text=text) for text in arguments]
     for path in arguments:

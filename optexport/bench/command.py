@@ -59,12 +59,24 @@ def bench(
             workloads, notes = _workloads(targets, [*artifacts, *baselines], inputs, shapes, folder)
         except MemoryError as error:
             raise ConfigError(f"inputs of these sizes do not fit: {error}", place="--shape") from error
+        _check_takes([*artifacts, *baselines], workloads)
         settings = settings or Settings()
         pairs = pairs_of(artifacts, baselines)
         report = measure([*artifacts, *baselines], workloads, pairs, settings, announce)
     if len(artifacts) > 1 and not pairs:
         notes.append("Files of different formats are compared where one of them is given by --against.")
     return replace(report, notes=(*notes, *report.notes))
+
+
+def _check_takes(artifacts: Sequence[Artifact], workloads: Sequence[Workload]) -> None:
+    given = workloads[0].names()
+    for artifact in artifacts:
+        if missing := [name for name in artifact.inputs or () if name not in given]:
+            raise ConfigError(
+                f"it takes {', '.join(missing)}, and the inputs are {', '.join(given)}",
+                place=artifact.name,
+                mend="All run on the same inputs: give files of one model, or --inputs with what all of them take.",
+            )
 
 
 def check_output(output: Path, measured: Sequence[Path]) -> None:

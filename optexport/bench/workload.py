@@ -46,6 +46,13 @@ class Workload:
         """The sizes in words: ``batch=8,sequence=128``."""
         return ",".join(f"{name}={size}" for name, size in self.sizes.items()) or "as given"
 
+    def names(self) -> list[str]:
+        """Those of the inputs."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="numpy") as tensors:
+            return list(tensors.keys())
+
 
 def from_signature(
     batch: Mapping[str, torch.Tensor], signature: Signature, shapes: Sequence[Sizes], folder: Path, place: str

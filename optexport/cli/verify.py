@@ -110,7 +110,7 @@ class _Checked:
     def held(self) -> str:
         """What was checked, where all of it held."""
         places = self.proof.places[1:]
-        near = [p.place for p in places if p.precision is None]
+        near = [p.place.replace(", ", " ") for p in places if p.precision is None]
         lowered = [p.title for p in places if p.precision is not None]
         held = [f"{', '.join(near)} give the stored outputs"] if near else []
         if lowered:

@@ -218,6 +218,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         "local_files_only": local,
         **({"revision": config.revision} if config.revision else {}),
     }
+    trained_for = ""
     try:
         depths.check(name, options)
         # transformers loads an adapter that lies beside a model, or a part of it, without being asked.
@@ -226,6 +227,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
             return _from_sentence_transformers(name, config, options)
         with transformers_exporters.quiet():
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
+            trained_for = f"; its config names {', '.join(model_config.architectures or ['no task'])}"
             cls = _model_class(config.task, model_config)
             if config.attn_implementation:
                 options["attn_implementation"] = config.attn_implementation
@@ -246,7 +248,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         raise SourceError(
             f"transformers could not load it: {first_line(error)}",
             place=f"model.source: {config.source}",
-            mend="Check the folder, and model.task."
+            mend=f"Check the folder, and model.task{trained_for}."
             if local
             else f"There is no folder {name} beside the config, so that it is looked for on the hub. "
             "Check the path, or the name and the network.",

@@ -136,7 +136,7 @@ def test_what_cannot_be_meant_ends_with_one_message_and_its_code(tmp_path: Path)
     assert called(tmp_path, "a text").exit_code == 2
     refused = called(exports.exported().output, "a text", "--json")
     assert refused.exit_code == 2
-    assert "it holds no tokenizer" in json.loads(refused.stdout)["error"]
+    assert "it holds nothing that makes x, mask of texts or files" in json.loads(refused.stdout)["error"]
     shutil.copytree(bundle, tmp_path / "bundle")
     (tmp_path / "bundle" / "preprocessor" / "tokenizer.json").write_text("{}")
     changed = called(tmp_path / "bundle", "a text")

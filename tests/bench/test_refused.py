@@ -50,6 +50,12 @@ def test_sizes_that_cannot_be_meant_are_refused(shape: str, told: str) -> None:
     assert told in result.stderr
 
 
+def test_bundles_of_models_with_other_inputs_are_not_compared(tmp_path: Path) -> None:
+    other = exports.quick(torch.nn.Linear(4, 4).eval(), {"input": torch.randn(2, 4)}, tmp_path / "b", formats=["pt2"])
+    told = message(call(exports.exported().output, "--against", other.output, *BRIEF), 2)
+    assert "pt2: it takes input, and the inputs are mask, x" in told
+
+
 def test_what_is_no_exported_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     assert "neither a bundle nor an exported file" in message(call(tmp_path / "a.txt"), 2)

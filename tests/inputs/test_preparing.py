@@ -15,7 +15,16 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import nn
-from transformers import BertTokenizerFast, RobertaConfig, RobertaModel, T5Config, T5Model, XLNetConfig, XLNetModel
+from transformers import (
+    BertConfig,
+    BertTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5Model,
+    XLNetConfig,
+    XLNetModel,
+)
 
 from optexport.config.file import InputsConfig
 from optexport.errors import ConfigError
@@ -82,6 +91,10 @@ def test_a_model_without_a_tokenizer_takes_no_texts(made: Maker, tmp_path: Path)
     assert "inputs.texts: this model has no tokenizer" in made.refusal_without_processors(texts=["the cat"])
     nowhere = Pretrained(str(tmp_path), {"local_files_only": True})
     assert "inputs.texts: its tokenizer cannot be loaded" in made.refusal(beside=nowhere, texts=["the cat"])
+    bare = tmp_path / "bare"
+    BertConfig().save_pretrained(bare)  # of which transformers makes a tokenizer of special tokens alone
+    told = made.refusal(beside=Pretrained(str(bare), {}), texts=["the cat"])
+    assert "inputs.texts: the model comes with no tokenizer" in told
 
 
 def test_a_tokenizer_that_cannot_pad_takes_one_text_and_refuses_more(made: Maker, tmp_path: Path) -> None:

@@ -105,6 +105,11 @@ def test_a_task_whose_head_the_checkpoint_lacks_is_refused(tiny_bert: Path) -> N
     assert caught.value.exit_code == 3
 
 
+def test_a_task_that_the_kind_of_model_has_not_is_told_beside_what_its_config_names(tiny_bert: Path) -> None:
+    with pytest.raises(SourceError, match="Check the folder, and model.task; its config names BertModel"):
+        load("tiny-bert", tiny_bert.parent, task="image-classification")
+
+
 def test_a_checkpoint_that_lacks_a_weight_is_refused(tiny_bert: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
