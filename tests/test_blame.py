@@ -172,6 +172,18 @@ def test_of_a_rule_with_many_changes_the_one_that_does_it_is_named(
     assert f"values part first at {node} ({name})" in told
 
 
+class Silent(Transformation):
+    def transform(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        for parameter in graph_module.parameters():
+            parameter.data.mul_(1.1)
+        return graph_module
+
+
+def test_a_rule_that_changes_weights_and_marks_no_node_is_named_too(tmp_path: Path) -> None:
+    told = failing(tmp_path / "block", Silent(), formats=["pt2"])
+    assert "Silent is to blame, which changed no node that it says of." in told
+
+
 def test_what_raises_at_one_size_is_shown_again_alone(tmp_path: Path) -> None:
     told = failing(tmp_path / "block", Baked())
     assert "Baked is to blame" in told

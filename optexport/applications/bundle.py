@@ -23,11 +23,13 @@ from optexport.errors import (
     BundleError,
     ConfigError,
     DeviceError,
+    ExportError,
     OptexportError,
     did_you_mean,
     first_line,
     panics_as_errors,
 )
+from optexport.machine import is_of_memory
 
 Arrays = dict[str, npt.NDArray[Any]]
 Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
@@ -97,6 +99,7 @@ class Bundle:
 
         Raises:
             ConfigError: An input is missing, unknown, or not of its dtype, rank or sizes, or the file refuses it.
+            ExportError: There is not enough memory to run it.
         """
         specs = {spec.name: spec for spec in self.manifest.inputs}
         inputs = self._without_constants(inputs)
@@ -110,6 +113,12 @@ class Bundle:
         try:
             return self._run(arrays)
         except Exception as error:  # each runtime raises its own
+            if is_of_memory(error):
+                raise ExportError(
+                    "there is not enough memory to run it on these inputs",
+                    place=self._artifact.path,
+                    mend="Free memory, or give fewer or shorter rows.",
+                ) from error
             fixed = self._artifact.fixed_shape
             raise ConfigError(
                 f"the file does not run on these inputs: {first_line(error)}",

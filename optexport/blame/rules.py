@@ -159,7 +159,7 @@ def _verdict(rule: NamedRule, changes: Sequence[Change], which: int | None) -> s
     nodes = [node for change in blamed for node in change.nodes or change.replaced]
     shown = ", ".join(nodes[:_SHOWN_NODES])
     shown += f" and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
-    text = f"{rule.name} is to blame, which changed {shown}"
+    text = f"{rule.name} is to blame, which changed {shown or 'no node that it says of'}"
     text += f" (its change {which} of {len(changes)})" if which is not None else ""
     if rule.transformation.preserves_computation:
         return f"{text}. {rule.leaving_it_out[0].upper()}{rule.leaving_it_out[1:]}."

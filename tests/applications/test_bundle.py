@@ -16,10 +16,11 @@ from transformers import AutoImageProcessor, AutoTokenizer, BertForSequenceClass
 
 from optexport import Bundle, verify
 from optexport.bundle import places
-from optexport.errors import BundleError, ConfigError
+from optexport.errors import BundleError, ConfigError, ExportError
 from tests import exports
 from tests.applications import bundles
 from tests.applications.folders import TEXTS
+from tests.transformations.programs import Program
 
 FORMATS = ("onnx", "torchscript", "pt2")
 
@@ -114,6 +115,17 @@ def test_inputs_that_cannot_be_meant_are_refused_by_name(moved: Path) -> None:
     assert "model.onnx: the file does not run on these inputs: " in refusal(
         bundle, **inputs(input_ids=np.full((2, 4), 10**6))
     )
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_inputs_that_memory_does_not_hold_the_results_of_are_not_said_to_be_wrong(
+    file_format: str, tmp_path: Path
+) -> None:
+    pairs = Program(lambda m, x: x @ x.T).eval()
+    exports.quick(pairs, {"x": torch.randn(3, 1)}, tmp_path / "b", dynamic=exports.BATCH, formats=[file_format])
+    bundle = Bundle.load(tmp_path / "b", file_format)
+    with pytest.raises(ExportError, match="there is not enough memory to run it on these inputs"):
+        bundle(x=np.ones((10**6, 1), np.float32))
 
 
 def test_a_changed_tokenizer_or_file_is_refused(moved: Path, tmp_path: Path) -> None:
