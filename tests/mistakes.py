@@ -259,6 +259,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "source of words": (source("my model"), "model.source", 'Write a path, "org/name"'),
     "factory by a path": (source("python:m:net/x"), "model.source", '"python:module:factory"'),
     "gate that demands nothing": (table("gate", "min_speedup = {}"), "gate.min_speedup", "it demands nothing"),
+    "file of another kind": (source("mine.toml"), "model.source", "a file of no kind that models are taken from"),
     "missing folder": (source("./nowhere"), "model.source", "there is no folder ./nowhere"),
     "missing program": (source("nowhere.pt2"), "model.source", "there is no file nowhere.pt2"),
     "missing package": (source("package:not_installed/x"), "model.source", "pip install"),

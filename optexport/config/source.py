@@ -85,6 +85,12 @@ def check_source(config: Config, path: Path) -> None:
         raise ConfigError(f"there is no file {source}", place=place)
     if kind is SourceKind.FOLDER and not _is_dir(folder, source):
         raise ConfigError(f"there is no folder {source}", place=place)
+    if kind is SourceKind.HUB and _is_file(folder, source):
+        raise ConfigError(
+            f"{source} is a file of no kind that models are taken from",
+            place=place,
+            mend=f"Give a folder, a .pt2 file, or one of TorchScript ({', '.join(TORCHSCRIPT_SUFFIXES)}).",
+        )
     if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
         raise ConfigError(
             f'"{source}" is no folder here, and no hub id either',
