@@ -86,6 +86,7 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.div.Tensor_mode: onnx_functions.divided,
     aten.div.Scalar_mode: onnx_functions.divided,
     aten.floor_divide.default: lambda *a: onnx_functions.divided(*a, rounding_mode="floor"),
+    aten.argsort.stable: lambda x, **how: torch.sort(x, **how)[1],
     aten.fmod.Tensor: onnx_functions.truncated_remainder,
     aten.fmod.Scalar: onnx_functions.truncated_remainder,
     aten.floor.default: lambda x: onnx_functions.rounded(aten.floor.default, x),

@@ -367,7 +367,7 @@ def _explained(
     if suggestion and dynamic:
         wanted = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
         return TraceError(
-            f"the model does not take every size that is declared: it wants {wanted}",
+            f"what is traced does not hold at every size that is declared: it wants {wanted}",
             place="inputs.dynamic",
             mend="Narrow the range, or leave the dimension out to have it fixed.",
         )

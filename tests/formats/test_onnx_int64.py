@@ -63,6 +63,16 @@ def test_what_a_division_leaves_is_exact_and_whole_numbers_are_round(tmp_path: P
     _check(_of_divisions, tmp_path / "model.onnx")
 
 
+def test_a_stable_order_is_written_and_keeps_ties_in_theirs(tmp_path: Path) -> None:
+    """torch.onnx has no translation of it."""
+
+    def orders(m: nn.Module, x: torch.Tensor) -> Any:
+        tied = x % 3
+        return torch.argsort(tied, dim=1, stable=True), torch.argsort(tied, dim=0, descending=True, stable=True)
+
+    _check(orders, tmp_path / "model.onnx")
+
+
 def test_others_than_int64_keep_their_operators(tmp_path: Path) -> None:
     def body(m: nn.Module, x: torch.Tensor) -> Any:
         y = x.flip(0)

@@ -80,6 +80,17 @@ def test_declared_sizes_that_an_equation_holds_are_an_error_that_names_them_and_
     assert "inputs.dynamic" in str(raised.value)
 
 
+def test_of_a_model_that_takes_every_size_it_is_the_trace_that_is_said_to_hold_at_one() -> None:
+    """Padding to a multiple of 8 is computed from the size, which the trace fixes and the model does not."""
+
+    def padded(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 8)).reshape(x.shape[0], -1, 8, 4).sum(2)
+
+    with pytest.raises(TraceError, match="what is traced does not hold at every size that is declared") as raised:
+        trace(Program(padded), {"x": torch.randn(2, 6, 4)}, {"x": {0: "batch", 1: Dim("length", 2, 64)}})
+    assert raised.value.mend == "Narrow the range, or leave the dimension out to have it fixed."
+
+
 def test_a_divisor_of_a_size_does_not_fix_it() -> None:
     model = Program(lambda m, x: m.layer(x.reshape(x.shape[0], x.shape[1] // 4, 4)), layer=nn.Linear(4, 4))
     traced = trace(randomise(model), {"x": torch.randn(2, 16)})
