@@ -67,7 +67,7 @@ def read(entry: str) -> tuple[Path, Any] | None:
         said = json.loads((folder / _SAID).read_bytes())
         files, notes = said["files"], said["notes"]
         found = {path.name: sha256(path) for path in folder.iterdir() if path.name != _SAID}
-        if found != files or said["sha256"] != _digest(files, notes):
+        if found != files or said["sha256"] != _digest(entry, files, notes):
             return None
         (folder / _SAID).touch()  # what was not used for longest goes first
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or a damaged one
@@ -94,14 +94,14 @@ def write(entry: str, notes: Any = None, *, size: int = 0, fill: Callable[[Path]
             folder.mkdir()
             fill(folder)
             files = {path.name: sha256(path) for path in folder.iterdir()}
-            said = {"files": files, "notes": notes, "sha256": _digest(files, notes)}
+            said = {"files": files, "notes": notes, "sha256": _digest(entry, files, notes)}
             (folder / _SAID).write_text(json.dumps(said), encoding="utf-8")
             shutil.rmtree(place / entry, ignore_errors=True)
             folder.replace(place / entry)
 
 
-def _digest(files: dict[str, str], notes: Any) -> str:
-    return hashlib.sha256(json.dumps([files, notes], sort_keys=True).encode()).hexdigest()
+def _digest(entry: str, files: dict[str, str], notes: Any) -> str:
+    return hashlib.sha256(json.dumps([entry, files, notes], sort_keys=True).encode()).hexdigest()
 
 
 def _make_room(place: Path, size: int) -> None:

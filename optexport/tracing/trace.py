@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -126,6 +127,7 @@ def trace(
         signature = _narrowed(signature, model, symbols, dynamic, signature.sizes(example))
         doubts = find_doubts(model, symbols, signature.dims, signature.sizes(example))
         return _traced(raise_graph(model), signature, fixed, [sizes for doubt in doubts for sizes in doubt.sizes])
+    _check_names(model)
     try:
         return _trace_module(model, example, dynamic)
     except UntraceableError as error:
@@ -136,6 +138,17 @@ def trace(
 
         found, held, told = trace_otherwise(model, example, error, trace_with, is_declared=dynamic is not None)
         return replace(found, fixed=(*told, *found.fixed), held=held)
+
+
+def _check_names(model: nn.Module) -> None:
+    """Checks that torch.fx can write the names of what a model holds between quotes, as it does with any name."""
+    for name, _ in itertools.chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
+        if re.search(r'["\\\n\r]', name):
+            raise TraceError(
+                f"{name!r} is a name that the code of a graph cannot hold",
+                place=type(model).__name__,
+                mend="Name modules and parameters without quotes, backslashes and line breaks.",
+            )
 
 
 def _trace_module(

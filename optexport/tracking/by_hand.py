@@ -41,5 +41,8 @@ def _asked(uri: str, name: str, action: Callable[[Any], T]) -> T:
         return action(client)
     except OptexportError:
         raise
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(f"{where} Done again, it does what is left.")
+        raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
         raise store.failure(error, uri, f"{where} {store.when(error)}, do it again.") from error

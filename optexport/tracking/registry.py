@@ -26,6 +26,8 @@ _ROLLED_BACK_TAG = "optexport.rolled_back"
 _MOVED, _STAYED = "moved", "stayed"
 # Of a registered model, for each alias: who held it, the last one last.
 _HISTORY_TAG = "optexport.history."
+# Of the same, while the alias is given back: from which version, and to which.
+_ROLLING_BACK_TAG = "optexport.rolling_back."
 _LONGEST_HISTORY = 100
 # In characters: what the databases of MLflow hold of a tag of the registry.
 _LONGEST_TAG = 5000
@@ -115,13 +117,19 @@ def promote(client: Any, name: str, version: str, alias: str) -> str | None:
     if before != version:
         _move(client, name, alias, version, "promote")
     # An earlier command may have moved the alias, and been ended before it came here.
-    if before != version or client.get_model_version(name, version).tags.get(DECISION_TAG) != _MOVED:
+    tags = client.get_model_version(name, version).tags
+    if before != version or tags.get(DECISION_TAG) != _MOVED:
         _decide(client, name, version, True, ("by hand",))
+    if _ROLLED_BACK_TAG in tags:
+        client.delete_model_version_tag(name, version, _ROLLED_BACK_TAG)
     return before
 
 
 def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
     """Gives the alias back to the version that held it before; returns the one that lost it, and that one.
+
+    What is to be done is written before the alias moves: where the program is ended, or an answer lost, the next call
+    does what is left, and does not go back one version more.
 
     Raises:
         ConfigError: No version holds it, or none did before that is still there.
@@ -130,6 +138,8 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
     if holder is None:
         raise ConfigError("no version holds it", place=f"{name}@{alias}", mend="optexport promote gives it to one.")
     history, known = _history(client, name, alias), _versions(client, name)
+    if (begun := _begun(client, name, alias)) is not None and begun[1] == holder:
+        return _give_back(client, name, alias, begun, history)
     # By their places: two entries may be equal, of one second.
     held = [index for index, entry in enumerate(history[:-1]) if entry["version"] in {*known} - {holder}]
     if not held:
@@ -139,10 +149,31 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
             mend=f"Versions are {', '.join(known)}: {_promoting(name, 'VERSION', alias)}",
         )
     history = history[: held[-1] + 1]
-    client.set_registered_model_alias(name, alias, history[-1]["version"])
+    step = (holder, history[-1]["version"])
+    client.set_registered_model_tag(name, f"{_ROLLING_BACK_TAG}{alias}", json.dumps(step))
+    return _give_back(client, name, alias, step, history)
+
+
+def _give_back(
+    client: Any, name: str, alias: str, step: tuple[str, str], history: list[dict[str, str]]
+) -> tuple[str, str]:
+    """Gives the alias from one version back to another, which the history ends with; each part may be done already."""
+    before, after = step
+    client.set_registered_model_alias(name, alias, after)
     _write_history(client, name, alias, history)
-    client.set_model_version_tag(name, holder, _ROLLED_BACK_TAG, _now())
-    return holder, history[-1]["version"]
+    if before in _versions(client, name):
+        client.set_model_version_tag(name, before, _ROLLED_BACK_TAG, _now())
+    client.delete_registered_model_tag(name, f"{_ROLLING_BACK_TAG}{alias}")
+    return step
+
+
+def _begun(client: Any, name: str, alias: str) -> tuple[str, str] | None:
+    """From which version to which a rollback goes that did not come to its end; None where there is none."""
+    try:
+        before, after = json.loads(_model(client, name).tags.get(f"{_ROLLING_BACK_TAG}{alias}", "null"))
+    except (ValueError, TypeError, RecursionError):  # none, or what someone wrote on MLflow's page
+        return None
+    return str(before), str(after)
 
 
 def check_model(client: Any, name: str) -> None:
@@ -268,6 +299,8 @@ def _move(client: Any, name: str, alias: str, version: str, by: str) -> None:
     What it says of a version that the alias did not come to is left out when it is read.
     """
     _write_history(client, name, alias, [*_history(client, name, alias), _entry(version, by)])
+    if _begun(client, name, alias) is not None:
+        client.delete_registered_model_tag(name, f"{_ROLLING_BACK_TAG}{alias}")
     client.set_registered_model_alias(name, alias, version)
 
 

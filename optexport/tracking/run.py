@@ -76,18 +76,20 @@ class Tracker:
             finished = Finished.read(self._bundle)
             if finished.measured.origin.mlflow_run not in (None, self.run_id):  # where file systems know no locks
                 raise BundleError("it is of another run, which has replaced this one's", place=str(self._bundle))
-            try:
+            with self._saying_how_to_go_on():
                 self.registered = send(self._client, str(self.run_id), tell(finished))
-            except KeyboardInterrupt as interrupt:
-                interrupt.add_note(f"The bundle is whole on disk. What was not sent is sent by: {self._later()}")
-                raise
 
         self._guarded(action)
 
     def end(self, reason: str | None = None) -> None:
         """Ends the run: as FINISHED, or as FAILED for a reason, which may be that something could not be tracked."""
+
+        def action() -> None:
+            with self._saying_how_to_go_on():
+                self._client.set_terminated(self.run_id)
+
         if reason is None and self.run_id is not None:
-            self._guarded(lambda: self._client.set_terminated(self.run_id))
+            self._guarded(action)
         failed = reason or (str(self.failure) if self.failure is not None else None)
         if failed is not None and self.run_id is not None:
             give_up(self._client, self.run_id, failed)
@@ -100,6 +102,14 @@ class Tracker:
         except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
             mend = f"The bundle is whole on disk. {store.when(error)}: {self._later()}"
             self.failure = store.failure(error, self._config.uri, mend)
+
+    @contextlib.contextmanager
+    def _saying_how_to_go_on(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"The bundle is whole on disk. What was not sent is sent by: {self._later()}")
+            raise
 
     def _later(self) -> str:
         return shlex.join(["optexport", "log", str(self._bundle), "--config", str(self._path)])
@@ -121,7 +131,13 @@ def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) ->
         found = client.search_runs([experiment], f"tags.`{START_TAG}` = '{start}'")
         return found[0] if found else None
 
-    return str(store.made_once(lambda: client.create_run(experiment, tags=named), started).info.run_id)
+    try:
+        return str(store.made_once(lambda: client.create_run(experiment, tags=named), started).info.run_id)
+    except KeyboardInterrupt as interrupt:  # the server may have made it, and nobody here would know its id
+        with contextlib.suppress(Exception), store.hastily():
+            if (made := started()) is not None:
+                give_up(client, made.info.run_id, reason_of(interrupt))
+        raise
 
 
 def reason_of(error: BaseException) -> str:
@@ -174,7 +190,7 @@ def tracking(
     try:
         tracker.start(settings, tags)
         yield tracker
+        tracker.end()
     except BaseException as error:
         tracker.end(reason_of(error))
         raise
-    tracker.end()

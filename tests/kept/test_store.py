@@ -36,6 +36,14 @@ def test_what_was_kept_is_found_under_its_name_and_no_other() -> None:
     assert results.read(store.name("test", "b")) is None
 
 
+def test_an_entry_that_was_renamed_to_another_is_none(place: Path) -> None:
+    """As of a cache that was copied together: what another graph gave would be compared with."""
+    entry, other = keep("a"), keep("b", value=2.0)
+    (place / entry).rename(place / "aside")
+    (place / other).rename(place / entry)
+    assert results.read(entry) is None
+
+
 @pytest.mark.parametrize("name", ["entry.json", FILE, "more"])
 def test_a_pipe_is_not_waited_for(place: Path, name: str) -> None:
     entry = keep("a")

@@ -283,3 +283,11 @@ def test_a_module_that_is_moved_to_where_it_is_is_traced() -> None:
     inputs = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}
     with torch.no_grad():
         torch.testing.assert_close(trace(model, inputs).graph_module(**inputs), model(**inputs))
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb"])
+def test_a_name_that_the_code_of_a_graph_cannot_hold_is_refused(name: str) -> None:
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(4, 4))
+    with pytest.raises(TraceError, match="is a name that the code of a graph cannot hold"):
+        trace(model, {"input": torch.randn(2, 4)})

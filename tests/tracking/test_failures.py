@@ -6,6 +6,7 @@ import importlib.util
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
@@ -54,6 +55,48 @@ def test_a_run_that_is_interrupted_is_marked_failed_too(
     run = only_run(uri)
     assert run.info.status in ("FAILED", "KILLED")
     assert run.data.tags["optexport.blame.failure"] == reason
+
+
+def test_a_run_that_is_interrupted_as_its_server_makes_it_is_marked_failed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knew its id, and it stayed RUNNING."""
+    uri = stores.store(tmp_path)
+    made = mlflow.MlflowClient.create_run
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        made(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mlflow.MlflowClient, "create_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.run(stores.project(tmp_path, uri))
+    run = only_run(uri)
+    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
+
+
+def test_a_run_that_is_interrupted_as_it_ends_is_marked_failed_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = stores.store(tmp_path)
+    ended = mlflow.MlflowClient.set_terminated
+
+    def interrupted(client: Any, run_id: str, status: str | None = None) -> None:
+        if status is None:
+            raise KeyboardInterrupt
+        ended(client, run_id, status)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", interrupted)
+    config = stores.project(tmp_path, uri, formats='["pt2"]')
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pipeline.run(config)
+    (note,) = caught.value.__notes__
+    assert note.startswith("The bundle is whole on disk. What was not sent is sent by: optexport log ")
+    run = only_run(uri)
+    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
+    monkeypatch.undo()
+    log_bundle(tmp_path / "out" / "block", uri)
+    assert only_run(uri).info.status == "FINISHED"
 
 
 def test_a_store_that_cannot_take_the_artifacts_fails_the_run_and_not_the_bundle(tmp_path: Path) -> None:

@@ -187,6 +187,33 @@ def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(stor
     assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
 
 
+@pytest.mark.parametrize("writes", range(5))
+def test_a_rollback_that_was_ended_anywhere_goes_back_one_version_by_doing_it_again(
+    store: Registry, writes: int
+) -> None:
+    """Where the alias had moved, and what was left was done again, it went back two."""
+    for _ in range(3):
+        store.log()
+    with pytest.raises(KeyboardInterrupt):
+        registry.rollback(_Ended(store.client, writes), "block", "champion")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert (store.holder, "optexport.rolled_back" in store.tags("3")) == ("2", True)
+    assert by_hand.promote(store.uri, "block", "3", "champion") == "2"
+    assert "optexport.rolled_back" not in store.tags("3")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_a_rollback_that_was_ended_is_none_any_more_once_the_alias_was_promoted(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    with pytest.raises(KeyboardInterrupt):
+        registry.rollback(_Ended(store.client, 2), "block", "champion")
+    for version in ("1", "2"):
+        by_hand.promote(store.uri, "block", version, "champion")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
 def test_a_bundle_that_is_sent_again_does_not_undo_a_rollback(store: Registry) -> None:
     """Its program was ended after the alias had moved, and before it was written that it had."""
     store.log()
@@ -204,7 +231,7 @@ class _Ended:
         self.client, self.left = client, writes
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("set_"):
+        if name.startswith(("set_", "delete_")):
             if self.left == 0:
                 raise KeyboardInterrupt
             self.left -= 1
