@@ -1,0 +1,67 @@
+"""A registry of an MLflow store, with the model that tests send to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlflow
+
+from optexport.tracking.later import log_bundle
+from optexport.tracking.registry import Registered
+from tests import exports, stores
+from tests.tracking.bundles import bundle, registering, timed
+
+
+class Registry:
+    """A store, and what its registry says of the model "block"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.uri = stores.store(folder)
+        self.client = mlflow.MlflowClient(self.uri)
+
+    def log(self, size: int = 1000) -> Registered:
+        """Sends a bundle whose ONNX file is said to take so many bytes."""
+        place = bundle(self.folder, measurements=timed(1.0, 1.1))
+        # The bundle itself must be whole to be sent, so the champion's figures are changed where MLflow keeps them.
+        return self.send(place, size)
+
+    def send(self, place: Path, size: int) -> Registered:
+        exports.edit_json(place / "manifest.json", registering())
+        onnx = place / "model.onnx"
+        with onnx.open("ab") as file:  # an unknown field of protobuf's, which every reader skips
+            file.write(b"\xba\x3e" + _varint(size) + bytes(size))
+        exports.reseal(place, "model.onnx")
+        logged = log_bundle(place, self.uri)
+        assert logged.registered is not None
+        return logged.registered
+
+    def send_undecided(self) -> Path:
+        """Sends a bundle as if the program had been ended before it was written what became of its version."""
+        place = bundle(self.folder)
+        version = self.send(place, 1000).version
+        for tag in ("optexport.register", "optexport.register.why"):
+            self.client.delete_model_version_tag("block", version, tag)
+        return place
+
+    @property
+    def holder(self) -> str | None:
+        held = self.client.get_registered_model("block").aliases.get("champion")
+        return None if held is None else str(held)
+
+    @property
+    def history(self) -> list[tuple[str, str]]:
+        tags = self.client.get_registered_model("block").tags
+        return [(entry["version"], entry["by"]) for entry in json.loads(tags["optexport.history.champion"])]
+
+    def tags(self, version: str) -> dict[str, str]:
+        return dict(self.client.get_model_version("block", version).tags)
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])

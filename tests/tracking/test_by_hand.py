@@ -1,0 +1,186 @@
+"""The alias is moved by hand, and given back to who held it before; the history that tells who did."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optexport.errors import ConfigError
+from optexport.tracking import by_hand, registry
+from optexport.tracking.later import log_bundle
+from optexport.tracking.registry import Registered
+from tests.tracking.bundles import QUIET
+from tests.tracking.registries import Registry
+
+pytestmark = QUIET
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Registry:
+    return Registry(tmp_path)
+
+
+def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    assert store.holder == "3"
+    assert by_hand.promote(store.uri, "block", "1", "champion") == "3"
+    assert store.history[-1] == ("1", "promote")
+    assert store.tags("1")["optexport.register.why"] == "by hand"
+    assert by_hand.promote(store.uri, "block", "1", "champion") == "1"
+    assert by_hand.rollback(store.uri, "block", "champion") == ("1", "3")
+    assert "optexport.rolled_back" in store.tags("1")
+    assert "optexport.rolled_back" not in store.tags("3")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+    with pytest.raises(ConfigError, match="version 1 holds it, and nothing tells of one that did before") as caught:
+        by_hand.rollback(store.uri, "block", "champion")
+    assert "Versions are 1, 2, 3: optexport promote block VERSION --alias champion" in str(caught.value)
+    assert store.holder == "1"
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(store: Registry, writes: int) -> None:
+    for _ in range(3):
+        store.log()
+    store.client.set_model_version_tag("block", "2", "optexport.register", "stayed")
+    with contextlib.suppress(KeyboardInterrupt):
+        registry.promote(_Ended(store.client, writes), "block", "2", "champion")
+    by_hand.promote(store.uri, "block", "2", "champion")
+    assert (store.holder, store.tags("2")["optexport.register"]) == ("2", "moved")
+    assert store.tags("2")["optexport.register.why"] == "by hand"
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "3")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_a_rollback_that_was_ended_anywhere_goes_back_one_version_by_doing_it_again(
+    store: Registry, writes: int
+) -> None:
+    """Where the alias had moved, and what was left was done again, it went back two."""
+    for _ in range(3):
+        store.log()
+    with pytest.raises(KeyboardInterrupt):
+        registry.rollback(_Ended(store.client, writes), "block", "champion")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert (store.holder, "optexport.rolled_back" in store.tags("3")) == ("2", True)
+    assert by_hand.promote(store.uri, "block", "3", "champion") == "2"
+    assert "optexport.rolled_back" not in store.tags("3")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_a_rollback_that_was_ended_is_none_any_more_once_the_alias_was_promoted(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    with pytest.raises(KeyboardInterrupt):
+        registry.rollback(_Ended(store.client, 2), "block", "champion")
+    for version in ("1", "2"):
+        by_hand.promote(store.uri, "block", version, "champion")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_a_bundle_that_is_sent_again_does_not_undo_a_rollback(store: Registry) -> None:
+    """Its program was ended after the alias had moved, and before it was written that it had."""
+    store.log()
+    place = store.send_undecided()
+    by_hand.rollback(store.uri, "block", "champion")
+    again = log_bundle(place, store.uri).registered
+    assert again is not None
+    assert (again.version, again.holder, store.holder) == ("2", "1", "1")
+
+
+class _Ended:
+    """A client whose process ends after so many writes."""
+
+    def __init__(self, client: Any, writes: int) -> None:
+        self.client, self.left = client, writes
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("set_", "delete_")):
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+        return getattr(self.client, name)
+
+
+def test_a_version_that_was_deleted_is_passed_over(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    store.client.delete_model_version("block", "2")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "1")
+
+
+def test_of_equal_entries_the_last_one_is_gone_back_to(store: Registry) -> None:
+    """Their times are of seconds."""
+    for _ in range(2):
+        store.log()
+    entries = [{"version": version, "by": "promote", "at": "then"} for version in "12121"]
+    store.client.set_registered_model_tag("block", "optexport.history.champion", json.dumps(entries))
+    store.client.set_registered_model_alias("block", "champion", "1")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("1", "2")
+    assert [version for version, _ in store.history] == list("1212")
+
+
+def test_a_name_in_a_hint_is_written_for_a_shell() -> None:
+    found = Registered("it's; mine", "2", "champion", "1", False, ())
+    command = str(found.failure).rpartition("To move it all the same: ")[2]
+    assert shlex.split(command) == ["optexport", "promote", "it's; mine", "2", "--alias", "champion"]
+
+
+def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(store: Registry) -> None:
+    store.log()
+    store.log()
+    third = store.log(size=100_000)
+    store.client.set_registered_model_alias("block", "champion", third.version)
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "words"),
+    [("blok", "1", 'there is no such registered model\n  Did you mean "block"'), ("block", "9", "no such version")],
+)
+def test_what_is_not_there_cannot_be_promoted(store: Registry, name: str, version: str, words: str) -> None:
+    store.log()
+    with pytest.raises(ConfigError) as caught:
+        by_hand.promote(store.uri, name, version, "champion")
+    assert words in str(caught.value)
+    assert store.holder == "1"
+
+
+def test_an_alias_that_nobody_holds_cannot_be_rolled_back(store: Registry) -> None:
+    store.log()
+    with pytest.raises(ConfigError, match="no version holds it"):
+        by_hand.rollback(store.uri, "block", "challenger")
+
+
+def test_the_size_of_a_history_is_bounded(store: Registry) -> None:
+    store.log()
+    entries = [{"version": "1", "by": "promote", "at": "then"}] * 100
+    store.client.set_registered_model_tag("block", "optexport.history.champion", json.dumps(entries))
+    store.log()
+    assert len(store.history) == 100
+    assert store.history[-1] == ("2", "ratchet")
+
+
+def test_a_history_fits_what_postgres_holds_of_a_tag(store: Registry) -> None:
+    store.log()
+    entries = [{"version": "1", "by": "promote", "at": "2025-01-01T00:00:00+00:00"}] * 100
+    registry._write_history(store.client, "block", "champion", entries)
+    found = store.client.get_registered_model("block").tags["optexport.history.champion"]
+    assert 4900 < len(found) <= 5000
+    assert json.loads(found)[-1] == entries[-1]
+
+
+@pytest.mark.parametrize("tag", ["no JSON", "5", "null", "{}", "[1]", "[{}]", '[{"version": null}]', "[" * 4000])
+def test_a_history_that_others_wrote_over_stops_nobody(store: Registry, tag: str) -> None:
+    store.log()
+    store.client.set_registered_model_tag("block", "optexport.history.champion", tag)
+    store.log()
+    assert store.history == [("1", "others"), ("2", "ratchet")]
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
