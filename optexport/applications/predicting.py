@@ -42,8 +42,10 @@ def given_as_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Given]:
             mend="From Python: bundle(**bundle.preprocess(texts, images, sounds)).",
         )
     if not media and "tokenizer" not in kinds and "input_ids" not in names:
+        why = "; ".join(bundle.application.missing)
         raise ConfigError(
-            f"it holds nothing that makes {', '.join(names)} of texts or files, as its source had none",
+            f"it holds nothing that makes {', '.join(names)} of texts or files"
+            + (f" ({why})" if why else ", as its source had none"),
             place="predict",
             mend="Give the inputs themselves, with --data FILE.jsonl.",
         )

@@ -249,7 +249,7 @@ def _from_texts(
     ids = encoded["input_ids"]
     words = ~torch.isin(ids, torch.tensor([i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id]))
     if not words.any() or (tokenizer.unk_token_id is not None and (ids[words] == tokenizer.unk_token_id).all()):
-        if len(tokenizer) == len(tokenizer.all_special_ids):  # what transformers makes where it finds no files
+        if len(tokenizer) == len({*tokenizer.all_special_ids}):  # what transformers makes where it finds no files
             raise ConfigError("the model comes with no tokenizer", place=place, mend="Give token ids as data instead.")
         raise ConfigError(
             "the tokenizer turns the texts into nothing but unknown tokens",
