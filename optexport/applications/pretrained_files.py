@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_FROM_HUB = ("local_files_only", "revision")
+
 
 def find_all(name: str, filename: str, options: Mapping[str, Any]) -> list[Path]:
     """The files of that name in a folder and in those of a model's parts; of a model on the hub its own alone.
@@ -31,12 +33,32 @@ def find(name: str, filename: str, options: Mapping[str, Any]) -> Path | None:
         return path if path.is_file() else None
     from transformers.utils import cached_file
 
-    known = ("local_files_only", "revision", "subfolder")
     found = cached_file(
         name,
         filename,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
-        **{key: options[key] for key in known if key in options},
+        **{key: options[key] for key in ("subfolder", *_FROM_HUB) if key in options},
     )
     return None if found is None else Path(found)
+
+
+def check_reachable(name: str, options: Mapping[str, Any]) -> None:
+    """Asks for the config of a model on the hub, for 23 seconds where that does not answer, as `find` does every time.
+
+    Args:
+        name: A hub id.
+        options: As for `find`.
+
+    Raises:
+        OSError: It is not on this machine, and the hub does not answer; or that has no such model.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        hf_hub_download(name, "config.json", **{key: options[key] for key in _FROM_HUB if key in options})
+    except LocalEntryNotFoundError:
+        raise
+    except EntryNotFoundError:  # for transformers to say what that means
+        return

@@ -20,7 +20,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport import registry, transformers_exporters
-from optexport.applications import sentence_embedding
+from optexport.applications import pretrained_files, sentence_embedding
 from optexport.arguments import Arguments, Constant, holding, taking_tensors
 from optexport.config.file import ModelConfig
 from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_model, source_kind
@@ -220,6 +220,8 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     }
     trained_for = ""
     try:
+        if not local:
+            pretrained_files.check_reachable(name, options)
         depths.check(name, options)
         # transformers loads an adapter that lies beside a model, or a part of it, without being asked.
         patterns.check_beside(name, options)

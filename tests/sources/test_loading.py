@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -273,6 +276,33 @@ def test_a_hub_id_is_not_found_offline_and_says_what_to_check(tmp_path: Path) ->
     with pytest.raises(SourceError, match=r"model\.source: no-such-org/no-such-model") as caught:
         load("no-such-org/no-such-model", tmp_path)
     assert "beside the config, so that it is looked for on the hub. Check the path, or the name" in str(caught.value)
+
+
+def test_a_hub_that_does_not_answer_is_asked_for_one_file(tmp_path: Path) -> None:
+    asked = subprocess.run(
+        [sys.executable, "-c", _LOADED_WITHOUT_WAITING, str(tmp_path)],
+        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "SourceError: model.source: no-such-org/no-such-model" in asked.stderr
+    files = set(re.findall(r"requesting \w+ http\S*/resolve/main/(\S+)", asked.stderr))
+    assert files == {"config.json"}, asked.stderr
+
+
+_LOADED_WITHOUT_WAITING = """
+import sys
+from pathlib import Path
+
+from huggingface_hub.utils import _http
+
+from optexport.config.file import ModelConfig
+from optexport.sources.loading import load
+
+_http.time.sleep = lambda seconds: None
+load(ModelConfig(source="no-such-org/no-such-model"), Path(sys.argv[1]))
+"""
 
 
 def test_sources_are_read_as_configs_write_them() -> None:
