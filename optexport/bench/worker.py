@@ -14,7 +14,7 @@ from typing import Any
 
 from optexport import devices
 from optexport.devices import Device
-from optexport.errors import first_line
+from optexport.errors import OptexportError, first_line
 
 # One sample of a time is at least this long, so that neither the clock's grain nor reading it counts.
 _LEAST_SAMPLE = 1e-4
@@ -56,7 +56,8 @@ def main() -> None:
             return
         except Exception as error:  # a runtime may raise anything; the parent says where it happened
             kind, told = type(error).__name__, first_line(error)
-            calls.send((False, told if told.startswith(kind) else f"{kind}: {told}"))
+            whole = isinstance(error, OptexportError) or told.startswith(kind)
+            calls.send((False, told if whole else f"{kind}: {told}"))
 
 
 def _serve(calls: Connection) -> None:
