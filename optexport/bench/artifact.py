@@ -155,7 +155,10 @@ def bundle_of(path: Path) -> Path | None:
     """The bundle that a path lies in, as far as its manifest's first look tells; a layout is four folders deep."""
     for folder in path.parents[:4]:
         try:
-            document = json.loads((folder / MANIFEST).read_bytes())
+            manifest = folder / MANIFEST
+            if not manifest.is_file():  # a pipe would be waited for
+                continue
+            document = json.loads(manifest.read_bytes())
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(document, dict) and "manifest_version" in document:

@@ -10,9 +10,7 @@ from optexport import runtimes
 from optexport.blame import failure
 from optexport.blame.failure import Finding
 from optexport.blame.files import blame_files
-from optexport.bundle import contents, digests, sealed_json
-from optexport.bundle.manifest import Manifest
-from optexport.bundle.places import MANIFEST
+from optexport.bundle import contents, digests
 from optexport.bundle.verification import bound_of, gates_of
 from optexport.errors import BundleError, ExportError
 from optexport.proof.parity import Proof
@@ -27,15 +25,17 @@ def blame_bundle(folder: Path) -> str:
 
     Raises:
         ConfigError: The folder is no bundle.
-        BundleError: It is damaged, though what can be run gives the stored outputs.
+        BundleError: It is damaged, though what can be run gives the stored outputs; or holds more than its files, or a
+            manifest that is none.
         ParityError: A file does not give the stored outputs; what shows it is left in ``<folder>-failure``.
     """
     folder = folder.resolve()
+    manifest = digests.manifest_of_files(folder)
     damage: BundleError | None = None
     try:
-        manifest = digests.read_manifest(folder)
+        digests.check_unchanged(folder, manifest)
     except BundleError as error:
-        damage, manifest = error, _read_anyway(folder, error)
+        damage = error
     outputs = [output.name for output in manifest.outputs]
     reference = contents.read_reference(folder / contents.REFERENCE, manifest.reference_cases, outputs)
     lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
@@ -61,14 +61,6 @@ def blame_bundle(folder: Path) -> str:
     if damage is not None:
         raise damage
     return f"nothing to blame: {failure.standing(proof.places)}"
-
-
-def _read_anyway(folder: Path, damage: BundleError) -> Manifest:
-    """The manifest of a bundle whose files are no longer what it vouches for."""
-    try:
-        return Manifest.model_validate(sealed_json.read(folder / MANIFEST))
-    except ValueError as error:
-        raise damage from error
 
 
 def _passing_graph(files: dict[str, Path], proof: Proof) -> fx.GraphModule | None:

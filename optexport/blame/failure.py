@@ -22,6 +22,7 @@ from optexport.errors import ConfigError, GateError, OptexportError, ParityError
 from optexport.proof import distances
 from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.record import parity_record
+from optexport.sources import archives
 
 SCRIPT = "reproduce.py"
 _PARITY, _CASE, _PIECE = "parity.json", "case.safetensors", "piece.safetensors"
@@ -36,6 +37,7 @@ _OPEN = {
     ".pt": "torch.jit.load(FOLDER / {name!r})(**arguments)",
     ".onnx": "run_onnx(FOLDER / {name!r})",
 }
+_CHECKS: Mapping[str, Callable[[Path], object]] = {".pt2": archives.check_pt2, ".pt": archives.load_torchscript}
 _NAME_ARGUMENTS = """
 arguments = {{re.sub(r"\\W", "_", name): value for name, value in inputs.items()}}
 """
@@ -242,6 +244,8 @@ def _shows(reproduction: Reproduction, draft: Path) -> bool:
     before = set(draft.iterdir())
     try:
         reproduction.write(draft)
+        for path in set(draft.iterdir()) - before:  # the script opens them as anybody would
+            _CHECKS.get(path.suffix, Path.exists)(path)
         if reproduction.tensors is not None:
             save_file({k: v.detach().contiguous().clone() for k, v in reproduction.tensors.items()}, draft / _PIECE)
         (draft / SCRIPT).write_text(reproduction.script(), encoding="utf-8")

@@ -100,4 +100,9 @@ def read_reference(path: Path, case_names: Sequence[str], output_names: Sequence
     )
     if not indices or any(set(part) != set(output_names) for part in (*reference.outputs, *reference.exact)):
         raise BundleError("it does not hold the outputs that the manifest names", place=str(path))
+    for outputs, exact in zip(reference.outputs, reference.exact, strict=True):
+        for name, output in outputs.items():
+            kinds = (output.dtype, torch.float64, torch.complex128)
+            if exact[name].shape != output.shape or exact[name].dtype not in kinds:
+                raise BundleError(f"it holds {name} twice, of other shapes or dtypes", place=str(path))
     return reference

@@ -38,6 +38,18 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
         ConfigError: The folder is no bundle.
         BundleError: A file is missing, added or changed.
     """
+    manifest = manifest_of_files(folder)
+    check_unchanged(folder, manifest, report=report)
+    return manifest
+
+
+def manifest_of_files(folder: Path) -> Manifest:
+    """Reads the manifest of a folder that holds nothing but files and folders, which may have been changed.
+
+    Raises:
+        ConfigError: The folder is no bundle.
+        BundleError: It holds a link or what is no file, or the manifest was changed or names what lies elsewhere.
+    """
     if not folder.is_dir():
         raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
     if not (folder / MANIFEST).is_file():
@@ -46,15 +58,28 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend=_LINK)
     manifest = manifest_alone(folder)
+    if not manifest.artifacts or set(manifest.parity.bounds) != {output.name for output in manifest.outputs}:
+        raise BundleError("it names no file, or not a bound for every output", place=str(folder / MANIFEST))
+    listed = {record.path for record in manifest.files}
+    for name in [*listed, *(artifact.path for artifact in manifest.artifacts)]:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in listed:
+            raise BundleError(f"it names {name!r}, which is no file of the bundle", place=str(folder / MANIFEST))
+    return manifest
+
+
+def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) -> None:
+    """Checks that a folder holds the files of its manifest and no others, unchanged.
+
+    Args:
+        report: As for `read_manifest`.
+
+    Raises:
+        BundleError: A file is missing, added or changed.
+    """
     measurements = sealed_json.read(folder / MEASUREMENTS)
     if measurements.get("manifest") != manifest.digest:
         raise BundleError("it belongs to another bundle", place=str(folder / MEASUREMENTS))
-    if not manifest.artifacts or set(manifest.parity.bounds) != {output.name for output in manifest.outputs}:
-        raise BundleError("it names no file, or not a bound for every output", place=str(folder / MANIFEST))
     expected = {record.path: record for record in manifest.files}
-    for name in [*expected, *(artifact.path for artifact in manifest.artifacts)]:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in expected:
-            raise BundleError(f"it names {name!r}, which is no file of the bundle", place=str(folder / MANIFEST))
     folders = {parent.as_posix() for name in expected for parent in PurePosixPath(name).parents}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -65,7 +90,6 @@ def read_manifest(folder: Path, *, report: bool = True) -> Manifest:
         check_file(folder / name, record)
     if report:
         _check_report(folder, measurements.get("report_sha256"))
-    return manifest
 
 
 def manifest_alone(folder: Path) -> Manifest:

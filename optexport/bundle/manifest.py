@@ -7,10 +7,10 @@ Only relative paths stand in it, and nothing that differs between two equal runs
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from optexport.devices import Device
 
@@ -20,6 +20,7 @@ SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
 
 # Sizes and counts: what 64 bits hold, so that whoever computes with them gets no overflow.
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+_SUFFIXES = {"torchscript": ".pt", "onnx": ".onnx", "pt2": ".pt2"}
 # How far two values are apart.
 Distance = Annotated[float, Field(ge=0)]
 
@@ -258,6 +259,13 @@ class ArtifactRecord(_Record):
     lowerings: list[str] = []
     precision: PrecisionRecord | None = None
 
+    @model_validator(mode="after")
+    def _opened_as_what_it_is(self) -> ArtifactRecord:
+        """By its name alone others open a file, and would not check it as what it is for them."""
+        if not self.path.endswith(_SUFFIXES[self.format]):
+            raise ValueError(f"a file of {self.format} is not called {PurePosixPath(self.path).name!r}")
+        return self
+
 
 class ApplicationRecord(_Record):
     """What a person uses the model for, and what lies in ``preprocessor/`` that turns texts or images into its inputs.
@@ -318,6 +326,14 @@ class Manifest(_Record):
     application: ApplicationRecord | None = None
     files: list[FileRecord]
     digest: str | None = None
+
+    @field_validator("artifacts")
+    @classmethod
+    def _one_of_a_format(cls, artifacts: list[ArtifactRecord]) -> list[ArtifactRecord]:
+        """Of two, one would be checked and another used."""
+        if len({artifact.format for artifact in artifacts}) < len(artifacts):
+            raise ValueError("two files are of one format")
+        return artifacts
 
     @property
     def ungated(self) -> list[str]:

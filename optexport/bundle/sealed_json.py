@@ -14,8 +14,8 @@ from optexport.errors import BundleError
 
 M = TypeVar("M", bound=BaseModel)
 
-# In bytes; the manifest of MiniLM has 40,000.
-LARGEST = 256 << 20
+# In bytes; the manifest of MiniLM has 40,000. Read, a document of brackets alone takes 25 times as much memory.
+LARGEST = 32 << 20
 _MEND = "The bundle was changed after it was written: get it again, or export it again."
 
 
@@ -31,6 +31,8 @@ def read(path: Path) -> dict[str, Any]:
         BundleError: It is missing, is not JSON, or is not byte for byte what was written.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise BundleError("it is no file", place=str(path), mend=_MEND)
         if path.stat().st_size > LARGEST:
             raise BundleError(f"it is larger than {LARGEST} bytes", place=str(path), mend=_MEND)
         content = path.read_bytes()

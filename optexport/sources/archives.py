@@ -46,7 +46,7 @@ def load_pt2(path: Path) -> ExportedProgram:
     Raises:
         SourceError: It is no such file, is damaged, or holds a pickle that could run code.
     """
-    _check(path)
+    check_pt2(path)
     warned, log = _Warned(), logging.getLogger("torch.export")
     log.addFilter(warned)
     try:
@@ -102,7 +102,12 @@ class _Warned(logging.Filter):
         return self.error is None
 
 
-def _check(path: Path) -> None:
+def check_pt2(path: Path) -> None:
+    """Checks that nothing in a ``.pt2`` file runs code where ``torch.export.load`` reads it.
+
+    Raises:
+        SourceError: It is no such file, is damaged, or holds a pickle that could run code.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             members = _members(archive, path)

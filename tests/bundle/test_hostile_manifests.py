@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from optexport.bench.artifact import bundle_of
+from optexport.blame.bundle import blame_bundle
 from optexport.bundle import digests, sealed_json
-from optexport.bundle.places import MANIFEST, MEASUREMENTS
+from optexport.bundle.places import MANIFEST, MEASUREMENTS, REFERENCE
 from optexport.bundle.verification import unchecked_gates, verify
 from optexport.errors import BundleError, OptexportError
 from tests import exports
@@ -77,3 +83,86 @@ def test_a_manifest_that_is_too_large_to_be_one_is_not_read(small: Path, tmp_pat
         file.truncate(sealed_json.LARGEST + 1)  # a hole, which takes no room on the disk
     with pytest.raises(BundleError, match="larger than"):
         digests.read_manifest(folder)
+
+
+def test_two_files_of_one_format_are_refused(small: Path, tmp_path: Path) -> None:
+    """Of two the last would be proven in the first one's place, which is what `log` sends, and `blame` runs."""
+    bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
+    shutil.copyfile(bundle / "model.onnx", bundle / "good.onnx")
+
+    def twice(document: dict[str, Any]) -> None:
+        onnx = next(record for record in document["artifacts"] if record["format"] == "onnx")
+        document["artifacts"].append(onnx | {"path": "good.onnx"})
+
+    exports.edit_json(bundle / MANIFEST, twice)
+    for command in (verify, blame_bundle):
+        with pytest.raises(BundleError, match="two files are of one format"):
+            command(bundle)
+
+
+def test_a_file_that_is_called_what_it_is_not_is_refused(small: Path, tmp_path: Path) -> None:
+    """ONNX Runtime reads an ONNX file with an archive behind it, and torch that archive."""
+    bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
+
+    def renamed(document: dict[str, Any]) -> None:
+        document["artifacts"] = [
+            record | {"path": "model.pt2"} for record in document["artifacts"] if record["format"] == "onnx"
+        ]
+
+    exports.edit_json(bundle / MANIFEST, renamed)
+    for command in (verify, blame_bundle):
+        with pytest.raises(BundleError, match=r"a file of onnx is not called 'model\.pt2'"):
+            command(bundle)
+
+
+@pytest.mark.parametrize("name", ["reference.safetensors", "model.onnx", "measurements.json"])
+def test_no_command_waits_for_a_pipe_or_follows_a_link(small: Path, tmp_path: Path, name: str) -> None:
+    for made in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        bundle = Path(shutil.copytree(small, tmp_path / "bundle", dirs_exist_ok=True))
+        (bundle / name).unlink()
+        made(bundle / name)
+        for command in (verify, blame_bundle):
+            with pytest.raises(BundleError, match="it is a link or no file"):
+                command(bundle)
+        (bundle / name).unlink()
+
+
+def test_a_file_beside_a_pipe_called_as_a_manifest_is_in_no_bundle(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST)
+    assert bundle_of(tmp_path / "model.onnx") is None
+
+
+def test_blame_reads_no_file_outside_of_the_bundle(small: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
+    outside = tmp_path / "private.onnx"
+    shutil.copyfile(bundle / "model.onnx", outside)
+
+    def elsewhere(document: dict[str, Any]) -> None:
+        for record in document["artifacts"]:
+            if record["format"] == "onnx":
+                record["path"] = str(outside)
+
+    exports.edit_json(bundle / MANIFEST, elsewhere)
+    with pytest.raises(BundleError, match=r"private\.onnx', which is no file of the bundle"):
+        blame_bundle(bundle)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_changed_reference_tensors_are_compared_or_refused(small: Path, data: st.DataObject) -> None:
+    path, manifest = small / REFERENCE, small / MANIFEST
+    kept = {each: each.read_bytes() for each in (path, manifest, small / MEASUREMENTS)}
+    tensors = load_file(path)
+    key = data.draw(st.sampled_from(sorted(tensors)))
+    dtypes = [torch.uint8, torch.bool, torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64]
+    shape = data.draw(st.lists(st.integers(0, 3), max_size=5) | st.just([1] * 60))
+    tensors[key] = torch.ones(shape, dtype=data.draw(st.sampled_from(dtypes)))
+    save_file(tensors, path)
+    exports.reseal(small, REFERENCE)
+    try:
+        for command in (verify, blame_bundle):
+            with contextlib.suppress(OptexportError):
+                command(small)
+    finally:
+        for each, content in kept.items():
+            each.write_bytes(content)
