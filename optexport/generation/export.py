@@ -39,12 +39,14 @@ class GenerationResult:
     Attributes:
         output: The folder that holds the parts' bundles and ``generation.json``.
         parts: What came of each part, by name: ``decoder``, and ``encoder`` where there is one.
-        tokens: How the tokens of the files compare with those of ``model.generate``.
+        tokens: How the tokens of the files compare with the likeliest ones of ``model.generate``.
+        left_out: What of the model's generation config neither they nor the files heed.
     """
 
     output: Path
     parts: Mapping[str, Result]
     tokens: tuple[Compared, ...]
+    left_out: tuple[str, ...]
 
 
 def export_generation(
@@ -65,7 +67,8 @@ def export_generation(
     A model without an encoder becomes one part, ``decoder``, which takes tokens, mask and cache, and gives logits and
     the cache that follows; with a cache of length 0 it is the prefill. One with an encoder has a part ``encoder`` too.
     Each is proven as every export is, on the caches that it makes of the prompts besides. At last the files must
-    go on from each prompt as ``model.generate`` does, token by token.
+    go on from each prompt as ``model.generate`` does, token by token, where that takes the likeliest and nothing else of
+    the model's generation config is heeded: penalties, forbidden or forced tokens and beams are left out, and named.
 
     Layers that attend to a sliding window keep all keys in the files, and the mask hides those outside the window: the
     numbers are the same, and the cache grows.
@@ -141,7 +144,7 @@ def produce(
             compared = _compare(model, found, results, prompts, new_tokens, start, draft)
         sealed_json.write(draft / GENERATION, _document(model, results, compared, start))
     moved = {name: replace(result, output=output / name) for name, result in results.items()}
-    return GenerationResult(output, moved, tuple(compared))
+    return GenerationResult(output, moved, tuple(compared), tokens.left_out(model))
 
 
 def _prefixed(part: str, stages: Stages) -> Stages:
@@ -204,6 +207,7 @@ def _document(
         "eos": ends,
         "pad": int(pad),
         "tokens": [asdict(each) for each in compared],
+        "left_out": list(tokens.left_out(model)),
     }
 
 

@@ -19,7 +19,13 @@ def show(result: GenerationResult, console: Console) -> None:
         console.print(f"[bold]Part[/] {name}", highlight=False)
         summary.show(part, console)
         console.print()
-    console.print("[bold]Tokens[/] compared with those of model.generate(do_sample=False)", highlight=False)
+    console.print("[bold]Tokens[/] compared with the likeliest ones of model.generate", highlight=False)
+    if result.left_out:
+        console.print(
+            f"  without {', '.join(result.left_out)} of the model's generation_config, which the files do not do either",
+            soft_wrap=True,
+            highlight=False,
+        )
     for compared in result.tokens:
         console.print(f"  {escape(_line(compared))}", soft_wrap=True, highlight=False)
 
@@ -44,4 +50,5 @@ def as_json(result: GenerationResult) -> dict[str, Any]:
         "mlflow_run_id": next(iter(parts.values()))["mlflow_run_id"],
         "parts": parts,
         "tokens": [asdict(compared) for compared in result.tokens],
+        "left_out": list(result.left_out),
     }

@@ -1,4 +1,4 @@
-"""The proof on tokens: files must go on as ``model.generate`` does, token by token."""
+"""The proof on tokens: files must go on as ``model.generate`` does with the likeliest token, one by one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ from optexport.generation.runtime import Parts
 
 # Two logits may each be off by the limit.
 _SIDES = 2
+# What makes `generate` take another token than the likeliest, or end elsewhere than at an end token, and the values at
+# which it does not; None is one of all. Sampling is what is asked for not to be done.
+_NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("diversity_penalty", "penalty_alpha"), 0),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings"), []),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("constraints", "force_words_ids", "forced_decoder_ids", "dola_layers", "max_time"), None),
+    **dict.fromkeys(("remove_invalid_values", "token_healing"), False),
+    **dict.fromkeys(("sequence_bias", "watermarking_config"), None),
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,10 @@ def cases(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Prompt]]:
 
 
 def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Tensor:
-    """What ``generate`` adds to a prompt when it takes the likeliest token, and nothing ends it: [batch, tokens]."""
+    """What ``generate`` adds to a prompt when it takes the likeliest token, and nothing ends it: [batch, tokens].
+
+    What else the model's generation config asks for is not done; `left_out` names it.
+    """
     own: Any = model.generation_config
     plain = GenerationConfig(
         do_sample=False,
@@ -84,6 +99,15 @@ def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Ten
         model.generation_config = own
     assert isinstance(ids, torch.Tensor)
     return ids[:, -tokens:]
+
+
+def left_out(model: nn.Module) -> tuple[str, ...]:
+    """The settings of a model's generation config that `generate` heeds, and `likeliest_tokens` and the files do not.
+
+    The names are those of ``transformers.GenerationConfig``.
+    """
+    own = vars(model.generation_config)
+    return tuple(name for name, neutral in _NEUTRAL.items() if own.get(name) not in (None, neutral))
 
 
 def compare(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from optexport import export_generation, verify
 from optexport.errors import BundleError, ConfigError
-from optexport.generation import tokens
+from optexport.generation import summary, tokens
 from optexport.generation.export import GenerationResult
 from optexport.generation.runtime import Generator
 from tests.generation import models
@@ -57,6 +60,14 @@ def test_a_row_ends_where_generate_ends_it_and_is_padded_from_there() -> None:
     found = Generator.load(result.output).generate(**given, max_new_tokens=12, eos_token_id=eos)
     assert found.tolist() == own.tolist()
     assert eos in found[1, 10:15].tolist()
+
+
+def test_the_summary_names_what_of_the_generation_config_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((exported().output / "generation.json").read_bytes())
+    assert (exported().left_out, document["left_out"]) == ((), [])
+    summary.show(replace(exported(), left_out=("repetition_penalty", "num_beams")), Console())
+    told = capsys.readouterr().out
+    assert "without repetition_penalty, num_beams of the model's generation_config, which the files do not" in told
 
 
 def test_one_decoder_is_prefill_and_decode_and_every_prompt_was_followed_for_all_tokens() -> None:

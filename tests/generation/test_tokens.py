@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,34 @@ def test_each_prompt_is_followed_and_its_first_row_alone_without_padding() -> No
     named = dict(tokens.cases(models.prompts("llama")))
     assert list(named) == ["prompt 0", "prompt 0, first row", "prompt 1"]
     assert named["prompt 0, first row"]["input_ids"].tolist() == [[5, 6, 7, 9]]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
+def test_a_model_that_takes_the_likeliest_leaves_nothing_out(name: str) -> None:
+    assert tokens.left_out(models.make(name)) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 3.0),
+        ("no_repeat_ngram_size", 1),
+        ("suppress_tokens", "first"),
+        ("begin_suppress_tokens", "first"),
+        ("bad_words_ids", "first"),
+        ("forced_eos_token_id", 3),
+        ("sequence_bias", "first"),
+        ("num_beams", 4),
+    ],
+)
+def test_what_makes_generate_take_other_tokens_is_named_as_left_out(name: str, value: Any) -> None:
+    """Tokens were said to be those of ``generate(do_sample=False)``, which heeds all of these."""
+    model, prompt = models.make("gpt2"), models.prompts("gpt2")[0]
+    plain = tokens.likeliest_tokens(model, prompt, 20)
+    first = int(plain[0, 0])
+    given = {"bad_words_ids": [[first]], "sequence_bias": [[[first], -100.0]]}.get(name, [first])
+    setattr(model.generation_config, name, given if value == "first" else value)
+    settings = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+    assert tokens.left_out(model) == (name,)
+    own = model.generate(**prompt, **settings)[:, prompt["input_ids"].shape[1] :]
+    assert own.tolist() != plain.tolist()
