@@ -74,11 +74,11 @@ def markdown(proof: ParityRecord, title: str) -> str:
     """A summary as Markdown: the verdict, one row for each place and output, and why each fails that does."""
     failures = [(place, output) for place, output in _outputs(proof) if _failure(output) is not None]
     gates = [decision for _, decision in _decisions(proof) if decision.failure is not None]
-    precision = "its own precision" if proof.fallback else "float64"
+    where = f"{len(proof.cases)} batches: {_literal(batches(proof.cases))}"
     lines = [
         f"### {_literal(title)}: parity {'failed' if failures or gates else 'passed'}",
         "",
-        f"Compared with the original in {precision} on {len(proof.cases)} batches: {_literal(batches(proof.cases))}.",
+        f"Compared with {_literal(proof.compared_with)} on {where}.",
         "",
         "| place | output | distance | floor | limit | from the place before | would pass | |",
         "|---|---|---:|---:|---:|---:|---|---|",
@@ -165,10 +165,11 @@ def _failure(output: OutputRecord) -> str | None:
 def _explained(proof: ParityRecord, output: OutputRecord) -> str:
     if output.tolerance is None:
         return "No tolerance would have passed."
-    multiple = (
-        "" if output.multiple is None else f" It is {output.multiple:g} times as far from float64 as the original."
-    )
-    largest = proof.bounds[output.output].largest
+    bound, multiple = proof.bounds[output.output], ""
+    if output.multiple is not None:
+        of_what = "the original" if bound.fixed else "float64"
+        multiple = f" It is {output.multiple:g} times as far from {of_what} as the original is from float64."
+    largest = bound.largest
     if largest is not None and output.tolerance > _MEANT * largest:
         return (
             f"A tolerance that it passed would prove nothing: it would be more than {_MEANT:g} of the largest value, "

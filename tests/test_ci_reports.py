@@ -359,3 +359,21 @@ def test_verify_says_what_differs_though_its_report_cannot_be_written(tmp_path: 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "the files no longer give the stored outputs" in message(result, 4)
     assert "The JUnit file cannot be written: [Errno 27]" in result.stderr
+
+
+def test_what_results_are_compared_with_is_told_where_a_tolerance_is_given(call: Caller, tmp_path: Path) -> None:
+    """With one, distances are from the original in its own precision, and were said to be from float64."""
+    record = proof(exports.exported().output)
+    assert "Compared with the original in float64 on" in ci_reports.markdown(record, "x")
+    first, *others = record.bounds
+    bounds = {first: record.bounds[first].model_copy(update={"atol": 1e-5})}
+    some = record.model_copy(update={"bounds": bounds | {name: record.bounds[name] for name in others}})
+    assert others
+    assert f"Compared with the original in float64, {first} in its own precision on" in ci_reports.markdown(
+        some, "x"
+    ).replace("\\\\", "")
+    failed = call("run", config(more=f"{NEARLY}\n[parity]\natol = 1e-12"), "--junit", str(tmp_path / "parity.xml"))
+    assert failed.exit_code == 4
+    texts = [failure.text for failure in ElementTree.parse(tmp_path / "parity.xml").getroot().iter("failure")]
+    assert texts
+    assert all("times as far from the original as the original is from float64." in str(text) for text in texts)

@@ -118,7 +118,9 @@ def _numbers(value: Any, spec: TensorRecord, place: str) -> npt.NDArray[Any]:
     try:
         array = np.asarray(value)
         if array.dtype.kind in ("biu" if np.dtype(spec.dtype).kind in "biu" else "biuf"):
-            return array.astype(spec.dtype)
+            held = array.astype(spec.dtype)
+            if held.dtype.kind == "f" or bool((held == array).all()):  # numbers beyond the dtype's would wrap around
+                return held
     except (TypeError, ValueError) as error:
         raise ConfigError(f"it is no row of {spec.dtype}", place=place) from error
     raise ConfigError(f"it is no row of {spec.dtype}", place=place)

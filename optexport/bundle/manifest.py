@@ -190,6 +190,11 @@ class BoundRecord(_Record):
     extremes: dict[str, float | None]
     largest: float | None = None
 
+    @property
+    def fixed(self) -> bool:
+        """Whether a tolerance is given, and distances are from the original in its own precision."""
+        return self.atol is not None or self.rtol is not None
+
 
 class ParityRecord(_Record):
     """The proof: the one document that every report is made from.
@@ -208,6 +213,14 @@ class ParityRecord(_Record):
     left_out: list[str]
     gates: list[GateRecord]
     places: list[PlaceRecord]
+
+    @property
+    def compared_with(self) -> str:
+        """What distances are from, in words: float64, but of outputs that a tolerance is given for."""
+        fixed = [name for name, bound in self.bounds.items() if bound.fixed]
+        if self.fallback is not None or len(fixed) == len(self.bounds):
+            return "the original in its own precision"
+        return ", ".join(["the original in float64", *fixed]) + (" in its own precision" if fixed else "")
 
 
 class GateValueRecord(_Record):
@@ -340,7 +353,7 @@ class Manifest(_Record):
         """The outputs of which nothing is demanded where a file is of lower precision: no gate, and no tolerance."""
         gated, bounds = {gate.output for gate in self.parity.gates}, self.parity.bounds
         real = [output.name for output in self.outputs if "float" in output.dtype]
-        free = [name for name in real if bounds[name].atol is None and bounds[name].rtol is None]
+        free = [name for name in real if not bounds[name].fixed]
         return [] if None in gated else [name for name in free if name not in gated]
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from optexport.config.file import Config
 
 DEFAULT_ALIAS = "champion"
+# It is a part of the names of tags, which MLflow lets be 250 characters long.
+_LONGEST_ALIAS = 200
 
 
 class _Table(BaseModel):
@@ -32,7 +34,9 @@ def _model_name(name: str) -> str:
 
 def alias_name(alias: str) -> str:
     """An alias as it is; a ValueError where MLflow would not take it."""
-    if not re.fullmatch(r"[\w\-]{1,255}", alias) or re.fullmatch(r"(?i)latest|v\d+", alias):
+    if len(alias) > _LONGEST_ALIAS:
+        raise ValueError(f"it is {len(alias)} characters long, and may be {_LONGEST_ALIAS}")
+    if not re.fullmatch(r"[\w\-]+", alias) or re.fullmatch(r"(?i)latest|v\d+", alias):
         raise ValueError(f'{alias!r} is no alias: write letters, digits, "_" and "-", but not "latest" or "v1"')
     return alias
 

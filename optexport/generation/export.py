@@ -67,8 +67,8 @@ def export_generation(
     A model without an encoder becomes one part, ``decoder``, which takes tokens, mask and cache, and gives logits and
     the cache that follows; with a cache of length 0 it is the prefill. One with an encoder has a part ``encoder`` too.
     Each is proven as every export is, on the caches that it makes of the prompts besides. At last the files must
-    go on from each prompt as ``model.generate`` does, token by token, where that takes the likeliest and nothing else of
-    the model's generation config is heeded: penalties, forbidden or forced tokens and beams are left out, and named.
+    go on from each prompt as ``model.generate`` does, token by token, where that takes the likeliest one. What else the
+    model's generation config asks for, such as penalties, forced tokens or beams, is left out, and named.
 
     Layers that attend to a sliding window keep all keys in the files, and the mask hides those outside the window: the
     numbers are the same, and the cache grows.

@@ -22,7 +22,7 @@ def show(result: GenerationResult, console: Console) -> None:
     console.print("[bold]Tokens[/] compared with the likeliest ones of model.generate", highlight=False)
     if result.left_out:
         console.print(
-            f"  without {', '.join(result.left_out)} of the model's generation_config, which the files do not do either",
+            f"  without {', '.join(result.left_out)} of the model's generation_config, which the files do not heed",
             soft_wrap=True,
             highlight=False,
         )

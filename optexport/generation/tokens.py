@@ -23,7 +23,7 @@ _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
     **dict.fromkeys(("diversity_penalty", "penalty_alpha"), 0),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings"), []),
+    **{name: [] for name in ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings")},
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
     **dict.fromkeys(("constraints", "force_words_ids", "forced_decoder_ids", "dola_layers", "max_time"), None),
     **dict.fromkeys(("remove_invalid_values", "token_healing"), False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -66,6 +67,7 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, place: str) -> d
         rows = {
             number: _tensor(record[name], f'{place}, line {number}, "{name}"') for number, record in records.items()
         }
+        rows = _of_one_dtype(rows, name, place)
         first, shape = next((number, row.shape) for number, row in rows.items())
         other = next((number for number, row in rows.items() if row.shape != shape), None)
         if other is None:
@@ -83,6 +85,16 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, place: str) -> d
         lengths = torch.tensor([len(record["input_ids"]) for record in records.values()])
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
     return batch
+
+
+def _of_one_dtype(rows: Mapping[int, torch.Tensor], name: str, place: str) -> dict[int, torch.Tensor]:
+    """Whole numbers as real ones where another row has such: what pads rows takes the dtype of the first."""
+    first = next(iter(rows.values())).dtype
+    odd = next((number for number, row in rows.items() if (row.dtype == torch.bool) != (first == torch.bool)), None)
+    if odd is not None:
+        raise ConfigError("some lines hold numbers, and some true and false", place=f'{place}, line {odd}, "{name}"')
+    dtype = functools.reduce(torch.promote_types, (row.dtype for row in rows.values()))
+    return {number: row.to(dtype) for number, row in rows.items()}
 
 
 def _tensor(value: Any, place: str) -> torch.Tensor:

@@ -179,6 +179,13 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
         ) from error
     if not isinstance(model, nn.Module):
         raise SourceError(f"the factory returned a {type(model).__name__}, not a module", place=f"python:{location}")
+    training = next((name for name, module in model.named_modules() if module.training), None)
+    if training and not model.training:
+        raise SourceError(
+            f"the factory returned a model in eval mode, and {training} in it is in training mode",
+            place=f"model.source: python:{location}",
+            mend="Call model.eval() at its end: dropout and batch norms compute something else in training.",
+        )
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return Loaded(model.eval(), pretrained=Pretrained(name, {}) if name else None)
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from optexport.errors import OptexportError
 from optexport.tracking import registry, store
 
-T = TypeVar("T")
+
+@dataclass
+class _Standing:
+    """What is told where a command does not come to its end: where the alias is, and what completes it."""
+
+    alias: str = "The alias stays where it was."
+    again: str = "do it again"
 
 
 def promote(uri: str, name: str, version: str, alias: str) -> str | None:
@@ -19,7 +27,8 @@ def promote(uri: str, name: str, version: str, alias: str) -> str | None:
         ConfigError: There is no such version.
         TrackingError: The store cannot be reached, or refuses.
     """
-    return _asked(uri, name, lambda client: registry.promote(client, name, version, alias))
+    with _asking(uri, name) as (client, _):
+        return registry.promote(client, name, version, alias)
 
 
 def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
@@ -29,20 +38,27 @@ def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
         ConfigError: No version holds it, or none did before that is still there.
         TrackingError: The store cannot be reached, or refuses.
     """
-    return _asked(uri, name, lambda client: registry.rollback(client, name, alias))
+    with _asking(uri, name) as (client, standing):
+        before, after = registry.rollback(client, name, alias)
+        # Whether the last answer was lost nobody knows, and another rollback could be one too many.
+        standing.alias = f"Version {after} holds {alias}."
+        standing.again = f"complete it, not with another rollback: {registry.promoting(name, after, alias)}"
+        registry.end_rollback(client, name, alias)
+        return before, after
 
 
-def _asked(uri: str, name: str, action: Callable[[Any], T]) -> T:
-    where = "The alias stays where it was."
+@contextmanager
+def _asking(uri: str, name: str) -> Iterator[tuple[Any, _Standing]]:
+    standing = _Standing()
     try:
         client = store.open_store(uri, Path())
         registry.check_model(client, name)
-        where = "Nothing says whether the alias moved: look."
-        return action(client)
+        standing.alias = "Nothing says whether the alias moved: look."
+        yield client, standing
     except OptexportError:
         raise
     except KeyboardInterrupt as interrupt:
-        interrupt.add_note(f"{where} Done again, it does what is left.")
+        interrupt.add_note(f"{standing.alias} To have it done, {standing.again}.")
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
-        raise store.failure(error, uri, f"{where} {store.when(error)}, do it again.") from error
+        raise store.failure(error, uri, f"{standing.alias} {store.when(error)}, {standing.again}.") from error

@@ -67,7 +67,7 @@ class Registered:
         return GateError(
             f"{self.told}{reasons}",
             place="register",
-            mend=f"To move it all the same: {_promoting(self.name, self.version, self.alias)}",
+            mend=f"To move it all the same: {promoting(self.name, self.version, self.alias)}",
         )
 
 
@@ -83,9 +83,11 @@ def register(client: Any, run_id: str, model_id: str, finished: Finished, config
         return Registered(config.name, version, config.alias, holder, moved, why)
 
     decision = made.tags.get(DECISION_TAG)
-    if decision is None and _ROLLED_BACK_TAG in made.tags:  # it was moved, and someone went back on it since
-        decision = _MOVED
+    if decision is None and (_ROLLED_BACK_TAG in made.tags or _held_before(client, config.name, config.alias, version)):
+        decision = _MOVED  # and someone went back on it since
     if decision is not None:
+        if DECISION_TAG not in made.tags:
+            _decide(client, config.name, version, True, ())
         why = tuple(filter(None, made.tags.get(REASON_TAG, "").split("\n")))
         return told(_holder(client, config.name, config.alias), decision == _MOVED, why)
     for _ in range(_TRIES):
@@ -116,6 +118,8 @@ def promote(client: Any, name: str, version: str, alias: str) -> str | None:
         raise ConfigError("there is no such version", place=f"{name} {version}", mend=did_you_mean(version, known))
     if before != version:
         _move(client, name, alias, version, "promote")
+    else:
+        end_rollback(client, name, alias)
     # An earlier command may have moved the alias, and been ended before it came here.
     tags = client.get_model_version(name, version).tags
     if before != version or tags.get(DECISION_TAG) != _MOVED:
@@ -129,7 +133,7 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
     """Gives the alias back to the version that held it before; returns the one that lost it, and that one.
 
     What is to be done is written before the alias moves: where the program is ended, or an answer lost, the next call
-    does what is left, and does not go back one version more.
+    does what is left, and does not go back one version more. It stays written until `end_rollback`.
 
     Raises:
         ConfigError: No version holds it, or none did before that is still there.
@@ -146,7 +150,7 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
         raise ConfigError(
             f"version {holder} holds it, and nothing tells of one that did before",
             place=f"{name}@{alias}",
-            mend=f"Versions are {', '.join(known)}: {_promoting(name, 'VERSION', alias)}",
+            mend=f"Versions are {', '.join(known)}: {promoting(name, 'VERSION', alias)}",
         )
     history = history[: held[-1] + 1]
     step = (holder, history[-1]["version"])
@@ -163,8 +167,13 @@ def _give_back(
     _write_history(client, name, alias, history)
     if before in _versions(client, name):
         client.set_model_version_tag(name, before, _ROLLED_BACK_TAG, _now())
-    client.delete_registered_model_tag(name, f"{_ROLLING_BACK_TAG}{alias}")
     return step
+
+
+def end_rollback(client: Any, name: str, alias: str) -> None:
+    """Forgets what a rollback was about to do, so that the next one goes back a version more."""
+    if _begun(client, name, alias) is not None:
+        client.delete_registered_model_tag(name, f"{_ROLLING_BACK_TAG}{alias}")
 
 
 def _begun(client: Any, name: str, alias: str) -> tuple[str, str] | None:
@@ -188,7 +197,7 @@ def check_model(client: Any, name: str) -> None:
         raise ConnectionError(f"what answers is no MLflow: asked for the model {name}, it gave {found!r}")
 
 
-def _promoting(name: str, version: str, alias: str) -> str:
+def promoting(name: str, version: str, alias: str) -> str:
     """The command that gives a version an alias, for a shell."""
     return shlex.join(["optexport", "promote", name, version, "--alias", alias])
 
@@ -197,11 +206,11 @@ def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, nam
     """The version of a run's model, which is made where it is not there yet."""
 
     def model() -> Any:
-        found = client.search_registered_models(_named(name))
+        found = client.search_registered_models(named(name))
         return next((model for model in found if model.name == name), None)
 
     def known() -> str | None:
-        made = client.search_model_versions(_named(name))
+        made = client.search_model_versions(named(name))
         return min((str(version.version) for version in made if version.run_id == run_id), key=int, default=None)
 
     if model() is None:
@@ -283,11 +292,11 @@ def _model(client: Any, name: str) -> Any:
 
 def _versions(client: Any, name: str) -> list[str]:
     """Those of a registered model, the oldest first."""
-    found = client.search_model_versions(_named(name))
+    found = client.search_model_versions(named(name))
     return sorted((str(version.version) for version in found), key=int)
 
 
-def _named(name: str) -> str:
+def named(name: str) -> str:
     """A filter for what has a name. MLflow knows no way to write a quote within quotes of the same kind."""
     quote = '"' if "'" in name else "'"
     return f"name = {quote}{name}{quote}"
@@ -299,8 +308,7 @@ def _move(client: Any, name: str, alias: str, version: str, by: str) -> None:
     What it says of a version that the alias did not come to is left out when it is read.
     """
     _write_history(client, name, alias, [*_history(client, name, alias), _entry(version, by)])
-    if _begun(client, name, alias) is not None:
-        client.delete_registered_model_tag(name, f"{_ROLLING_BACK_TAG}{alias}")
+    end_rollback(client, name, alias)
     client.set_registered_model_alias(name, alias, version)
 
 
@@ -313,6 +321,12 @@ def _history(client: Any, name: str, alias: str) -> list[dict[str, str]]:
         return history
     places = [index for index, entry in enumerate(history) if entry["version"] == str(holder)]
     return history[: places[-1] + 1] if places else [*history, _entry(str(holder), "others")]
+
+
+def _held_before(client: Any, name: str, alias: str, version: str) -> bool:
+    """Whether a version held the alias, and others do since: what follows it in the tag was written while it did."""
+    entries = _entries(_model(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
+    return version in {entry["version"] for entry in entries[:-1]}
 
 
 def _entries(text: str) -> list[dict[str, str]]:

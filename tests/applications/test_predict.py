@@ -183,6 +183,7 @@ IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
     ("line", "told"),
     [
         (IDS.replace("[5,", "[5.5,"), 'line 2, "input_ids": it is no row of int64'),
+        (IDS.replace("[5,", "[9223372036854775813,"), 'line 2, "input_ids": it is no row of int64'),
         (IDS.replace("[5,", "[null,"), 'line 2, "input_ids": it is no row of int64'),
         (IDS.replace("[5,", '["5",'), 'line 2, "input_ids": it is no row of int64'),
         (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model takes no such input'),
@@ -197,6 +198,22 @@ def test_a_line_that_does_not_fit_is_named(line: str, told: str, tmp_path: Path)
     refused = called(bundles.bundle("fill-mask"), "--data", tmp_path / "rows.jsonl")
     assert refused.exit_code == 2
     assert f"--data {tmp_path / 'rows.jsonl'}, {told}" in refused.stderr
+
+
+class Bytes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float() / 255
+
+
+def test_numbers_that_an_input_does_not_hold_are_refused_and_wrap_around_to_no_others(tmp_path: Path) -> None:
+    """The byte 300 was 44."""
+    given = {"x": torch.tensor([[0, 255]], dtype=torch.uint8)}
+    export(Bytes().eval(), given, tmp_path / "bundle", formats=["pt2"], effort="quick")
+    for row, code in (("[0, 255]", 0), ("[0, 300]", 2), ("[-1, 0]", 2)):
+        (tmp_path / "rows.jsonl").write_text(f'{{"x": {row}}}\n')
+        found = called(tmp_path / "bundle", "--data", tmp_path / "rows.jsonl")
+        assert found.exit_code == code, found.output
+        assert code == 0 or 'line 1, "x": it is no row of uint8' in found.stderr
 
 
 class Weighing(nn.Module):

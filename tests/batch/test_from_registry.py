@@ -16,7 +16,7 @@ from optexport.batch import from_registry
 from optexport.batch.ended import Ended
 from optexport.cli.main import cli
 from optexport.errors import TrackingError
-from optexport.tracking.wanted import Version
+from optexport.tracking.wanted import Version, wanted
 from tests import stores
 
 _TEMPLATE = """
@@ -122,6 +122,13 @@ def test_a_model_whose_name_fits_no_config_is_a_row_and_stops_no_other(registry:
         f"models:/{quoted}/1": 2,
         "nightly.silent-1.toml": 0,
     }
+
+
+def test_a_model_with_an_apostrophe_in_its_name_asks_as_well(registry: Any, tmp_path: Path) -> None:
+    """MLflow found no versions of it, and the batch said that nothing asked."""
+    registry.create_registered_model("it's", tags={"apostrophe": "true"})
+    registry.create_model_version("it's", source=registry.get_model_version("asks", "1").source)
+    assert wanted(str(registry.tracking_uri), tmp_path, "tags.apostrophe = 'true'") == [Version("it's", "1")]
 
 
 @pytest.mark.parametrize(

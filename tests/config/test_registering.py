@@ -37,6 +37,7 @@ def test_a_name_is_enough() -> None:
         (f'{MODEL}\n[register]\nname = "{"a" * 257}"\n', "register.name: string should have at most 256 characters"),
         (f'{MODEL}\n[tracking]\nexperiment = "{"a" * 501}"\n', "tracking.experiment: string should have at most 500"),
         (f'{REGISTER}alias = "latest"\n', "register.alias: 'latest' is no alias"),
+        (f'{REGISTER}alias = "{"a" * 201}"\n', "register.alias: it is 201 characters long, and may be 200"),
         (f'{REGISTER}alias = "v3"\n', "register.alias: 'v3' is no alias"),
         (f'{REGISTER}alias = "the best"\n', "register.alias: 'the best' is no alias"),
         (f'{REGISTER}alia = "x"\n', 'register.alia: there is no such key\n  Did you mean "alias"?'),

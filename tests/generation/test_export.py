@@ -67,7 +67,7 @@ def test_the_summary_names_what_of_the_generation_config_is_left_out(capsys: pyt
     assert (exported().left_out, document["left_out"]) == ((), [])
     summary.show(replace(exported(), left_out=("repetition_penalty", "num_beams")), Console())
     told = capsys.readouterr().out
-    assert "without repetition_penalty, num_beams of the model's generation_config, which the files do not" in told
+    assert "without repetition_penalty, num_beams of the model's generation_config, which the files do not heed" in told
 
 
 def test_one_decoder_is_prefill_and_decode_and_every_prompt_was_followed_for_all_tokens() -> None:

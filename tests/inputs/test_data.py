@@ -19,6 +19,7 @@ from transformers import BertConfig, BertModel
 
 from optexport.config.file import InputsConfig
 from optexport.inputs import preparing
+from optexport.inputs.data_lines import stack_records
 from optexport.inputs.preparing import prepare
 from optexport.sources.loading import Pretrained
 from tests.preparing import TINY, Maker, Rows, bert, shapes
@@ -47,6 +48,16 @@ def test_a_byte_order_mark_and_the_line_ends_of_windows_do_no_harm(made: Maker) 
     assert made(data="lines.jsonl").real[0]["input_ids"].shape[0] == 2
 
 
+@pytest.mark.parametrize("lines", [([1, 2], [0.5, 0.7, 0.3]), ([0.5, 0.7, 0.3], [1, 2]), ([1, 2], [0.5, 0.7])])
+def test_whole_numbers_beside_real_ones_are_real(lines: tuple[list[float], list[float]]) -> None:
+    """Shorter rows are padded, and the dtype of the first was that of all: 0.7 became 0."""
+    batch = stack_records({number: {"x": line} for number, line in enumerate(lines)}, nn.Identity(), "lines.jsonl")
+    assert batch["x"].dtype == torch.float32
+    for row, line in zip(batch["x"], lines, strict=True):
+        assert torch.equal(row[: len(line)], torch.tensor(line, dtype=torch.float32))
+        assert not row[len(line) :].any()
+
+
 def test_lines_of_text_are_refused_under_the_key_that_was_given(made: Maker) -> None:
     assert made.refusal(data=made.lines({"text": "zebra"})).startswith("inputs.data: lines.jsonl")
     message = made.refusal_without_processors(data=made.lines({"text": "the cat"}))
@@ -57,6 +68,7 @@ def test_lines_of_text_are_refused_under_the_key_that_was_given(made: Maker) -> 
     ("lines", "told"),
     [
         (['{"x": [1.0]}', "", '{"x": "one"}'], 'line 3, "x": it is neither a number'),
+        (['{"x": [true, false]}', '{"x": [3, 7, 5]}'], 'line 2, "x": some lines hold numbers, and some true and false'),
         (['{"x": [1.0], "y": [[1], [2, 3]]}'], 'line 1, "y": it is neither a number'),
         (['{"x": [1.0]}', '{"x": null}'], 'line 2, "x": it is neither a number'),
         (['{"x": [1.0]}', '{"x": []}'], 'line 2, "x": it is empty'),

@@ -41,6 +41,11 @@ def with_arguments(width, bias=True):
 def training():
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
 
+def partly_training():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    model[1].train()
+    return model
+
 def raising():
     raise RuntimeError("no weights today")
 
@@ -270,6 +275,12 @@ def test_a_pt2_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_bytes(b"PK\x05\x06" + bytes(18))
     with pytest.raises(SourceError, match=r"model\.pt2"):
         load("model.pt2", tmp_path)
+
+
+def test_a_part_that_was_left_in_training_mode_is_not_taken_for_one_in_eval_mode(factories: Path) -> None:
+    """It was put in eval mode without a word, and the files proven against that."""
+    with pytest.raises(SourceError, match="a model in eval mode, and 1 in it is in training mode"):
+        load("python:source_factories:partly_training", factories)
 
 
 def test_a_hub_id_is_not_found_offline_and_says_what_to_check(tmp_path: Path) -> None:

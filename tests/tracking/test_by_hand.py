@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, TrackingError
 from optexport.tracking import by_hand, registry
 from optexport.tracking.later import log_bundle
 from optexport.tracking.registry import Registered
@@ -66,7 +66,9 @@ def test_a_rollback_that_was_ended_anywhere_goes_back_one_version_by_doing_it_ag
     for _ in range(3):
         store.log()
     with pytest.raises(KeyboardInterrupt):
-        registry.rollback(_Ended(store.client, writes), "block", "champion")
+        ended = _Ended(store.client, writes)
+        registry.rollback(ended, "block", "champion")
+        registry.end_rollback(ended, "block", "champion")
     assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
     assert (store.holder, "optexport.rolled_back" in store.tags("3")) == ("2", True)
     assert by_hand.promote(store.uri, "block", "3", "champion") == "2"
@@ -83,6 +85,50 @@ def test_a_rollback_that_was_ended_is_none_any_more_once_the_alias_was_promoted(
     for version in ("1", "2"):
         by_hand.promote(store.uri, "block", version, "champion")
     assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ConnectionError("lost")])
+def test_a_rollback_whose_last_answer_is_lost_says_what_completes_it_and_not_to_do_it_again(
+    store: Registry, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Nothing was left to do, and another rollback went back one version more."""
+    for _ in range(3):
+        store.log()
+
+    def lost(*given: Any) -> None:
+        end_rollback(*given)
+        raise error
+
+    end_rollback = registry.end_rollback
+    with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, TrackingError)) as caught:
+        patched.setattr(registry, "end_rollback", lost)
+        by_hand.rollback(store.uri, "block", "champion")
+    told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "Version 2 holds champion." in told
+    assert "complete it, not with another rollback: optexport promote block 2 --alias champion" in told
+    by_hand.promote(store.uri, "block", "2", "champion")
+    assert store.holder == "2"
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_promoting_the_version_that_holds_the_alias_ends_a_rollback_that_was_ended(store: Registry) -> None:
+    """What was left of it made a later rollback do nothing, and say that it had."""
+    for _ in range(3):
+        store.log()
+    registry.rollback(store.client, "block", "champion")  # up to its last write
+    by_hand.promote(store.uri, "block", "2", "champion")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_a_bundle_that_is_sent_again_does_not_undo_a_promotion(store: Registry) -> None:
+    """Its program was ended after the alias had moved, and before it was written that it had."""
+    store.log()
+    place = store.send_undecided()
+    by_hand.promote(store.uri, "block", "1", "champion")
+    again = log_bundle(place, store.uri).registered
+    assert again is not None
+    assert (again.version, again.holder, store.holder) == ("2", "1", "1")
+    assert store.tags("2")["optexport.register"] == "moved"
 
 
 def test_a_bundle_that_is_sent_again_does_not_undo_a_rollback(store: Registry) -> None:
