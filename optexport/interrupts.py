@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -42,6 +43,8 @@ def heeded() -> Iterator[None]:
     def stop(signum: int, frame: object) -> None:  # noqa: ARG001
         _received.append(signum)
         answered.append(signum)
+        if _is_starting():
+            _end(signum)
         if not _deferring:
             raise KeyboardInterrupt
 
@@ -79,6 +82,11 @@ def _watched(answered: list[int]) -> Iterator[None]:
         _watching.pop()
         signal.set_wakeup_fd(before)
         tells.close()  # which ends the thread
+
+
+def _is_starting() -> bool:
+    """Whether torch is being imported: an exception in the middle of that may abort it, and nothing is done before."""
+    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
 
 
 def _watch(told: socket.socket, answered: list[int]) -> None:

@@ -253,3 +253,36 @@ def test_a_signal_to_a_process_that_was_forked_is_none_to_its_parent(monkeypatch
         assert interrupts.received() is None
     os.close(starts)
     os.close(started)
+
+
+STARTING = """
+import signal
+import sys
+from importlib.machinery import PathFinder
+
+from optexport import interrupts
+
+class Signals(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "torch.nn":
+            signal.raise_signal(int(sys.argv[1]))
+        return None
+
+sys.meta_path.insert(0, Signals)
+with interrupts.heeded():
+    try:
+        import torch
+    except BaseException as error:
+        print("raised within torch:", type(error).__name__)
+"""
+
+
+@SIGNALS
+def test_a_signal_while_torch_is_imported_ends_the_process_and_raises_nothing_there(
+    sent: signal.Signals, code: int
+) -> None:
+    """Once in thirty times it ended in SIGABRT: what it raised came through code in C++."""
+    program = [sys.executable, "-c", STARTING, str(int(sent))]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "Error: interrupted\n")

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ def make_ready() -> None:
     with _LOCK:
         os.environ[_SAFE_PATH] = "1"
         try:
+            _start_server()
             process.start()
         finally:
             os.environ.pop(_SAFE_PATH)
@@ -66,6 +67,20 @@ def make_ready() -> None:
     _join(process)
     if process.exitcode != 0:
         raise OptexportError(f"a process that does nothing ended with {process.exitcode}", place="batch")
+
+
+def _start_server() -> None:
+    """Starts the process from which others are forked, deaf to the SIGINT that a terminal sends to all of a batch.
+
+    It would end with a traceback in the middle of its imports; so it ends as the batch does, on which it hangs.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def _import() -> None:

@@ -338,6 +338,28 @@ def test_a_batch_that_is_ended_ends_what_it_started(tmp_path: Path, temporary: P
         time.sleep(0.2)
 
 
+def test_a_signal_of_the_terminal_while_the_batch_makes_ready_is_one_message(tmp_path: Path) -> None:
+    """The process from which others are forked told a traceback too, in the middle of its imports."""
+    fleets.config(tmp_path, "good")
+    program = [sys.executable, "-m", "optexport", "batch", "good.toml"]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        until = time.monotonic() + 60
+        while not any("forkserver" in " ".join(_command(each)) for each in psutil.Process(process.pid).children()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.5)  # it has begun to import, and takes seconds
+        os.killpg(process.pid, signal.SIGINT)
+        told = process.communicate(timeout=60)[1]
+    assert (process.returncode, told) == (130, "Error: interrupted\n")
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 def _is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
