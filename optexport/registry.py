@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -311,22 +311,30 @@ def import_from(location: str, folder: Path, place: str, wanted: Callable[[Any],
     if top not in sys.modules and ((home / f"{top}.py").is_file() or (home / top).is_dir()):
         _homes[top] = home
     importlib.invalidate_caches()
-    sys.path.insert(0, str(folder))
     try:
-        module = importlib.import_module(module_name)
+        with importing_beside(folder):
+            module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs code of others, which may raise anything
         raise ConfigError(
             f"{module_name} cannot be imported: {type(error).__name__}: {error}",
             place=place,
             mend=f"Install it, or put {module_name.partition('.')[0]}.py beside the config.",
         ) from error
-    finally:
-        with contextlib.suppress(ValueError):  # the module may have changed the path itself
-            sys.path.remove(str(folder))
     if not hasattr(module, name):
         public = [n for n, value in vars(module).items() if not n.startswith("_") and wanted(value)]
         raise ConfigError(f"{module_name} has no {name}", place=place, mend=did_you_mean(name, public))
     return getattr(module, name)
+
+
+@contextlib.contextmanager
+def importing_beside(folder: Path) -> Iterator[None]:
+    """Within it, modules in a folder are found first."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # code of others may have changed the path itself
+            sys.path.remove(str(folder))
 
 
 def check_makes(kind: type, factory: Any, location: str, place: str) -> None:

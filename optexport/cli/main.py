@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import stat
 import sys
 import tempfile
 import textwrap
@@ -293,10 +294,21 @@ def main() -> None:
     try:
         Path.home()
     except RuntimeError:  # a user id that the system does not know, as containers give; libraries want a place
-        os.environ["HOME"] = tempfile.gettempdir()
+        os.environ["HOME"] = _private_folder()
     # Imports and traces make many small objects that stay: looking for garbage among them was a tenth of a run's time.
     gc.set_threshold(20_000, 50, 100)
     cli()
+
+
+def _private_folder() -> str:
+    """A home of this user's own, the same every time: of what others can write no model and no result is taken."""
+    place = Path(tempfile.gettempdir(), f"optexport-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        place.mkdir(mode=0o700, exist_ok=True)
+        found = place.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return str(place)
+    return tempfile.mkdtemp(prefix="optexport-")
 
 
 def _quieten() -> None:

@@ -170,7 +170,8 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
         _set_by[module].apply()
     registry.check_makes(nn.Module, factory, location, "model.source")
     try:
-        model = factory(**config.arguments)
+        with registry.importing_beside(folder):
+            model = factory(**config.arguments)
     except (Exception, SystemExit) as error:  # code of the user's, which may raise anything, or leave
         raise SourceError(
             f"the factory raised {type(error).__name__}: {first_line(error)}",

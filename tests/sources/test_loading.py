@@ -277,6 +277,18 @@ def test_a_pt2_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
         load("model.pt2", tmp_path)
 
 
+def test_a_factory_may_import_what_lies_beside_it_when_it_is_called(factories: Path) -> None:
+    """The module itself may; while its factory ran, the folder was not looked into any more."""
+    (factories / "widths_beside.py").write_text("WIDTH = 5\n")
+    later = "def later():\n    from widths_beside import WIDTH\n    return nn.Linear(WIDTH, 2)\n"
+    (factories / "source_factories.py").write_text(f"{FACTORIES}\n{later}")
+    model = load("python:source_factories:later", factories).model
+    sys.modules.pop("widths_beside", None)
+    assert isinstance(model, nn.Linear)
+    assert model.in_features == 5
+    assert str(factories) not in sys.path
+
+
 def test_a_part_that_was_left_in_training_mode_is_not_taken_for_one_in_eval_mode(factories: Path) -> None:
     """It was put in eval mode without a word, and the files proven against that."""
     with pytest.raises(SourceError, match="a model in eval mode, and 1 in it is in training mode"):
