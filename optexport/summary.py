@@ -105,6 +105,13 @@ def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Con
         console.print(f"  float64 could not be had ({escape(proof.fallback)}): compared with the original itself")
     for where in proof.unguided:
         console.print(f"  {escape(where)}: float64 goes another way there, so compared with the original itself")
+    for what in manifest.few_digits:
+        console.print(
+            f"  [bold]few digits[/]: float64 differs in {escape(what)}: "
+            "a fault of that size passes, unless parity.atol is set",
+            soft_wrap=True,
+            highlight=False,
+        )
     for what in proof.left_out:
         console.print(f"  not checked: {escape(what)}", soft_wrap=True, highlight=False)
     console.print(parity_table(places, wide=console.width >= _WIDE))

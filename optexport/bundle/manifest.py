@@ -20,6 +20,8 @@ SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
 
 # Sizes and counts: what 64 bits hold, so that whoever computes with them gets no overflow.
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+# The distance from 1 to the next number.
+_EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 _SUFFIXES = {"torchscript": ".pt", "onnx": ".onnx", "pt2": ".pt2"}
 # How far two values are apart.
 Distance = Annotated[float, Field(ge=0)]
@@ -347,6 +349,16 @@ class Manifest(_Record):
         if len({artifact.format for artifact in artifacts}) < len(artifacts):
             raise ValueError("two files are of one format")
         return artifacts
+
+    @property
+    def few_digits(self) -> list[str]:
+        """Of each output whose floor leaves fewer than half the digits of its dtype, how far away float64 is."""
+        found = []
+        for output in self.outputs:
+            bound, epsilon = self.parity.bounds[output.name], _EPSILONS.get(output.dtype)
+            if epsilon and bound.largest and not bound.fixed and bound.floor > epsilon**0.5 * bound.largest:
+                found.append(f"{output.name} by {bound.floor:.2g}, of {bound.largest:.2g} at the most")
+        return found
 
     @property
     def ungated(self) -> list[str]:

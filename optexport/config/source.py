@@ -89,13 +89,17 @@ def check_source(config: Config, path: Path) -> None:
         raise ConfigError(
             f"{source} is a file of no kind that models are taken from",
             place=place,
-            mend=f"Give a folder, a .pt2 file, or one of TorchScript ({', '.join(TORCHSCRIPT_SUFFIXES)}).",
+            mend=f'Of a function in it write "python:{source.removesuffix(".py")}:FUNCTION".'
+            if source.endswith(".py")
+            else f"Give a folder, a .pt2 file, or one of TorchScript ({', '.join(TORCHSCRIPT_SUFFIXES)}).",
         )
     if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
         raise ConfigError(
             f'"{source}" is no folder here, and no hub id either',
             place=place,
-            mend='Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".',
+            mend=f'Write "python:{code[1]}:{code[2]}".'
+            if (code := re.fullmatch(r"([\w/.]+?)(?:\.py)?:(\w+)", source)) and _is_file(folder, f"{code[1]}.py")
+            else 'Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".',
         )
 
 

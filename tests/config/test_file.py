@@ -358,3 +358,21 @@ def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Pa
     assert first == f"{tmp_path / 'mine.toml'}: 4 mistakes"
     places = [line.strip().partition(": ")[0] for line in lines]
     assert places == ["transformations[0].use", "export.layout", "model.source", "inputs.images"]
+
+
+@pytest.mark.parametrize(
+    ("given", "mend"),
+    [
+        ("net.py:make", 'Write "python:net:make".'),
+        ("net:make", 'Write "python:net:make".'),
+        ("net.py", 'write "python:net:FUNCTION"'),
+    ],
+)
+def test_a_function_beside_the_config_is_recognised_however_it_is_written(
+    given: str, mend: str, tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").touch()
+    (tmp_path / "mine.toml").write_text(source(given), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "mine.toml")
+    assert mend in str(caught.value)
