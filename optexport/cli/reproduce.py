@@ -46,4 +46,4 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
     if differing:
         told = "".join(f"\n  {line}" for line in differing)
         raise ParityError(f"made again, it is not the same{told}", place=str(bundle))
-    echo(f"{bundle}: made again, every file is the same to the byte.")
+    echo(f"{bundle}: made again, every file of its manifest is the same to the byte.")

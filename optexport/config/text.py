@@ -65,8 +65,10 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     """
     try:
         table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also for numbers of too many digits, and endless nesting
+    except ValueError as error:  # also for numbers of too many digits
         raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
+    except RecursionError as error:
+        raise ConfigError("it is not TOML that can be read: it is nested too deeply", place=str(path)) from error
     for count, (place, value) in enumerate(_items(table)):
         if count >= _KEYS:
             raise ConfigError(f"it holds more than {_KEYS} keys and values", place=str(path))
