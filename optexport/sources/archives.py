@@ -14,6 +14,8 @@ import logging
 import re
 import struct
 import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,22 +111,21 @@ def check_pt2(path: Path) -> None:
         SourceError: It is no such file, is damaged, or holds a pickle that could run code.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = _members(archive, path)
-            if "archive_format" not in members:
-                raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=MEND)
-            for name, info in members.items():
-                place = f"{path.name}: {name}"
-                if not _MEMBER.fullmatch(name):
-                    raise SourceError("it is no part of a .pt2 archive that torch.export.save writes", place=place)
-                if name.endswith("_config.json"):
-                    config = json.loads(archive.read(info))
-                    program_texts.check(config, place)
-                    _check_payloads(config, archive, place)
-                elif name.startswith("models/"):
-                    program_texts.check(json.loads(archive.read(info)), place)
-                elif name.endswith(".pt") and info.file_size:
-                    _check_pickle(archive.read(info), place)
+        archive = _Archive.opened(path)
+        if "archive_format" not in archive.sizes:
+            raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=MEND)
+        for name, size in archive.sizes.items():
+            place = f"{path.name}: {name}"
+            if not _MEMBER.fullmatch(name):
+                raise SourceError("it is no part of a .pt2 archive that torch.export.save writes", place=place)
+            if name.endswith("_config.json"):
+                config = json.loads(archive.read(name))
+                program_texts.check(config, place)
+                _check_payloads(config, archive, place)
+            elif name.startswith("models/"):
+                program_texts.check(json.loads(archive.read(name)), place)
+            elif name.endswith(".pt") and size:
+                _check_pickle(archive.read(name), place)
     except (
         OSError,
         zipfile.BadZipFile,
@@ -135,28 +136,56 @@ def check_pt2(path: Path) -> None:
         TypeError,
         RuntimeError,
     ) as error:
-        raise SourceError(f"it is no .pt2 archive, or a damaged one: {error}", place=str(path)) from error
+        raise SourceError(f"it is no .pt2 archive, or a damaged one: {first_line(error)}", place=str(path)) from error
 
 
-def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """The members by name, without the folder that they all lie in.
+@dataclass(frozen=True)
+class _Archive:
+    """A zip archive as torch reads it: no two readers agree on every archive that someone may forge.
 
-    torch's own reader ignores case and takes the first of two members of one name, where Python's takes the last: an
-    archive in which the two would read different bytes is refused.
+    Attributes:
+        sizes: Bytes of each member, by its name without the folder that they all lie in.
     """
-    _check_directory(archive, path)
-    members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    folders = {info.filename.partition("/")[0] for info in archive.infolist()}
-    if len(folders) != 1 or len({name.casefold() for name in members}) != len(archive.infolist()):
-        raise SourceError("two of its members go by one name", place=str(path), mend=MEND)
-    unpacked = sum(info.file_size for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED)
-    if unpacked > _MOST_UNPACKED:
-        raise SourceError(f"it unpacks to {unpacked} bytes, which torch would not compress", place=str(path), mend=MEND)
-    return members
+
+    sizes: Mapping[str, int]
+    _reader: Any
+
+    def read(self, name: str) -> bytes:
+        content: bytes = self._reader.get_record(name)
+        return content
+
+    @classmethod
+    def opened(cls, path: Path) -> _Archive:
+        """Opens an archive, if Python's reader finds in it what torch's does.
+
+        torch's ignores case and takes the first of two members of one name, where Python's takes the last.
+
+        Raises:
+            SourceError: The two find other members, or it unpacks to what no archive of torch's does.
+            OSError, RuntimeError, ValueError, zipfile.BadZipFile, NotImplementedError: It is damaged.
+        """
+        with zipfile.ZipFile(path) as archive:
+            _check_directory(archive, path)
+            infos = archive.infolist()
+        members = {info.filename.partition("/")[2]: info.file_size for info in infos}
+        folders = {info.filename.partition("/")[0] for info in infos}
+        if len(folders) != 1 or len({name.casefold() for name in members}) != len(infos):
+            raise SourceError("two of its members go by one name", place=str(path), mend=MEND)
+        unpacked = sum(info.file_size for info in infos if info.compress_type != zipfile.ZIP_STORED)
+        if unpacked > _MOST_UNPACKED:
+            raise SourceError(
+                f"it unpacks to {unpacked} bytes, which torch would not compress", place=str(path), mend=MEND
+            )
+        binding: Any = torch._C  # whose types do not tell of the reader of archives
+        reader = binding.PyTorchFileReader(str(path))
+        sizes = {name: int(reader.get_record_size(name)) for name in reader.get_all_records()}
+        if sizes != members:
+            raise SourceError("it holds more than one archive", place=str(path), mend=MEND)
+        return cls(sizes, reader)
 
 
 def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
-    """Refuses an archive with anything before its first or after its last byte.
+    """Refuses an archive with anything before its first or after its last byte, or that says twice where it ends.
 
     Python's reader looks for the directory from the end, torch's where the end says that it lies: a file made of two
     archives would be one to the one and another to the other.
@@ -170,17 +199,22 @@ def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
     directory_end = size - 22
     if ends[-42:-38] == b"PK\x06\x07":  # the larger kind of archive has two more records, and its numbers there
         wide_length, wide_offset = struct.unpack("<QQ", ends[-98:][40:56])
+        (wide_end,) = struct.unpack("<Q", ends[-34:-26])
         directory_end = size - _ENDS_SIZE
-        if length not in (wide_length, 0xFFFFFFFF) or offset not in (wide_offset, 0xFFFFFFFF):
+        if (
+            length not in (wide_length, 0xFFFFFFFF)
+            or offset not in (wide_offset, 0xFFFFFFFF)
+            or wide_end != directory_end
+        ):
             directory_end = -1
         length, offset = wide_length, wide_offset
     if end[:4] != b"PK\x05\x06" or offset + length != directory_end or offset != archive.start_dir:
         raise SourceError("it holds more than one archive", place=str(path), mend=MEND)
 
 
-def _check_payloads(config: Any, archive: zipfile.ZipFile, place: str) -> None:
+def _check_payloads(config: Any, archive: _Archive, place: str) -> None:
     """Refuses weights and constants that are kept as anything but the bare bytes of tensors."""
-    empty = {info.filename.rpartition("/")[2] for info in archive.infolist() if not info.file_size}
+    empty = {name.rpartition("/")[2] for name, size in archive.sizes.items() if not size}
     for payload in config["config"].values():
         if payload["use_pickle"] or not payload["path_name"].startswith(("weight_", "tensor_")):
             raise SourceError(f"{payload['path_name']} is a pickle that could run code", place=place, mend=MEND)
@@ -196,22 +230,21 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
         SourceError: It calls what could reach outside of the program, or is damaged.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = _members(archive, path)
-            for name, info in members.items():
-                if not _TORCHSCRIPT_MEMBER.fullmatch(name):
-                    raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=MEND)
-                if name in ("data.pkl", "constants.pkl"):
-                    folder = f"{name.removesuffix('.pkl')}/"
-                    records = {key.removeprefix(folder): held.file_size for key, held in members.items()}
-                    script_storages.check(archive.read(info), records)
-                if name.endswith(".py"):
-                    code = archive.read(info).decode()
-                    script_code.check_depth(code)
-                    if (found := script_code.forbidden_text(code)) is not None:
-                        raise _does_more(found, f"{path.name}: {name}")
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        cause = f"it is no TorchScript archive, or a damaged one: {error}"
+        archive = _Archive.opened(path)
+        for name in archive.sizes:
+            if not _TORCHSCRIPT_MEMBER.fullmatch(name):
+                raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=MEND)
+            if name in ("data.pkl", "constants.pkl"):
+                folder = f"{name.removesuffix('.pkl')}/"
+                records = {key.removeprefix(folder): size for key, size in archive.sizes.items()}
+                script_storages.check(archive.read(name), records)
+            if name.endswith(".py"):
+                code = archive.read(name).decode()
+                script_code.check_depth(code)
+                if (found := script_code.forbidden_text(code)) is not None:
+                    raise _does_more(found, f"{path.name}: {name}")
+    except (OSError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
+        cause = f"it is no TorchScript archive, or a damaged one: {first_line(error)}"
         raise SourceError(cause, place=path.name, mend=MEND) from error
     binding: Any = torch._C  # whose types do not tell of what torch.jit.load passes
     unit = binding.CompilationUnit()
