@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -60,6 +61,9 @@ def make_ready() -> None:
         try:
             _start_server()
             process.start()
+        except BaseException:
+            _end_server()
+            raise
         finally:
             os.environ.pop(_SAFE_PATH)
             if before is not None:
@@ -81,6 +85,15 @@ def _start_server() -> None:
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
+
+
+def _end_server() -> None:
+    """Ends it in the middle of its imports: until their end it holds the terminal of a batch that is interrupted."""
+    server: Any = forkserver  # whose process has no public name
+    server = server._forkserver
+    if server._forkserver_pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
 
 
 def _import() -> None:
@@ -113,11 +126,7 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     start = time.monotonic()
     attempt = uuid.uuid4().hex
     environment = {**os.environ, ATTEMPT_VARIABLE: attempt}
-    process = _CONTEXT.Process(
-        target=_run, args=(["run", str(task.path), "--json"], str(document), str(log), environment)
-    )
-    with _LOCK:
-        process.start()
+    process = _started(["run", str(task.path), "--json"], str(document), str(log), environment)
     assert process.pid is not None
     peak, why = 0, None
     try:
@@ -145,6 +154,21 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
         code, output, error = 1, None, f"{reason}\n  Its log: {log}{told_of_run}"
     ended = Ended(task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak)
     return ended, told is None and peak <= limits.memory
+
+
+def _started(*arguments: Any) -> Any:
+    """A process of a config; where the one that forks them was killed, the next takes its place."""
+    for pause in (0.1, 1.0, None):  # the system may not know yet that it is gone
+        process = _CONTEXT.Process(target=_run, args=arguments)
+        try:
+            with _LOCK:
+                process.start()
+            break
+        except (EOFError, ConnectionError):
+            if pause is None:
+                raise
+            time.sleep(pause)
+    return process
 
 
 def _lost_run(task: Task, attempt: str, reason: str, status: str) -> tuple[str | None, str]:

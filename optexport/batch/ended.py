@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from optexport.batch.tasks import Task
 from optexport.bundle.parts import read_bundles
 from optexport.config.text import without_secrets
@@ -47,6 +49,9 @@ class Ended:
     peak_memory: int = 0
 
 
+_ENDED = TypeAdapter(Ended)
+
+
 def not_run(task: Task, error: Exception) -> Ended:
     """A config that could not be run at all."""
     return Ended(task.name, str(task.path), task.digest, 1, f"{type(error).__name__}: {first_line(error)}")
@@ -68,7 +73,7 @@ def remember(folder: Path, ended: Ended) -> None:
 def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, Ended]:
     """The configs, by path, that ended well when they were last run, whose text is the same, and whose bundle is whole.
 
-    A line that was cut off, as where the machine went down, counts for nothing.
+    A line that was cut off, as where the machine went down, or that holds something else, counts for nothing.
 
     Raises:
         ConfigError: The journal cannot be read.
@@ -81,8 +86,8 @@ def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, Ended]:
     last: dict[str, Ended] = {}
     for line in lines:
         try:
-            ended = Ended(**json.loads(line))
-        except (ValueError, TypeError, RecursionError):
+            ended = _ENDED.validate_json(line, strict=True)
+        except ValueError:
             continue
         last[ended.path] = ended
     found = {}

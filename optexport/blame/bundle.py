@@ -54,7 +54,8 @@ def blame_bundle(folder: Path) -> str:
 
         def find() -> Finding:
             found = blame_files(_passing_graph(files, proof), files, proof, manifest.artifacts[0].device)
-            note = "" if damage is None else f"{damage.place}: {damage.cause}.\n"
+            changed = "" if damage is None else f"{damage.place}: {damage.cause}"
+            note = f"{changed}, so that no exporter need be to blame.\n" if changed else ""
             return Finding(found.place, found.case, note + found.explanation, found.reproductions)
 
         raise failure.error(proof, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path, PurePosixPath
 
 from optexport.bundle import sealed_json
-from optexport.bundle.manifest import FileRecord, Manifest
+from optexport.bundle.manifest import SUFFIXES, FileRecord, Manifest
 from optexport.bundle.places import MANIFEST, MEASUREMENTS, REPORT, UNLISTED
 from optexport.errors import BundleError, ConfigError
 
@@ -64,6 +64,9 @@ def manifest_of_files(folder: Path) -> Manifest:
     for name in [*listed, *(artifact.path for artifact in manifest.artifacts)]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in listed:
             raise BundleError(f"it names {name!r}, which is no file of the bundle", place=str(folder / MANIFEST))
+    for name in sorted(listed - {artifact.path for artifact in manifest.artifacts}):
+        if name.endswith(tuple(SUFFIXES.values())):  # which nobody would check, and somebody might use
+            raise BundleError("it is a model's file, and none of the manifest's", place=str(folder / name))
     return manifest
 
 

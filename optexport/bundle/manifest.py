@@ -22,7 +22,8 @@ SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 # The distance from 1 to the next number.
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-_SUFFIXES = {"torchscript": ".pt", "onnx": ".onnx", "pt2": ".pt2"}
+# What the files of each format are called.
+SUFFIXES = {"torchscript": ".pt", "onnx": ".onnx", "pt2": ".pt2"}
 # How far two values are apart.
 Distance = Annotated[float, Field(ge=0)]
 
@@ -277,7 +278,7 @@ class ArtifactRecord(_Record):
     @model_validator(mode="after")
     def _opened_as_what_it_is(self) -> ArtifactRecord:
         """By its name alone others open a file, and would not check it as what it is for them."""
-        if not self.path.endswith(_SUFFIXES[self.format]):
+        if not self.path.endswith(SUFFIXES[self.format]):
             raise ValueError(f"a file of {self.format} is not called {PurePosixPath(self.path).name!r}")
         return self
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
 
 from optexport.bundle import digests, sealed_json
 from optexport.bundle.manifest import Manifest
@@ -11,6 +13,17 @@ from optexport.bundle.places import GENERATION, MANIFEST, SIGNED
 from optexport.errors import BundleError, ConfigError
 
 PARTS = ("encoder", "decoder")
+_Token = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+
+
+class _Tokens(BaseModel):
+    """What a generative model's document says besides, as far as generating goes by it."""
+
+    version: Literal[1]
+    start: _Token | None
+    turn: _Token | None = None
+    eos: list[_Token]
+    pad: _Token
 
 
 def read_bundles(folder: Path) -> dict[Path, Manifest]:
@@ -41,6 +54,7 @@ def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
     parts = document.get("parts")
     if not isinstance(parts, dict) or "decoder" not in parts or not parts.keys() <= set(PARTS):
         raise BundleError("it does not name the parts of a model", place=str(folder / GENERATION))
+    sealed_json.validated(_Tokens, document, folder / GENERATION)
     for path in sorted(folder.iterdir()):
         if path.name not in {GENERATION, *parts, *SIGNED}:
             raise BundleError("the export does not know it", place=str(path), mend="Remove it.")

@@ -87,6 +87,13 @@ def check_place(output: Path) -> None:
     """
     try:
         check_replaceable(output)
+        for around in output.parents:
+            if (around / GENERATION).is_file() or _vouched_for(around / MANIFEST) is not None:
+                raise ConfigError(
+                    f"it lies in the bundle {around}, which would hold what is not its own",
+                    place=f"export.output: {output}",
+                    mend="Choose another place.",
+                )
         existing = next(folder for folder in output.parents if folder.exists())
         if not existing.is_dir():
             raise NotADirectoryError(f"{existing} is no folder")

@@ -56,6 +56,7 @@ def prove(folder: Path, manifest: Manifest) -> Proof:
                 del run  # before the next is opened: each holds the weights
     except ExportError as error:  # whose mends are for those who export
         raise BundleError(error.cause, place=error.place) from error
+    _check_cases(proof, manifest)
     return proof
 
 
@@ -80,6 +81,22 @@ def _check_precisions(manifest: Manifest) -> None:
         if proven.get(artifact.format) != precision or (precision is not None and not manifest.parity.gates):
             told = "of the model's own precision" if precision is None else precision
             raise BundleError(f"it calls {artifact.format} {told}, and holds no proof of that", place=MANIFEST)
+
+
+def _check_cases(proof: Proof, manifest: Manifest) -> None:
+    """Refuses a file that is called of fixed shape where the bundle's own proof has it at other sizes too.
+
+    Raises:
+        BundleError: One is.
+    """
+    proven = {place.place: place for place in manifest.parity.places}
+    for place in proof.places[1:]:
+        now = {case.case for output in place.outputs for case in output.cases}
+        record = proven.get(place.place)
+        then = {case.case for output in record.outputs for case in output.cases} if record else set()
+        if missing := sorted(then.intersection(manifest.reference_cases) - now):
+            told = f"it calls {place.place} of fixed shape, and its proof has {missing[0]}"
+            raise BundleError(told, place=MANIFEST)
 
 
 def gates_of(manifest: Manifest) -> list[Gate]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import click
@@ -13,8 +14,17 @@ from optexport.errors import ConfigError
 
 
 def _write(path: Path, text: str, option: str) -> None:
+    """Writes a file that takes its name when it is whole, so that a full disk leaves an earlier one."""
+    whole = not path.exists() or path.is_file()  # and no pipe, or device
+    written = path.resolve().with_name(f".{path.name}.{os.getpid()}") if whole else path
     try:
-        path.write_text(text, encoding="utf-8")
+        try:
+            written.write_text(text, encoding="utf-8")
+            if whole:
+                written.replace(path.resolve())
+        finally:
+            if whole:
+                written.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"it cannot be written: {error}", place=f"{option} {path}") from error
 

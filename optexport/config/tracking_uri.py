@@ -32,6 +32,8 @@ def check_uri(uri: str) -> str:
         raise ValueError(f"MLflow has no stores of the kind {kind}. {did_you_mean(kind, _STORES)}")
     if kind.partition(":")[0] in ("http", "https") and not rest.strip("/"):
         raise ValueError(f"{redact(uri)} names no host")
+    if kind == "sqlite" and not rest.partition("?")[0].strip("/"):
+        raise ValueError(f"{redact(uri)} names no file, and what it kept in memory would end with the program")
     if uri == "file://":
         raise ValueError("file:// names no folder")
     if separator and not rest.startswith("/") and not _is_encoded(rest, of_web=kind in ("http", "https")):

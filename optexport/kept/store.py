@@ -96,8 +96,16 @@ def write(entry: str, notes: Any = None, *, size: int = 0, fill: Callable[[Path]
             files = {path.name: sha256(path) for path in folder.iterdir()}
             said = {"files": files, "notes": notes, "sha256": _digest(entry, files, notes)}
             (folder / _SAID).write_text(json.dumps(said), encoding="utf-8")
-            shutil.rmtree(place / entry, ignore_errors=True)
+            _remove(place / entry)
             folder.replace(place / entry)
+
+
+def _remove(place: Path) -> None:
+    """Removes whatever is there, be it a pipe, which Python 3.11 would wait for as it looks for a folder."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def _digest(entry: str, files: dict[str, str], notes: Any) -> str:
@@ -108,7 +116,7 @@ def _make_room(place: Path, size: int) -> None:
     """Removes what was not used for longest, and drafts of runs that were killed; nothing that is not of this store."""
     for draft in place.glob(f"{_DRAFT}*"):
         if draft.stat().st_mtime < time.time() - _DRAFT_SECONDS:
-            shutil.rmtree(draft, ignore_errors=True)
+            _remove(draft)
     used = {path.parent: path.stat().st_mtime for path in place.glob(f"*/{_SAID}") if _NAME.fullmatch(path.parent.name)}
     for folder in sorted(used, key=lambda folder: used[folder], reverse=True):
         size += sum(path.stat().st_size for path in folder.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import sys
 import weakref
@@ -180,7 +181,7 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
         ) from error
     if not isinstance(model, nn.Module):
         raise SourceError(f"the factory returned a {type(model).__name__}, not a module", place=f"python:{location}")
-    training = next((name for name, module in model.named_modules() if module.training), None)
+    training = next((name for name, part in model.named_modules() if part.training and _heeds_training(part)), None)
     if training and not model.training:
         raise SourceError(
             f"the factory returned a model in eval mode, and {training} in it is in training mode",
@@ -189,6 +190,16 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
         )
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return Loaded(model.eval(), pretrained=Pretrained(name, {}) if name else None)
+
+
+def _heeds_training(module: nn.Module) -> bool:
+    """Whether a module computes something else in training, as far as its code tells: an activation does not."""
+    try:
+        return any(
+            "self.training" in inspect.getsource(kind) for kind in type(module).__mro__[: -len(nn.Module.__mro__)]
+        )
+    except (OSError, TypeError):
+        return True
 
 
 def _in_package(rest: str) -> tuple[Path, str | None]:

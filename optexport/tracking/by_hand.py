@@ -17,7 +17,7 @@ class _Standing:
     """What is told where a command does not come to its end: where the alias is, and what completes it."""
 
     alias: str = "The alias stays where it was."
-    again: str = "do it again"
+    again: str = "do it again."
 
 
 def promote(uri: str, name: str, version: str, alias: str) -> str | None:
@@ -42,7 +42,7 @@ def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
         before, after = registry.rollback(client, name, alias)
         # Whether the last answer was lost nobody knows, and another rollback could be one too many.
         standing.alias = f"Version {after} holds {alias}."
-        standing.again = f"complete it, not with another rollback: {registry.promoting(name, after, alias)}"
+        standing.again = f"complete it, not with another rollback:\n  {registry.promoting(name, after, alias, uri)}"
         registry.end_rollback(client, name, alias)
         return before, after
 
@@ -58,7 +58,7 @@ def _asking(uri: str, name: str) -> Iterator[tuple[Any, _Standing]]:
     except OptexportError:
         raise
     except KeyboardInterrupt as interrupt:
-        interrupt.add_note(f"{standing.alias} To have it done, {standing.again}.")
+        interrupt.add_note(f"{standing.alias} To have it done, {standing.again}")
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
-        raise store.failure(error, uri, f"{standing.alias} {store.when(error)}, {standing.again}.") from error
+        raise store.failure(error, uri, f"{standing.alias} {store.when(error)}, {standing.again}") from error

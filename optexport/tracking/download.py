@@ -36,7 +36,9 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
     except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
         raise SourceError(first_line(error), place=f"model.source: mlflow:{uri}") from error
     if "transformers" in flavors:
-        model = local / str(flavors["transformers"].get("model_binary", "model"))
+        model = (local / str(flavors["transformers"].get("model_binary", "model"))).resolve()
+        if not model.is_relative_to(local.resolve()):  # into which the parts below would be written
+            raise SourceError(f"it says that its weights are in {model}", place=f"model.source: mlflow:{uri}")
         for part in ("tokenizer", "processor", "image_processor", "feature_extractor"):
             # The flavour keeps them apart; a folder of transformers holds all.
             if (local / "components" / part).is_dir():

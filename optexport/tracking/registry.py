@@ -42,6 +42,7 @@ class Registered:
         holder: The version that holds the alias.
         moved: Whether the version was found good enough for it.
         why: The reasons, or what could not be compared.
+        uri: The store.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Registered:
     holder: str | None
     moved: bool
     why: tuple[str, ...]
+    uri: str
 
     @property
     def told(self) -> str:
@@ -67,7 +69,7 @@ class Registered:
         return GateError(
             f"{self.told}{reasons}",
             place="register",
-            mend=f"To move it all the same: {promoting(self.name, self.version, self.alias)}",
+            mend=f"To move it all the same: {promoting(self.name, self.version, self.alias, self.uri)}",
         )
 
 
@@ -80,15 +82,15 @@ def register(client: Any, run_id: str, model_id: str, finished: Finished, config
     version = str(made.version)
 
     def told(holder: str | None, moved: bool, why: tuple[str, ...]) -> Registered:
-        return Registered(config.name, version, config.alias, holder, moved, why)
+        return Registered(config.name, version, config.alias, holder, moved, why, client.tracking_uri)
 
     decision = made.tags.get(DECISION_TAG)
-    if decision is None and (_ROLLED_BACK_TAG in made.tags or _held_before(client, config.name, config.alias, version)):
+    if decision is None and (_ROLLED_BACK_TAG in made.tags or _gave_way(client, config.name, config.alias, version)):
         decision = _MOVED  # and someone went back on it since
     if decision is not None:
-        if DECISION_TAG not in made.tags:
-            _decide(client, config.name, version, True, ())
         why = tuple(filter(None, made.tags.get(REASON_TAG, "").split("\n")))
+        if DECISION_TAG not in made.tags:
+            _decide(client, config.name, version, True, why)
         return told(_holder(client, config.name, config.alias), decision == _MOVED, why)
     for _ in range(_TRIES):
         champion = _holder(client, config.name, config.alias)
@@ -99,9 +101,12 @@ def register(client: Any, run_id: str, model_id: str, finished: Finished, config
     else:
         raise TimeoutError(f"others move the alias {config.alias} of {config.name} all the time")
     moves = not verdict.worse
-    if moves and champion != version:
-        _move(client, config.name, config.alias, version, "ratchet")
     why = (*verdict.worse, *(f"not compared: {what}" for what in verdict.not_compared))
+    if champion == version:  # an earlier call moved it, and told why before
+        why = tuple(filter(None, made.tags.get(REASON_TAG, "").split("\n")))
+    elif moves:
+        _tell_why(client, config.name, version, why)
+        _move(client, config.name, config.alias, version, "ratchet")
     _decide(client, config.name, version, moves, why)
     return told(version if moves else champion, moves, why)
 
@@ -150,7 +155,7 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
         raise ConfigError(
             f"version {holder} holds it, and nothing tells of one that did before",
             place=f"{name}@{alias}",
-            mend=f"Versions are {', '.join(known)}: {promoting(name, 'VERSION', alias)}",
+            mend=f"Versions are {', '.join(known)}: {promoting(name, 'VERSION', alias, client.tracking_uri)}",
         )
     history = history[: held[-1] + 1]
     step = (holder, history[-1]["version"])
@@ -197,9 +202,10 @@ def check_model(client: Any, name: str) -> None:
         raise ConnectionError(f"what answers is no MLflow: asked for the model {name}, it gave {found!r}")
 
 
-def promoting(name: str, version: str, alias: str) -> str:
-    """The command that gives a version an alias, for a shell."""
-    return shlex.join(["optexport", "promote", name, version, "--alias", alias])
+def promoting(name: str, version: str, alias: str, uri: str) -> str:
+    """The command that gives a version an alias, for a shell; it does not name a store whose URI holds a secret."""
+    store = ["--uri", uri] if redact(uri) == uri else []
+    return shlex.join(["optexport", "promote", name, version, "--alias", alias, *store])
 
 
 def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, name: str) -> Any:
@@ -268,8 +274,12 @@ def _kept(client: Any, run_id: str | None) -> set[str]:
         return set()
 
 
-def _decide(client: Any, name: str, version: str, moved: bool, why: tuple[str, ...]) -> None:
+def _tell_why(client: Any, name: str, version: str, why: tuple[str, ...]) -> None:
     client.set_model_version_tag(name, version, REASON_TAG, redact("\n".join(why))[:_LONGEST_TAG])
+
+
+def _decide(client: Any, name: str, version: str, moved: bool, why: tuple[str, ...]) -> None:
+    _tell_why(client, name, version, why)
     client.set_model_version_tag(name, version, DECISION_TAG, _MOVED if moved else _STAYED)
 
 
@@ -323,10 +333,14 @@ def _history(client: Any, name: str, alias: str) -> list[dict[str, str]]:
     return history[: places[-1] + 1] if places else [*history, _entry(str(holder), "others")]
 
 
-def _held_before(client: Any, name: str, alias: str, version: str) -> bool:
-    """Whether a version held the alias, and others do since: what follows it in the tag was written while it did."""
+def _gave_way(client: Any, name: str, alias: str, version: str) -> bool:
+    """Whether a version held the alias, and another was promoted by hand since.
+
+    What follows a version in the tag was written while that held the alias.
+    """
     entries = _entries(_model(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
-    return version in {entry["version"] for entry in entries[:-1]}
+    places = [index for index, entry in enumerate(entries) if entry["version"] == version]
+    return bool(places) and any(entry.get("by") == "promote" for entry in entries[places[-1] + 1 :])
 
 
 def _entries(text: str) -> list[dict[str, str]]:

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,8 @@ def test_a_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     fleets.config(tmp_path, "c")
     written = (tmp_path / "out" / "a" / "measurements.json").read_bytes()
     with (tmp_path / "optexport-batch" / "journal.jsonl").open("a", encoding="utf-8") as journal:
+        for odd in ('{"config": "a", "path": [], "digest": "x", "exit_code": 0}', '{"path": 1}', "[]", "null", "1"):
+            journal.write(f"{odd}\n")  # written by somebody else
         journal.write('{"config": "a.toml", "exi')  # the machine went down
     second = document(str(a), str(b), str(c), "--resume")
     assert [row["attempts"] for row in second["configs"]] == [0, 1, 1]
@@ -349,8 +353,21 @@ def test_a_signal_of_the_terminal_while_the_batch_makes_ready_is_one_message(tmp
             time.sleep(0.05)
         time.sleep(0.5)  # it has begun to import, and takes seconds
         os.killpg(process.pid, signal.SIGINT)
-        told = process.communicate(timeout=60)[1]
+        told = process.communicate(timeout=60)[1]  # which comes to an end when nobody holds the terminal any more
+        assert time.monotonic() < until
     assert (process.returncode, told) == (130, "Error: interrupted\n")
+
+
+def test_a_config_is_begun_again_where_the_process_that_forks_others_was_killed(tmp_path: Path) -> None:
+    """It ended badly, with EOFError."""
+    server: Any = forkserver
+    attempt.make_ready()
+    os.kill(server._forkserver._forkserver_pid, signal.SIGKILL)
+    fleets.config(tmp_path, "a")
+    (task,), folder = tasks_of(["a.toml"]), tmp_path / "logs"
+    folder.mkdir()
+    ended = attempt.attempts(task, attempt.Limits(2**34, 600, 0), folder, threading.Event())
+    assert (ended.exit_code, ended.attempts, ended.error) == (0, 1, None)
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -115,6 +115,32 @@ def test_a_file_that_is_called_what_it_is_not_is_refused(small: Path, tmp_path: 
             command(bundle)
 
 
+def test_a_models_file_that_nobody_would_check_is_refused(small: Path, tmp_path: Path) -> None:
+    """It was a file of the bundle, and so unchanged, and none that was run."""
+    bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
+
+    def left_out(document: dict[str, Any]) -> None:
+        document["artifacts"] = [record for record in document["artifacts"] if record["format"] != "onnx"]
+
+    exports.edit_json(bundle / MANIFEST, left_out)
+    with pytest.raises(BundleError, match=r"model\.onnx: it is a model's file, and none of the manifest's"):
+        verify(bundle)
+
+
+def test_a_file_that_is_called_of_fixed_shape_is_held_to_all_sizes_that_its_proof_has(
+    small: Path, tmp_path: Path
+) -> None:
+    """One line of the manifest was enough for a file to be compared at the traced size alone."""
+    bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
+
+    def fixed(document: dict[str, Any]) -> None:
+        document["artifacts"][0]["fixed_shape"] = "TorchScript was traced"
+
+    exports.edit_json(bundle / MANIFEST, fixed)
+    with pytest.raises(BundleError, match="it calls torchscript of fixed shape, and its proof has "):
+        verify(bundle)
+
+
 @pytest.mark.parametrize("name", ["reference.safetensors", "model.onnx", "measurements.json"])
 def test_no_command_waits_for_a_pipe_or_follows_a_link(small: Path, tmp_path: Path, name: str) -> None:
     for made in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):

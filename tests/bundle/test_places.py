@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from optexport.bundle.digests import read_manifest
 from optexport.cli.main import cli
 from tests import exports
 from tests.calling import Caller, config, message
@@ -24,6 +26,17 @@ def everything(folder: Path) -> dict[str, bytes | None]:
         for path in folder.rglob("*")
         if "__pycache__" not in path.parts
     }
+
+
+def test_no_bundle_is_written_into_another(call: Caller, tmp_path: Path) -> None:
+    """That was no longer the bundle that it had been, and could not be replaced either."""
+    place = Path(shutil.copytree(exports.exported().output, tmp_path / "out"))
+    inside = config().replace("formats", 'output = "out/deep/sub"\nformats')
+    for command in ("check", "run"):
+        told = message(call(command, inside), 2)
+        assert f"export.output: {place / 'deep' / 'sub'}: " in told
+        assert f"it lies in the bundle {place}, which would hold what is not its own" in told
+    read_manifest(place)
 
 
 STRANGE = [None, "[]", '{"files": 5}', '{"manifest_version": 1, "digest": "x", "files": [1]}']

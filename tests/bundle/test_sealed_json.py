@@ -129,5 +129,5 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
 
 def test_a_folder_in_its_place_is_an_error_of_the_same_kind(tmp_path: Path) -> None:
     (tmp_path / "document.json").mkdir()
-    with pytest.raises(BundleError, match="it cannot be read"):
+    with pytest.raises(BundleError, match="it is no file"):
         sealed_json.read(tmp_path / "document.json")

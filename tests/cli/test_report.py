@@ -115,6 +115,30 @@ def test_a_report_that_cannot_be_written_to_its_end_leaves_the_bundle_as_it_was(
     read_manifest(copied)
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_report_elsewhere_that_cannot_be_written_to_its_end_leaves_an_earlier_one(
+    copied: Path, tmp_path: Path, there: bool
+) -> None:
+    place = tmp_path / "pages" / "page.html"
+    place.parent.mkdir()
+    if there:
+        place.write_text("earlier")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        ended = CliRunner().invoke(cli, ["report", str(copied), "--output", str(place)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ended.exit_code == 2
+    assert "it cannot be written" in ended.stderr
+    assert [path.read_text() for path in place.parent.iterdir()] == (["earlier"] if there else [])
+    place.unlink(missing_ok=True)
+    place.symlink_to(tmp_path / "pages" / "linked.html")
+    assert CliRunner().invoke(cli, ["report", str(copied), "--output", str(place)]).exit_code == 0
+    assert place.is_symlink()
+    assert "<html" in (tmp_path / "pages" / "linked.html").read_text()
+
+
 # Root reads everything, unless it gives that up.
 _AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
 

@@ -35,6 +35,7 @@ SLIPS = [
     ("http://host:99999", "Port out of range"),
     ("http://host:0", "names no port"),
     ("file://", "names no folder"),
+    *((uri, "names no file") for uri in ("sqlite://", "sqlite:///", "sqlite://?cache=shared")),
 ]
 MALFORMED = [
     "postgresql://someone:my SECRET@host/db",

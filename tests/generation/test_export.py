@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from optexport import export_generation, verify
+from optexport.bundle import sealed_json
 from optexport.errors import BundleError, ConfigError
 from optexport.generation import summary, tokens
 from optexport.generation.export import GenerationResult
@@ -95,6 +96,34 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="notes.txt"):
         export_generation(models.make("gpt2"), models.prompts("gpt2"), tmp_path / "old")
     assert (tmp_path / "old" / "decoder" / "notes.txt").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"eos": None},
+        {"eos": 3},
+        {"pad": -5},
+        {"pad": None},
+        {"start": "x"},
+        {"turn": 3.5},
+        {"version": 2},
+        {"eos": [1.5]},
+    ],
+    ids=str,
+)
+def test_a_document_of_another_form_is_refused_and_no_traceback(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported().output, tmp_path / "changed"))
+    document = json.loads((folder / "generation.json").read_bytes())
+    del document["digest"]
+    for forged in (
+        document | change,
+        {key: value for key, value in document.items() if key not in {*change} - {"turn"}},
+    ):
+        sealed_json.write(folder / "generation.json", forged)
+        if forged != document:
+            with pytest.raises(BundleError, match="it does not follow the schema"):
+                Generator.load(folder)
 
 
 def test_a_changed_part_and_a_part_of_another_export_are_refused(tmp_path: Path) -> None:

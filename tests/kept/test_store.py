@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,18 @@ def test_an_entry_that_was_renamed_to_another_is_none(place: Path) -> None:
     (place / entry).rename(place / "aside")
     (place / other).rename(place / entry)
     assert results.read(entry) is None
+
+
+def test_a_pipe_a_link_or_a_file_in_place_of_an_entry_is_replaced(place: Path, tmp_path: Path) -> None:
+    """Python 3.11 waits for a pipe that it is told to remove as a folder."""
+    (tmp_path / "elsewhere").mkdir()
+    for made in (os.mkfifo, Path.touch, lambda path: path.symlink_to(tmp_path / "elsewhere")):
+        shutil.rmtree(place / keep("a"))
+        made(place / store.name("test", "a"))
+        entry = keep("a")
+        assert results.read(entry) is not None
+        assert not (place / entry).is_symlink()
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize("name", ["entry.json", FILE, "more"])

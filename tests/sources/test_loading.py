@@ -41,10 +41,13 @@ def with_arguments(width, bias=True):
 def training():
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
 
-def partly_training():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+def partly_training(part=nn.BatchNorm1d):
+    model = nn.Sequential(nn.Linear(4, 4), part(4)).eval()
     model[1].train()
     return model
+
+def with_another_activation():
+    return partly_training(lambda width: nn.GELU())
 
 def raising():
     raise RuntimeError("no weights today")
@@ -293,6 +296,7 @@ def test_a_part_that_was_left_in_training_mode_is_not_taken_for_one_in_eval_mode
     """It was put in eval mode without a word, and the files proven against that."""
     with pytest.raises(SourceError, match="a model in eval mode, and 1 in it is in training mode"):
         load("python:source_factories:partly_training", factories)
+    assert not load("python:source_factories:with_another_activation", factories).model[1].training
 
 
 def test_a_hub_id_is_not_found_offline_and_says_what_to_check(tmp_path: Path) -> None:

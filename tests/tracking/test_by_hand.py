@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from optexport.cli.main import cli
 from optexport.errors import ConfigError, TrackingError
 from optexport.tracking import by_hand, registry
 from optexport.tracking.later import log_bundle
@@ -103,10 +106,12 @@ def test_a_rollback_whose_last_answer_is_lost_says_what_completes_it_and_not_to_
     with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, TrackingError)) as caught:
         patched.setattr(registry, "end_rollback", lost)
         by_hand.rollback(store.uri, "block", "champion")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert "Version 2 holds champion." in told
-    assert "complete it, not with another rollback: optexport promote block 2 --alias champion" in told
-    by_hand.promote(store.uri, "block", "2", "champion")
+    told, _, command = told.partition("complete it, not with another rollback:\n")
+    done = CliRunner().invoke(cli, shlex.split(command.strip().splitlines()[0])[1:])
+    assert done.exit_code == 0, done.output
     assert store.holder == "2"
     assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
 
@@ -118,6 +123,19 @@ def test_promoting_the_version_that_holds_the_alias_ends_a_rollback_that_was_end
     registry.rollback(store.client, "block", "champion")  # up to its last write
     by_hand.promote(store.uri, "block", "2", "champion")
     assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_why_a_version_was_not_compared_is_told_though_its_program_ended_after_the_alias_had_moved(
+    store: Registry,
+) -> None:
+    store.log()
+    store.client.delete_model_version("block", "1")
+    place = store.send_undecided()
+    why = "not compared: version 1, which held champion last, is gone"
+    store.client.set_model_version_tag("block", "2", "optexport.register.why", why)  # which is told first
+    again = log_bundle(place, store.uri).registered
+    assert again is not None
+    assert (again.holder, again.why, store.tags("2")["optexport.register.why"]) == ("2", (why,), why)
 
 
 def test_a_bundle_that_is_sent_again_does_not_undo_a_promotion(store: Registry) -> None:
@@ -174,9 +192,12 @@ def test_of_equal_entries_the_last_one_is_gone_back_to(store: Registry) -> None:
 
 
 def test_a_name_in_a_hint_is_written_for_a_shell() -> None:
-    found = Registered("it's; mine", "2", "champion", "1", False, ())
+    found = Registered("it's; mine", "2", "champion", "1", False, (), "sqlite:///a b.db")
     command = str(found.failure).rpartition("To move it all the same: ")[2]
-    assert shlex.split(command) == ["optexport", "promote", "it's; mine", "2", "--alias", "champion"]
+    told = ["optexport", "promote", "it's; mine", "2", "--alias", "champion"]
+    assert shlex.split(command) == [*told, "--uri", "sqlite:///a b.db"]
+    secret = replace(found, uri="https://me:secret@mlflow")
+    assert shlex.split(str(secret.failure).rpartition("To move it all the same: ")[2]) == told
 
 
 def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(store: Registry) -> None:

@@ -88,6 +88,29 @@ def test_a_pickled_pytorch_model_is_refused(tmp_path: Path) -> None:
     assert 'serialization_format="pt2"' in str(caught.value)
 
 
+@pytest.mark.parametrize("elsewhere", ["{}", "../../victim", "model/../../../victim"])
+def test_a_model_that_says_its_weights_lie_elsewhere_writes_nothing_there(tmp_path: Path, elsewhere: str) -> None:
+    """Tokenizers were copied to wherever it said, over a module that a config names."""
+    victim = tmp_path / "victim"
+    logged = tmp_path / "logged"
+    for folder, text in ((victim, "mine"), (logged / "components" / "tokenizer", "theirs")):
+        folder.mkdir(parents=True)
+        (folder / "model.py").write_text(text)
+    model = mlflow.models.Model(artifact_path="model")
+    model.add_flavor("transformers", model_binary=elsewhere.format(victim))
+    model.save(str(logged / "MLmodel"))
+    uri = stores.store(tmp_path)
+    mlflow.set_tracking_uri(uri)
+    experiment = mlflow.create_experiment("models", artifact_location=(tmp_path / "artifacts").as_uri())
+    with mlflow.start_run(experiment_id=experiment) as run:
+        mlflow.log_artifacts(str(logged), "model")
+    (tmp_path / "downloaded").mkdir()
+    with pytest.raises(SourceError, match="it says that its weights are in .*victim"):
+        download_model(f"runs:/{run.info.run_id}/model", TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
+    assert (victim / "model.py").read_text() == "mine"
+    assert not (tmp_path / "downloaded" / "victim").exists()
+
+
 @pytest.mark.parametrize("uri", ["models:/nothing@here", "models:/nothing/1", "runs:/0123456789abcdef/model"])
 def test_a_model_that_is_not_there_is_one_clear_error(tmp_path: Path, uri: str) -> None:
     store = stores.store(tmp_path)
