@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -54,13 +55,12 @@ def make_ready() -> None:
     Raises:
         OptexportError: No process can be started.
     """
-    process = _CONTEXT.Process(target=_import)
     before = os.environ.get(_SAFE_PATH)
     with _LOCK:
         os.environ[_SAFE_PATH] = "1"
         try:
             _start_server()
-            process.start()
+            process = _started(_import)
         except BaseException:
             _end_server()
             raise
@@ -126,7 +126,8 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     start = time.monotonic()
     attempt = uuid.uuid4().hex
     environment = {**os.environ, ATTEMPT_VARIABLE: attempt}
-    process = _started(["run", str(task.path), "--json"], str(document), str(log), environment)
+    with _LOCK:
+        process = _started(_run, ["run", str(task.path), "--json"], str(document), str(log), environment)
     assert process.pid is not None
     peak, why = 0, None
     try:
@@ -156,13 +157,12 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
     return ended, told is None and peak <= limits.memory
 
 
-def _started(*arguments: Any) -> Any:
-    """A process of a config; where the one that forks them was killed, the next takes its place."""
+def _started(target: Callable[..., None], *arguments: Any) -> Any:
+    """A process that does something; where the one that forks them was killed, the next takes its place."""
     for pause in (0.1, 1.0, None):  # the system may not know yet that it is gone
-        process = _CONTEXT.Process(target=_run, args=arguments)
+        process = _CONTEXT.Process(target=target, args=arguments)
         try:
-            with _LOCK:
-                process.start()
+            process.start()
             break
         except (EOFError, ConnectionError):
             if pause is None:

@@ -93,6 +93,8 @@ def read_reference(path: Path, case_names: Sequence[str], output_names: Sequence
         return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
     indices = range(len(case_names))
+    if not {key.partition(".")[0] for key in tensors} <= {str(index) for index in indices}:
+        raise BundleError("it holds more cases than the manifest names", place=str(path))
     reference = Reference(
         cases=tuple(Case(name, part(index, "inputs")) for index, name in enumerate(case_names)),
         outputs=tuple(part(index, "outputs") for index in indices),

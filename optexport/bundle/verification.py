@@ -84,7 +84,7 @@ def _check_precisions(manifest: Manifest) -> None:
 
 
 def _check_cases(proof: Proof, manifest: Manifest) -> None:
-    """Refuses a file that is called of fixed shape where the bundle's own proof has it at other sizes too.
+    """Refuses a file that the bundle has no proof of, or that is called of fixed shape where that has other sizes too.
 
     Raises:
         BundleError: One is.
@@ -92,8 +92,9 @@ def _check_cases(proof: Proof, manifest: Manifest) -> None:
     proven = {place.place: place for place in manifest.parity.places}
     for place in proof.places[1:]:
         now = {case.case for output in place.outputs for case in output.cases}
-        record = proven.get(place.place)
-        then = {case.case for output in record.outputs for case in output.cases} if record else set()
+        if (record := proven.get(place.place)) is None:
+            raise BundleError(f"it holds no proof of {place.place}", place=MANIFEST)
+        then = {case.case for output in record.outputs for case in output.cases}
         if missing := sorted(then.intersection(manifest.reference_cases) - now):
             told = f"it calls {place.place} of fixed shape, and its proof has {missing[0]}"
             raise BundleError(told, place=MANIFEST)

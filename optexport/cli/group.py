@@ -131,6 +131,8 @@ class Group(click.Group):
                 _fail(ctx, f"{redact_error(str(error))}\n  {_room(number)}", 1)
             if isinstance(error, PermissionError) and error.filename is not None:
                 _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
+            if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # as Python 3.11 says it
+                _fail(ctx, f"a link leads to itself: {error}", 2)
             if isinstance(error, SystemExit):
                 _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
             told = f"{type(error).__name__}: {redact_error(str(error))}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import click
 
+from optexport.bundle.places import NO_ROOM
 from optexport.cli.console import console, echo
 from optexport.cli.group import Command, json_option, print_json
 from optexport.errors import ConfigError
@@ -15,17 +17,22 @@ from optexport.errors import ConfigError
 
 def _write(path: Path, text: str, option: str) -> None:
     """Writes a file that takes its name when it is whole, so that a full disk leaves an earlier one."""
-    whole = not path.exists() or path.is_file()  # and no pipe, or device
+    whole = not path.is_relative_to("/dev") and (not path.exists() or path.is_file())  # and no pipe, or device
     written = path.resolve().with_name(f".{path.name}.{os.getpid()}") if whole else path
     try:
         try:
             written.write_text(text, encoding="utf-8")
             if whole:
+                if path.exists():
+                    shutil.copymode(path, written)
                 written.replace(path.resolve())
         finally:
             if whole:
                 written.unlink(missing_ok=True)
     except OSError as error:
+        if error.errno in NO_ROOM:
+            error.filename = str(path)
+            raise
         raise ConfigError(f"it cannot be written: {error}", place=f"{option} {path}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from optexport.errors import ConfigError, GateError, OptexportError, ParityError
 
 if TYPE_CHECKING:
     from optexport.bundle.manifest import Manifest, ParityRecord
-    from optexport.proof.parity import Proof
+    from optexport.proof.parity import PlaceParity, Proof
 
 
 @click.command(cls=Command)
@@ -82,6 +83,7 @@ class _Checked:
         unchecked: Gates that its files are not held against.
         failures: Outputs that are not those that were stored.
         gates: Decisions that are not as the gates demand.
+        fixed: The formats of files that work at the traced shape only.
     """
 
     shown: Path
@@ -90,6 +92,7 @@ class _Checked:
     unchecked: list[str]
     failures: list[str]
     gates: list[str]
+    fixed: Sequence[str]
 
     @property
     def failed(self) -> OptexportError | None:
@@ -107,10 +110,13 @@ class _Checked:
         held_to = {"gates": self.gates, "gates_not_checked": self.unchecked}
         return {"places": rows, **held_to, "parity": self.record.model_dump(mode="json")}
 
+    def _where(self, place: PlaceParity) -> str:
+        return " (at the traced shape alone)" if place.place.partition(",")[0] in self.fixed else ""
+
     def held(self) -> str:
         """What was checked, where all of it held."""
         places = self.proof.places[1:]
-        near = [p.place.replace(", ", " ") for p in places if p.precision is None]
+        near = [p.place.replace(", ", " ") + self._where(p) for p in places if p.precision is None]
         lowered = [p.title for p in places if p.precision is not None]
         held = [f"{', '.join(near)} give the stored outputs"] if near else []
         if lowered:
@@ -131,4 +137,5 @@ def _check(folder: Path, manifest: Manifest, shown: Path) -> _Checked:
         f"{p.place}: {on_one_line(o.output)}, {o.failure}" for p in places for o in p.outputs if o.failure is not None
     ]
     gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]
-    return _Checked(shown, proof, parity_record(proof), unchecked_gates(manifest), failures, gates)
+    fixed = [artifact.format for artifact in manifest.artifacts if artifact.fixed_shape is not None]
+    return _Checked(shown, proof, parity_record(proof), unchecked_gates(manifest), failures, gates, fixed)

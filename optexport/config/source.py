@@ -97,8 +97,8 @@ def check_source(config: Config, path: Path) -> None:
         raise ConfigError(
             f'"{source}" is no folder here, and no hub id either',
             place=place,
-            mend=f'Write "python:{code[1]}:{code[2]}".'
-            if (code := re.fullmatch(r"([\w/.]+?)(?:\.py)?:(\w+)", source)) and _is_file(folder, f"{code[1]}.py")
+            mend=f'Write "python:{code[1].replace("/", ".")}:{code[2]}".'
+            if (code := re.fullmatch(r"([\w/]+?)(?:\.py)?:(\w+)", source)) and _is_file(folder, f"{code[1]}.py")
             else 'Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".',
         )
 

@@ -36,20 +36,31 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
     except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
         raise SourceError(first_line(error), place=f"model.source: mlflow:{uri}") from error
     if "transformers" in flavors:
-        model = (local / str(flavors["transformers"].get("model_binary", "model"))).resolve()
-        if not model.is_relative_to(local.resolve()):  # into which the parts below would be written
-            raise SourceError(f"it says that its weights are in {model}", place=f"model.source: mlflow:{uri}")
+        model = _within(local, flavors["transformers"].get("model_binary", "model"), uri)
         for part in ("tokenizer", "processor", "image_processor", "feature_extractor"):
             # The flavour keeps them apart; a folder of transformers holds all.
             if (local / "components" / part).is_dir():
                 shutil.copytree(local / "components" / part, model, dirs_exist_ok=True)
         return model
     pytorch = flavors.get("pytorch", {})
-    saved = [*local.rglob("*.pt2")]
-    if pytorch and saved and pytorch.get("serialization_format", "pt2") == "pt2":
-        return saved[0]
+    if pytorch and pytorch.get("serialization_format", "pt2") == "pt2":
+        saved = [*_within(local, pytorch.get("model_data", "data"), uri).rglob("*.pt2")]
+        if len(saved) == 1:
+            return saved[0]
     raise SourceError(
         f"it is kept as {', '.join(sorted(flavors))}, which only running its code could load",
         place=f"model.source: mlflow:{uri}",
         mend='Log it with mlflow.transformers, or with mlflow.pytorch and serialization_format="pt2".',
     )
+
+
+def _within(local: Path, part: object, uri: str) -> Path:
+    """A folder that a model names as its own, which is a part of what was fetched: parts are copied to it.
+
+    Raises:
+        SourceError: It lies elsewhere.
+    """
+    folder = (local / str(part)).resolve()
+    if not folder.is_relative_to(local.resolve()):
+        raise SourceError(f"it says that its weights are in {folder}", place=f"model.source: mlflow:{uri}")
+    return folder

@@ -28,6 +28,8 @@ _MOVED, _STAYED = "moved", "stayed"
 _HISTORY_TAG = "optexport.history."
 # Of the same, while the alias is given back: from which version, and to which.
 _ROLLING_BACK_TAG = "optexport.rolling_back."
+# A key of its last entry while the alias moves.
+_MOVING = "moving"
 _LONGEST_HISTORY = 100
 # In characters: what the databases of MLflow hold of a tag of the registry.
 _LONGEST_TAG = 5000
@@ -129,8 +131,7 @@ def promote(client: Any, name: str, version: str, alias: str) -> str | None:
     tags = client.get_model_version(name, version).tags
     if before != version or tags.get(DECISION_TAG) != _MOVED:
         _decide(client, name, version, True, ("by hand",))
-    if _ROLLED_BACK_TAG in tags:
-        client.delete_model_version_tag(name, version, _ROLLED_BACK_TAG)
+    _hold_again(client, name, version)
     return before
 
 
@@ -172,7 +173,14 @@ def _give_back(
     _write_history(client, name, alias, history)
     if before in _versions(client, name):
         client.set_model_version_tag(name, before, _ROLLED_BACK_TAG, _now())
+    _hold_again(client, name, after)
     return step
+
+
+def _hold_again(client: Any, name: str, version: str) -> None:
+    """Forgets that a version was rolled back, which holds the alias once more."""
+    if _ROLLED_BACK_TAG in client.get_model_version(name, version).tags:
+        client.delete_model_version_tag(name, version, _ROLLED_BACK_TAG)
 
 
 def end_rollback(client: Any, name: str, alias: str) -> None:
@@ -205,7 +213,9 @@ def check_model(client: Any, name: str) -> None:
 def promoting(name: str, version: str, alias: str, uri: str) -> str:
     """The command that gives a version an alias, for a shell; it does not name a store whose URI holds a secret."""
     store = ["--uri", uri] if redact(uri) == uri else []
-    return shlex.join(["optexport", "promote", name, version, "--alias", alias, *store])
+    options = ["--alias", alias, *store]
+    given = [*options, "--", name, version] if name.startswith("-") else [name, version, *options]
+    return shlex.join(["optexport", "promote", *given])
 
 
 def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, name: str) -> Any:
@@ -317,9 +327,11 @@ def _move(client: Any, name: str, alias: str, version: str, by: str) -> None:
 
     What it says of a version that the alias did not come to is left out when it is read.
     """
-    _write_history(client, name, alias, [*_history(client, name, alias), _entry(version, by)])
+    before, entry = _history(client, name, alias), _entry(version, by)
+    _write_history(client, name, alias, [*before, entry | {_MOVING: version}])
     end_rollback(client, name, alias)
     client.set_registered_model_alias(name, alias, version)
+    _write_history(client, name, alias, [*before, entry])
 
 
 def _history(client: Any, name: str, alias: str) -> list[dict[str, str]]:
@@ -327,6 +339,8 @@ def _history(client: Any, name: str, alias: str) -> list[dict[str, str]]:
     model = _model(client, name)
     history = _entries(model.tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
     holder = model.aliases.get(alias)
+    if history and history[-1].pop(_MOVING, None) is not None and history[-1]["version"] != str(holder):
+        del history[-1]
     if holder is None:
         return history
     places = [index for index, entry in enumerate(history) if entry["version"] == str(holder)]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,27 @@ def test_a_file_that_is_called_of_fixed_shape_is_held_to_all_sizes_that_its_proo
 
     exports.edit_json(bundle / MANIFEST, fixed)
     with pytest.raises(BundleError, match="it calls torchscript of fixed shape, and its proof has "):
+        verify(bundle)
+
+
+def _fewer_cases(document: dict[str, Any]) -> None:
+    document["reference_cases"] = document["reference_cases"][:1]
+
+
+def _no_place(document: dict[str, Any]) -> None:
+    document["parity"]["places"] = [p for p in document["parity"]["places"] if p["place"] != "torchscript"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(_fewer_cases, "it holds more cases than the manifest names"), (_no_place, "it holds no proof of torchscript")],
+)
+def test_a_manifest_that_leaves_out_what_was_proven_is_refused(
+    change: Callable[[dict[str, Any]], None], told: str, small: Path, tmp_path: Path
+) -> None:
+    bundle = Path(shutil.copytree(small, tmp_path / "bundle"))
+    exports.edit_json(bundle / MANIFEST, change)
+    with pytest.raises(BundleError, match=told):
         verify(bundle)
 
 

@@ -47,7 +47,7 @@ def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) ->
     assert store.holder == "1"
 
 
-@pytest.mark.parametrize("writes", range(5))
+@pytest.mark.parametrize("writes", range(6))
 def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(store: Registry, writes: int) -> None:
     for _ in range(3):
         store.log()
@@ -114,6 +114,31 @@ def test_a_rollback_whose_last_answer_is_lost_says_what_completes_it_and_not_to_
     assert done.exit_code == 0, done.output
     assert store.holder == "2"
     assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_a_version_that_the_alias_never_came_to_is_not_given_it_back(store: Registry) -> None:
+    """Nobody held the alias, and its history told of a move that did not happen."""
+    for _ in range(2):
+        store.log()
+    store.client.delete_registered_model_alias("block", "champion")
+    store.client.delete_registered_model_tag("block", "optexport.history.champion")
+    with pytest.raises(KeyboardInterrupt):
+        registry.promote(_Ended(store.client, 1), "block", "1", "champion")
+    by_hand.promote(store.uri, "block", "2", "champion")
+    assert store.history == [("2", "promote")]
+    with pytest.raises(ConfigError, match="nothing tells of one that did before"):
+        by_hand.rollback(store.uri, "block", "champion")
+
+
+def test_a_version_that_holds_the_alias_again_is_not_rolled_back_any_more(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    for version in ("2", "3"):
+        by_hand.promote(store.uri, "block", version, "champion")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "3")
+    assert "optexport.rolled_back" in store.tags("2")
+    assert "optexport.rolled_back" not in store.tags("3")
 
 
 def test_promoting_the_version_that_holds_the_alias_ends_a_rollback_that_was_ended(store: Registry) -> None:
@@ -196,6 +221,8 @@ def test_a_name_in_a_hint_is_written_for_a_shell() -> None:
     command = str(found.failure).rpartition("To move it all the same: ")[2]
     told = ["optexport", "promote", "it's; mine", "2", "--alias", "champion"]
     assert shlex.split(command) == [*told, "--uri", "sqlite:///a b.db"]
+    dashed = str(replace(found, name="-m").failure).rpartition("To move it all the same: ")[2]
+    assert shlex.split(dashed)[-3:] == ["--", "-m", "2"]
     secret = replace(found, uri="https://me:secret@mlflow")
     assert shlex.split(str(secret.failure).rpartition("To move it all the same: ")[2]) == told
 

@@ -79,6 +79,20 @@ def test_a_pytorch_model_kept_as_pt2_is_a_source_by_its_alias(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_program_that_lies_beside_the_model_is_not_taken_for_it(tmp_path: Path) -> None:
+    """The first that the file system named was."""
+    uri = stores.store(tmp_path)
+    extra = tmp_path / "aaa.pt2"
+    extra.write_bytes(b"another")
+    x = np.ones((3, 4), np.float32)
+    options = {"serialization_format": "pt2", "input_example": x, "extra_files": [str(extra)]}
+    model_uri = log_pytorch(tmp_path, uri, randomise(nn.Linear(4, 2)), **options)
+    (tmp_path / "downloaded").mkdir()
+    found = download_model(model_uri, TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
+    assert (found.parent.name, found.read_bytes() != b"another") == ("data", True)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_pickled_pytorch_model_is_refused(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     model_uri = log_pytorch(tmp_path, uri, randomise(nn.Linear(4, 2)), serialization_format="pickle")
