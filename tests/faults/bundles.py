@@ -140,7 +140,7 @@ def the_allowed_distance_is_made_larger_and_a_weight_edited(folder: Path) -> lis
     return a_weight_of_the_onnx_file_is_edited(folder)
 
 
-@tampering("torchscript", missed="that a file is of fixed shape is believed")
+@tampering()
 def a_file_that_holds_a_size_is_called_one_of_fixed_shape(folder: Path) -> list[str]:
     torch_files.the_script_is_a_trace_that_holds_a_size(folder / "model.torchscript.pt", "sequence")
 
