@@ -234,7 +234,7 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
         for name in archive.sizes:
             if not _TORCHSCRIPT_MEMBER.fullmatch(name):
                 raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=MEND)
-            if name in ("data.pkl", "constants.pkl"):
+            if name.endswith(("data.pkl", "constants.pkl", ".debug_pkl")):  # torch reads the last where a call fails
                 folder = f"{name.removesuffix('.pkl')}/"
                 records = {key.removeprefix(folder): size for key, size in archive.sizes.items()}
                 script_storages.check(archive.read(name), records)
@@ -243,14 +243,14 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
                 script_code.check_depth(code)
                 if (found := script_code.forbidden_text(code)) is not None:
                     raise _does_more(found, f"{path.name}: {name}")
-    except (OSError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, LookupError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
         cause = f"it is no TorchScript archive, or a damaged one: {first_line(error)}"
         raise SourceError(cause, place=path.name, mend=MEND) from error
     binding: Any = torch._C  # whose types do not tell of what torch.jit.load passes
     unit = binding.CompilationUnit()
     try:
         module = binding.import_ir_module(unit, str(path), None, {}, False)
-    except RuntimeError as error:
+    except (RuntimeError, LookupError, MemoryError) as error:  # as where a name is damaged
         raise SourceError(f"torch cannot load it: {first_line(error)}", place=path.name) from error
     if (found := script_code.forbidden_operator(unit)) is not None:
         raise _does_more(found, path.name)

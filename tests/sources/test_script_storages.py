@@ -152,3 +152,32 @@ def test_a_pickle_of_values_too_deep_for_the_stack_is_refused_before_torch_reads
     rezip(path, lambda name, held: b"\x80\x02" + content + b"." if name.endswith("constants.pkl") else held)
     with pytest.raises(SourceError, match="lie more than 2000 deep in one another"):
         archives.load_torchscript(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\x80\x02)" + b"\x85" * 300_000 + b".", "lie more than 2000 deep in one another"),
+        (b"\x80\x02Nr" + (2**31).to_bytes(4, "little") + b".", "remembers 2147483648 values"),
+    ],
+    ids=["deep", "large"],
+)
+def test_what_tells_of_lines_is_read_as_carefully(tmp_path: Path, content: bytes, told: str) -> None:
+    """torch reads it where a call fails, and the process ended by SIGSEGV."""
+    path = saved(tmp_path)
+    rezip(path, lambda name, held: content if name.endswith(".debug_pkl") else held)
+    with pytest.raises(SourceError, match=told):
+        archives.load_torchscript(path)
+
+
+@pytest.mark.parametrize(
+    ("member", "old", "new"),
+    [("data.pkl", b"training", b"train{ng"), ("/version", b"", b"9" * 40)],
+    ids=["name", "version"],
+)
+def test_a_damaged_byte_is_no_defect_of_ours(tmp_path: Path, member: str, old: bytes, new: bytes) -> None:
+    """torch raises IndexError."""
+    path = saved(tmp_path)
+    rezip(path, lambda name, held: (held.replace(old, new) if old else new) if name.endswith(member) else held)
+    with pytest.raises(SourceError):
+        archives.load_torchscript(path)
