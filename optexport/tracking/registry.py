@@ -44,7 +44,7 @@ class Registered:
         holder: The version that holds the alias.
         moved: Whether the version was found good enough for it.
         why: The reasons, or what could not be compared.
-        uri: The store.
+        uri: The store, as far as it may be told: none whose URI holds a secret.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Registered:
     holder: str | None
     moved: bool
     why: tuple[str, ...]
-    uri: str
+    uri: str | None
 
     @property
     def told(self) -> str:
@@ -84,7 +84,7 @@ def register(client: Any, run_id: str, model_id: str, finished: Finished, config
     version = str(made.version)
 
     def told(holder: str | None, moved: bool, why: tuple[str, ...]) -> Registered:
-        return Registered(config.name, version, config.alias, holder, moved, why, client.tracking_uri)
+        return Registered(config.name, version, config.alias, holder, moved, why, _tellable(client.tracking_uri))
 
     decision = made.tags.get(DECISION_TAG)
     if decision is None and (_ROLLED_BACK_TAG in made.tags or _gave_way(client, config.name, config.alias, version)):
@@ -210,9 +210,13 @@ def check_model(client: Any, name: str) -> None:
         raise ConnectionError(f"what answers is no MLflow: asked for the model {name}, it gave {found!r}")
 
 
-def promoting(name: str, version: str, alias: str, uri: str) -> str:
+def _tellable(uri: str) -> str | None:
+    return uri if redact(uri) == uri else None
+
+
+def promoting(name: str, version: str, alias: str, uri: str | None) -> str:
     """The command that gives a version an alias, for a shell; it does not name a store whose URI holds a secret."""
-    store = ["--uri", uri] if redact(uri) == uri else []
+    store = [] if uri is None or _tellable(uri) is None else ["--uri", uri]
     options = ["--alias", alias, *store]
     given = [*options, "--", name, version] if name.startswith("-") else [name, version, *options]
     return shlex.join(["optexport", "promote", *given])
