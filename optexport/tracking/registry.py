@@ -128,10 +128,10 @@ def promote(client: Any, name: str, version: str, alias: str) -> str | None:
     else:
         end_rollback(client, name, alias)
     # An earlier command may have moved the alias, and been ended before it came here.
-    tags = client.get_model_version(name, version).tags
-    if before != version or tags.get(DECISION_TAG) != _MOVED:
+    made = client.get_model_version(name, version)
+    if before != version or made.tags.get(DECISION_TAG) != _MOVED:
         _decide(client, name, version, True, ("by hand",))
-    _hold_again(client, name, version)
+    _hold_again(client, made)
     return before
 
 
@@ -173,14 +173,14 @@ def _give_back(
     _write_history(client, name, alias, history)
     if before in _versions(client, name):
         client.set_model_version_tag(name, before, _ROLLED_BACK_TAG, _now())
-    _hold_again(client, name, after)
+    _hold_again(client, client.get_model_version(name, after))
     return step
 
 
-def _hold_again(client: Any, name: str, version: str) -> None:
+def _hold_again(client: Any, made: Any) -> None:
     """Forgets that a version was rolled back, which holds the alias once more."""
-    if _ROLLED_BACK_TAG in client.get_model_version(name, version).tags:
-        client.delete_model_version_tag(name, version, _ROLLED_BACK_TAG)
+    if _ROLLED_BACK_TAG in made.tags:
+        client.delete_model_version_tag(made.name, made.version, _ROLLED_BACK_TAG)
 
 
 def end_rollback(client: Any, name: str, alias: str) -> None:

@@ -39,6 +39,13 @@ def test_no_bundle_is_written_into_another(call: Caller, tmp_path: Path) -> None
     read_manifest(place)
 
 
+def test_a_link_that_leads_to_itself_is_a_mistake_and_no_defect(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    told = message(call("check", config().replace("formats", 'output = "loop"\nformats')), 2)
+    assert "loop" in told
+    assert "defect" not in told
+
+
 STRANGE = [None, "[]", '{"files": 5}', '{"manifest_version": 1, "digest": "x", "files": [1]}']
 
 
