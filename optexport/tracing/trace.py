@@ -57,7 +57,7 @@ class Traced:
         signature: Its inputs and outputs.
         fixed: Axes of inputs that the model holds to one size though nobody asked for it: ``pixel_values[1] = 3``; and
             the inputs that are held.
-        doubtful: Sizes at which the model may go another way than it was traced.
+        doubtful: Sizes at which the model may go another way than it was traced, of the dimensions that decide it.
         held: Inputs that the graph does not take, since it holds for these values of them alone.
     """
 
@@ -126,7 +126,9 @@ def trace(
         signature, fixed, symbols = read_signature(model, dynamic, example)
         signature = _narrowed(signature, model, symbols, dynamic, signature.sizes(example))
         doubts = find_doubts(model, symbols, signature.dims, signature.sizes(example))
-        return _traced(raise_graph(model), signature, fixed, [sizes for doubt in doubts for sizes in doubt.sizes])
+        return _traced(
+            raise_graph(model), signature, fixed, [sizes for doubt in doubts for sizes in doubt.of_its_own()]
+        )
     _check_names(model)
     try:
         return _trace_module(model, example, dynamic)
@@ -186,7 +188,12 @@ def _settle(
         held = held_sizes(program, symbols, wide.dims, sizes) | ways.held_to
         if not held:
             drop_doubts(program, symbols, signature.dims, ways.crossed)
-            return program, signature, fixed, [*(sizes for doubt in doubts for sizes in doubt.sizes), *ways.sizes]
+            return (
+                program,
+                signature,
+                fixed,
+                [*(sizes for doubt in doubts for sizes in doubt.of_its_own()), *ways.sizes],
+            )
         if dynamic is not None:
             raise _held_error(held, sizes)
         program = _export(model, example, None, _axes(signature, but=held))

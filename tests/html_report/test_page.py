@@ -106,6 +106,20 @@ def test_the_commands_hold_no_command_of_a_manifest(tmp_path: Path) -> None:
     assert "--extra-index-url 'https://download.pytorch.org/whl/cpu;reboot'" in lines[1]
 
 
+def test_the_commands_are_lines_of_their_own_and_install_the_package_that_holds_the_model(tmp_path: Path) -> None:
+    """They were one line with a visible escape for each break, and the config found no model after them."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["model"] |= {"source": "package:of_models/small", "revision": "of-models 1.2"}
+
+    folder = bundles.edit(bundles.copied(tmp_path / "bundle"), change)
+    elements = Page((folder / "report.html").read_text(encoding="utf-8")).all("pre")
+    (shown,) = [element for element in elements if element.attributes.get("aria-label") == "Commands"]
+    lines = shown.text.strip().splitlines()
+    assert lines == contents.commands(bundles.manifest_of(folder), from_file=(folder / "config.toml").is_file())
+    assert " of-models==1.2" in lines[1]
+
+
 def test_a_bundle_without_times_says_so(tmp_path: Path) -> None:
     folder = bundles.copied(tmp_path / "bundle", measured=False)
     read = Page((folder / "report.html").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A floor so large that it may hide a fault is told wherever a proof is read."""
+"""A proof that shows little, by a floor that may hide a fault or outputs of zeros, is told of wherever it is read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from torch import fx, nn
 
 from optexport import summary
+from optexport.errors import ParityError
+from optexport.transformations import Transformation
 from tests import exports
+from tests.models import randomise
 
 
 class OtherwiseInFloat64(nn.Module):
@@ -35,3 +38,40 @@ def test_with_a_tolerance_and_of_an_ordinary_model_nothing_is_told(tmp_path: Pat
     fixed = exports.quick(OtherwiseInFloat64(), {"x": exports.X}, tmp_path / "bundle", atol=1e-6)
     assert fixed.manifest.few_digits == []
     assert exports.exported().manifest.few_digits == []
+
+
+class OftenZero(nn.Module):
+    """Of ordinary inputs it makes zeros, and something else of those that are 64 times as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(x) - 8)
+
+
+class ByAHundredth(Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        layer = graph_module.get_submodule("layer")
+        assert isinstance(layer, nn.Linear)
+        layer.bias = nn.Parameter(layer.bias.detach() + 0.01)
+        return graph_module
+
+
+def test_zeros_everywhere_but_in_extreme_cases_are_told_of_and_these_are_then_held_as_others_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hundredth too much passed as proven, within limits that are for gross faults."""
+    model, x = randomise(OftenZero()), {"x": torch.linspace(-1, 1, 24).reshape(4, 6)}
+    result = exports.quick(model, x, tmp_path / "bundle", dynamic=exports.BATCH)
+    assert result.manifest.only_zeros == [output.name for output in result.manifest.outputs]
+    summary.show(result, Console(width=200))
+    assert "only zeros: output is nothing else on ordinary batches" in capsys.readouterr().out
+    assert "On ordinary batches nothing but zeros is in output" in (result.output / "report.html").read_text()
+    assert exports.exported().manifest.only_zeros == []
+    with pytest.raises(ParityError, match="values 64 times as large"):
+        quick = {"dynamic": exports.BATCH, "transformations": [ByAHundredth()]}
+        exports.quick(model, x, tmp_path / "wrong", **quick)

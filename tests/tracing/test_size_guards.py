@@ -15,8 +15,9 @@ from torch.utils._sympy.functions import FloorDiv, PythonMod, ToFloat, TruncToIn
 
 from optexport import export
 from optexport.errors import ParityError, TraceError
+from optexport.proof import cases
 from optexport.signature import Dim
-from optexport.tracing import size_conditions
+from optexport.tracing import other_ways, size_conditions
 from optexport.tracing.trace import trace
 from tests.exports import quick, run
 from tests.models import randomise
@@ -155,7 +156,7 @@ def test_declared_sizes_at_which_the_model_goes_another_way_are_in_doubt_however
     dynamic = {"x": {0: Dim("batch", 1, 64), 1: Dim("rows", 1, 4096)}}
     traced = trace(_doubled_at(condition), {"x": torch.randn(3, 20, 4)}, dynamic)
     assert traced.doubtful
-    assert all(condition(sizes["batch"], sizes["rows"]) for sizes in traced.doubtful)
+    assert all(condition(sizes.get("batch", 3), sizes.get("rows", 20)) for sizes in traced.doubtful)
 
 
 @pytest.mark.parametrize(("traced_at", "ends"), [(20, (2, 40)), (50, (41, 90)), (100, (91, None))])
@@ -326,3 +327,26 @@ def test_a_way_that_draws_random_numbers_is_not_taken_for_the_traced_one(tmp_pat
     model = Program(lambda m, x: x * 2 if x.shape[1] % 2 == 0 else x * 2 + torch.rand(x.shape) * 1e-3)
     with pytest.raises(ParityError, match="rows"):
         quick(model, {"x": torch.randn(2, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 20)}})
+
+
+def _at_forty(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = m.layer(x)
+    return y * 3 if x.shape[1] == 40 else y
+
+
+def test_a_size_in_doubt_is_tried_itself_where_the_others_have_to_be_cut_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was halved itself, to a size that was in no doubt: wrong files passed where a batch held 16 million numbers."""
+    model, x = randomise(Program(_at_forty, layer=nn.Linear(6, 2))), {"x": torch.randn(4, 8, 6)}
+    dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 2, 64)}}
+    monkeypatch.setattr(other_ways, "_MOST_TRACED", 40 * 6)
+    monkeypatch.setattr(other_ways, "_MOST_NUMBERS", 1)
+    monkeypatch.setattr(cases, "_BUDGET_IN_DOUBT", 40 * 6)
+    monkeypatch.setattr(cases, "_BUDGET", 1)
+    monkeypatch.setattr(cases, "_BUDGET_TIMES", 0)
+    with pytest.raises(ParityError, match="sequence 40"):
+        quick(model, x, tmp_path / "bundle", dynamic=dynamic)
+    monkeypatch.setattr(cases, "_BUDGET_IN_DOUBT", 40 * 6 - 1)
+    with pytest.raises(TraceError, match="at sequence 40 the model may go another way .* holds 240 numbers, too many"):
+        quick(model, x, tmp_path / "bundle", dynamic=dynamic)
