@@ -58,9 +58,17 @@ def root_cause(error: BaseException) -> str:
     return first_line(error)
 
 
+# What GitHub's runner takes for a command to itself: the one at the beginning of a line, the other anywhere.
+_COMMAND = re.compile(r"^(\s*):(?=:)|(?<=##)\[")
+
+
 def on_one_line(name: str) -> str:
-    """A name in which characters that cannot be printed are written as in Python: a model may give its outputs any."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
+    """A name in which characters that cannot be printed are written as in Python: a model may give its outputs any.
+
+    So are those that would make it a command to GitHub's runner, which reads them in what a step prints.
+    """
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
+    return _COMMAND.sub(lambda found: f"{found[1] or ''}\\x{ord(found[0][-1]):02x}", shown)
 
 
 def printable(text: str) -> str:

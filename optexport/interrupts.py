@@ -27,7 +27,13 @@ from typing import NoReturn
 _PATIENCE_SECONDS = 5.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
+# A signal that comes so soon after another is the same request, as of a shell and of a program that runs this one.
+_AT_ONCE_SECONDS = 1.0
+
 _received: list[int] = []
+_moments: list[float] = []
+# The signal that ended the last command, of which its message told.
+_told: int | None = None
 _deferring = 0
 _temporary: set[str] = set()
 # The file descriptors by which Python tells the threads that wait.
@@ -41,20 +47,26 @@ def heeded() -> Iterator[None]:
     answered: list[int] = []
 
     def stop(signum: int, frame: object) -> None:  # noqa: ARG001
+        moment = time.monotonic()
+        again = bool(_received) and moment - _moments[-1] < _AT_ONCE_SECONDS
         _received.append(signum)
+        _moments.append(moment)
         answered.append(signum)
         if _is_starting():
             _end(signum)
-        if not _deferring:
+        if not _deferring and not again:
             raise KeyboardInterrupt
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     _received.clear()
+    _moments.clear()
     before = {signum: signal.signal(signum, stop) for signum in (_ENDING if in_main_thread else ())}
     try:
         with _watched(answered) if in_main_thread else contextlib.nullcontext():
             yield
     finally:
+        global _told
+        _told = received()
         for signum, handler in before.items():
             signal.signal(signum, handler)
         _received.clear()
@@ -108,6 +120,24 @@ def _end(signum: int) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(2, b"Error: interrupted\n")
     os._exit(128 + signum)
+
+
+def end_at_once() -> None:
+    """Has a signal end the process where no command heeds it: before one, and after, while Python ends.
+
+    There an exception would be printed as a traceback, and take the place of the exit code.
+    """
+    owner = os.getpid()
+
+    def end(signum: int, frame: object) -> None:  # noqa: ARG001
+        if os.getpid() != owner:  # a process that was forked
+            os._exit(128 + signum)
+        if _told is not None:
+            os._exit(128 + _told)
+        _end(signum)
+
+    for signum in _ENDING:
+        signal.signal(signum, end)
 
 
 def _unwatched() -> None:

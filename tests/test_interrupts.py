@@ -286,3 +286,53 @@ def test_a_signal_while_torch_is_imported_ends_the_process_and_raises_nothing_th
     program = [sys.executable, "-c", STARTING, str(int(sent))]
     ended = subprocess.run(program, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "Error: interrupted\n")
+
+
+TWICE = """
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+
+from optexport.cli import main as program
+from optexport.cli.group import Group
+
+first, second, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+group = Group("program")
+
+class Slow:
+    def __enter__(self):
+        pass
+    def __exit__(self, *error):
+        if where == "cleanup":
+            os.kill(os.getpid(), second)
+            time.sleep(0.1)
+
+@group.command(name="works")
+def works():
+    with Slow():
+        if where != "after":
+            os.kill(os.getpid(), first)
+            time.sleep(60)
+
+if where == "exit":
+    atexit.register(lambda: (os.kill(os.getpid(), second), time.sleep(60)))
+if where == "after":
+    atexit.register(lambda: (os.kill(os.getpid(), first), time.sleep(60)))
+program.cli = lambda: group(["works"])
+program.main()
+"""
+
+
+@SIGNALS
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["cleanup", "exit", "after"])
+def test_a_second_signal_changes_neither_the_message_nor_the_code(
+    sent: signal.Signals, code: int, second: signal.Signals, where: str
+) -> None:
+    """It ended in "Aborted!" and 1, as a full disk does, or in a traceback of what Python does at the end."""
+    program = [sys.executable, "-c", TWICE, str(int(sent)), str(int(second)), where]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (code, "Error: interrupted\n")

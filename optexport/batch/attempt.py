@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 import uuid
@@ -20,7 +21,7 @@ from typing import Any
 from optexport.batch import processes
 from optexport.batch.ended import Ended
 from optexport.batch.tasks import Task
-from optexport.errors import OptexportError
+from optexport.errors import ConfigError, OptexportError
 from optexport.tracking.run import ATTEMPT_VARIABLE, LATER_VARIABLE
 
 _EVERY_SECONDS = 0.1
@@ -158,7 +159,11 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
 
 
 def _started(target: Callable[..., None], *arguments: Any) -> Any:
-    """A process that does something; where the one that forks them was killed, the next takes its place."""
+    """A process that does something; where the one that forks them was killed, the next takes its place.
+
+    Raises:
+        ConfigError: No socket can be made where temporary files go.
+    """
     for pause in (0.1, 1.0, None):  # the system may not know yet that it is gone
         process = _CONTEXT.Process(target=target, args=arguments)
         try:
@@ -168,6 +173,14 @@ def _started(target: Callable[..., None], *arguments: Any) -> Any:
             if pause is None:
                 raise
             time.sleep(pause)
+        except OSError as error:
+            if str(error) != "AF_UNIX path too long":
+                raise
+            raise ConfigError(
+                "the path of the folder for temporary files is too long for a socket",
+                place=tempfile.gettempdir(),
+                mend="Set TMPDIR to a folder whose path is shorter than 60 characters.",
+            ) from error
     return process
 
 

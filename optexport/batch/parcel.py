@@ -17,7 +17,7 @@ from optexport.batch.attempt import Limits, attempts, log_name
 from optexport.batch.ended import Ended
 from optexport.batch.tasks import Task, tasks_of
 from optexport.bundle import drafts, places
-from optexport.bundle.drafts import locked
+from optexport.bundle.drafts import locked, locked_for_a_moment
 from optexport.bundle.lockfile import named_files
 from optexport.bundle.parts import read_bundles
 from optexport.config.file import Config
@@ -143,7 +143,7 @@ def _place() -> Iterator[Path]:
     """A folder for a parcel, gone afterwards; so are those of workers that were killed, which have locked theirs."""
     beside = Path(tempfile.gettempdir()).resolve()
     with contextlib.ExitStack() as own:
-        with locked(beside, wait=True):
+        with locked_for_a_moment(beside):
             for other in beside.glob(f"{_PREFIX}*"):
                 with locked(other, wait=False) as was_free:
                     if was_free:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optexport.bundle.external_data import locations
 from optexport.bundle.manifest import ArtifactRecord, Manifest
 from optexport.bundle.places import MANIFEST
 from optexport.devices import Device
@@ -119,22 +120,11 @@ def file_size(path: Path, file_format: str) -> int:
     """
     names = {path.name}
     if file_format == "onnx":
-        entries = (entry for tensor in _tensors(read_onnx(path).graph) for entry in tensor.external_data)
-        names |= {entry.value for entry in entries if entry.key == "location"}
+        names |= locations(read_onnx(path))
     try:
         return sum((path.parent / name).stat().st_size for name in names)
     except OSError as error:
         raise BenchError(f"it lacks its weights: {error}", place=str(path)) from error
-
-
-def _tensors(graph: Any) -> Iterator[Any]:
-    """The tensors that a graph holds, and those of the graphs in it."""
-    yield from graph.initializer
-    for attribute in (attribute for node in graph.node for attribute in node.attribute):
-        yield from [attribute.t, *attribute.tensors]
-        for inner in (attribute.g, *attribute.graphs):
-            if inner.node:
-                yield from _tensors(inner)
 
 
 def read_onnx(path: Path) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from pathlib import Path, PurePosixPath
 
-from optexport.bundle import sealed_json
+from optexport.bundle import external_data, sealed_json
 from optexport.bundle.manifest import SUFFIXES, FileRecord, Manifest
 from optexport.bundle.places import MANIFEST, MEASUREMENTS, REPORT, UNLISTED
 from optexport.errors import BundleError, ConfigError
@@ -77,7 +78,7 @@ def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) ->
         report: As for `read_manifest`.
 
     Raises:
-        BundleError: A file is missing, added or changed.
+        BundleError: A file is missing, added or changed, or holds its weights where no digest tells of a change.
     """
     measurements = sealed_json.read(folder / MEASUREMENTS)
     if measurements.get("manifest") != manifest.digest:
@@ -91,6 +92,9 @@ def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) ->
             raise BundleError(f"the manifest does not know this {what}", place=str(path), mend="Remove it.")
     for name, record in expected.items():
         check_file(folder / name, record)
+    for artifact in manifest.artifacts:
+        if artifact.format == "onnx":
+            external_data.check_listed(folder / artifact.path)
     if report:
         _check_report(folder, measurements.get("report_sha256"))
 
@@ -139,4 +143,6 @@ def _check_report(folder: Path, digest: object) -> None:
         raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
     if found not in (digest if isinstance(digest, list) else [digest]):
         what = "missing" if found is None else "of no run" if digest is None else "not the one that was written"
-        raise BundleError(f"it is {what}", place=str(path), mend="Write it again: optexport report BUNDLE")
+        raise BundleError(
+            f"it is {what}", place=str(path), mend=f"Write it again: optexport report {shlex.quote(str(folder))}"
+        )

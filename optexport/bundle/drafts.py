@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 # What file systems answer that know no locks, or no exchange of names.
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
 
+# More than a run takes to look for the drafts of others, or to make the tables of a store.
+_PATIENCE_SECONDS = 60.0
 # The drafts that this process has locked.
 _OWN: set[Path] = set()
 
@@ -112,7 +115,7 @@ def _draft(output: Path, locks: contextlib.ExitStack, *, alone: bool = True) -> 
     """
     prefix = f".{output.name}.partial-"
     # One run at a time looks for the others. In a draft of its own, which it has locked, there are none.
-    looking = contextlib.nullcontext() if output.parent in _OWN else locked(output.parent, wait=True)
+    looking = contextlib.nullcontext() if output.parent in _OWN else locked_for_a_moment(output.parent)
     with looking:
         for other in output.parent.glob(f"{_literally(prefix)}*"):
             with locked(other, wait=False) as was_free:
@@ -167,6 +170,29 @@ def locked(folder: Path, *, wait: bool) -> Iterator[bool]:
                 return
         finally:
             os.close(handle)
+
+
+@contextmanager
+def locked_for_a_moment(folder: Path) -> Iterator[None]:
+    """Locks a folder of which others than runs know too, for as long as it takes to look through it.
+
+    Raises:
+        ConfigError: Another program holds a lock on it, and does not give it back: ``flock`` by which this one is run
+            would wait for itself.
+    """
+    patience = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        with locked(folder, wait=False) as is_ours:
+            if is_ours or not os.access(folder, os.R_OK):  # a folder that cannot be opened cannot be locked
+                yield
+                return
+        if time.monotonic() > patience:
+            raise ConfigError(
+                "another program holds a lock on this folder (flock), and does not give it back",
+                place=str(folder),
+                mend="Have that program lock a file in place of the folder.",
+            )
+        time.sleep(0.02)
 
 
 def _lock(handle: int, *, wait: bool) -> bool:

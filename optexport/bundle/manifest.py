@@ -351,6 +351,13 @@ class Manifest(_Record):
             raise ValueError("two files are of one format")
         return artifacts
 
+    @model_validator(mode="after")
+    def _tells_of_every_dimension(self) -> Manifest:
+        sizes = [size for spec in self.inputs for size in spec.shape if isinstance(size, str)]
+        if unknown := {name for size in sizes for name in size.split(" + ")} - self.dims.keys():
+            raise ValueError(f"dims lacks {', '.join(sorted(unknown))}")
+        return self
+
     @property
     def few_digits(self) -> list[str]:
         """Of each output whose floor leaves fewer than half the digits of its dtype, how far away float64 is."""

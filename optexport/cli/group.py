@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -69,7 +70,12 @@ no_code_option = click.option(
 def print_json(document: Any) -> None:
     """Prints the one document of a command."""
     click.get_current_context().meta[_AS_JSON] = False
-    click.echo(json.dumps(document, indent=2))
+    _echo_json(document)
+
+
+def _echo_json(document: Any) -> None:
+    # GitHub's runner takes "##[" for a command to itself wherever it is printed; it can stand in strings alone.
+    click.echo(json.dumps(document, indent=2).replace("##[", "##\\u005b"))
 
 
 def outcome(error: OptexportError | None) -> dict[str, Any]:
@@ -102,6 +108,14 @@ class Group(click.Group):
     """Turns errors into one message and their exit code; a traceback only with ``--debug``."""
 
     command_class = Command
+
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        try:
+            return super().make_context(*arguments, **options)
+        except OSError as error:  # as of help that could not be printed
+            if error.errno == errno.EPIPE:
+                raise
+            raise click.ClickException(f"standard output: {error.strerror}") from error
 
     def invoke(self, ctx: click.Context) -> Any:
         with interrupts.heeded():
@@ -156,13 +170,14 @@ def _room(number: int) -> str:
     if number == errno.EFBIG:
         return "Raise the limit on the size of files (ulimit -f), and run again."
     places = [str(place) for place in (cache(), tempfile.gettempdir()) if place is not None]
-    return f"Make room where the output, {' or '.join(places)} lies, and run again."
+    return f"Make room where standard output goes, or where the output, {' or '.join(places)} lies, and run again."
 
 
 def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> NoReturn:
-    if ctx.meta.get(_DEBUG):
-        echo(redact_error(traceback.format_exc().rstrip()), err=True)
-    echo(f"Error: {message}", err=True)
+    with contextlib.suppress(OSError):  # the exit code tells those whose disk takes no message
+        if ctx.meta.get(_DEBUG):
+            echo(redact_error(traceback.format_exc().rstrip()), err=True)
+        echo(f"Error: {message}", err=True)
     _tell_machine(ctx, message, code, error)
     ctx.exit(code)
 
@@ -172,5 +187,4 @@ def _tell_machine(ctx: click.Context, message: str, code: int, error: OptexportE
     if not ctx.meta.get(_AS_JSON):
         return
     proof = None if error is None or error.proof is None else error.proof.model_dump(mode="json")
-    document = {"passed": False, "exit_code": code, "error": message, "parity": proof}
-    click.echo(json.dumps(document, indent=2))
+    _echo_json({"passed": False, "exit_code": code, "error": message, "parity": proof})

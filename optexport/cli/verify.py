@@ -71,7 +71,7 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
         for each in found:
             echo(f"{each.shown}: {signed}unchanged, and {each.held()}.")
         if key is None and (bundle / SIGNATURE).exists():
-            echo("It is signed, and by whom was not checked: --key PUBLIC.pem does.")
+            echo("It holds a signature, which was not looked at: --key PUBLIC.pem does that.")
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: It is not TOML, or says more, or deeper, or larger numbers than a config does.
     """
+    if (line := next((line for line in text.splitlines() if _is_long_key(line)), None)) is not None:
+        raise ConfigError(f"it is nested deeper than {_DEPTH}", place=f"{path}: {line.strip()[:20]}...")
     try:
         table = tomllib.loads(text)
     except ValueError as error:  # also for numbers of too many digits
@@ -81,6 +83,18 @@ def parse(text: str, path: Path) -> dict[str, Any]:
                 mend="Write one below 2^63, that is of 18 digits at most.",
             )
     return table
+
+
+def _is_long_key(line: str) -> bool:
+    """Whether a line holds a key of far too many parts, for which the parser would take minutes."""
+    if line.count(".") <= _PARTS:
+        return False
+    words = re.split(r"[^\w.\"-]", re.sub(r"\s", "", _QUOTED.sub('""', line)))
+    return any(len(re.findall(r'[\w"-]\.', word)) > _PARTS for word in words)
+
+
+_PARTS = 256
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'')
 
 
 def without_secrets(path: Path) -> str:

@@ -8,7 +8,7 @@ another in float32, in which ONNX computes it, than in float64, in which Python 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,11 +118,6 @@ class Doubt:
     is_asserted: bool
     is_exclusion: bool
 
-    def of_its_own(self) -> list[dict[str, int]]:
-        """The sizes of the dimensions alone that it is about: it is one whatever the others are."""
-        names = {str(symbol) for symbol in self.expression.free_symbols}
-        return [{name: size for name, size in sizes.items() if name in names} for sizes in self.sizes]
-
 
 def find_doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
@@ -152,6 +147,12 @@ def find_doubts(
         if found:
             doubts.append(Doubt(expression, tuple(found), in_doubt is is_broken, _is_exclusion(expression)))
     return doubts
+
+
+def own_sizes(doubts: Iterable[Doubt]) -> list[dict[str, int]]:
+    """The sizes in doubt, of those dimensions alone that each doubt is about: whatever the others are, it is one."""
+    names = [(doubt, {str(symbol) for symbol in doubt.expression.free_symbols}) for doubt in doubts]
+    return [{name: sizes[name] for name in sizes if name in own} for doubt, own in names for sizes in doubt.sizes]
 
 
 def drop_doubts(

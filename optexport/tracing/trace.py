@@ -38,7 +38,7 @@ from optexport.tracing.other_ways import find_other_ways, outcome
 from optexport.tracing.otherwise import trace_otherwise
 from optexport.tracing.program_shapes import read_signature
 from optexport.tracing.raising import raise_graph
-from optexport.tracing.size_guards import drop_doubts, find_doubts, held_sizes, within_assertions
+from optexport.tracing.size_guards import drop_doubts, find_doubts, held_sizes, own_sizes, within_assertions
 from optexport.tracing.skipped_checks import skipping_checks
 from optexport.tracing.swallowed import none_swallowed
 
@@ -126,9 +126,7 @@ def trace(
         signature, fixed, symbols = read_signature(model, dynamic, example)
         signature = _narrowed(signature, model, symbols, dynamic, signature.sizes(example))
         doubts = find_doubts(model, symbols, signature.dims, signature.sizes(example))
-        return _traced(
-            raise_graph(model), signature, fixed, [sizes for doubt in doubts for sizes in doubt.of_its_own()]
-        )
+        return _traced(raise_graph(model), signature, fixed, own_sizes(doubts))
     _check_names(model)
     try:
         return _trace_module(model, example, dynamic)
@@ -192,7 +190,7 @@ def _settle(
                 program,
                 signature,
                 fixed,
-                [*(sizes for doubt in doubts for sizes in doubt.of_its_own()), *ways.sizes],
+                [*own_sizes(doubts), *ways.sizes],
             )
         if dynamic is not None:
             raise _held_error(held, sizes)

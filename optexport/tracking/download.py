@@ -32,7 +32,8 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
     mlflow.set_tracking_uri(resolved_uri(tracking.uri, folder))
     try:
         local = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(place)))
-        flavors = mlflow.models.Model.load(str(local)).flavors
+        loaded = mlflow.models.Model.load(str(local)).flavors
+        flavors = {name: dict(flavor or {}) for name, flavor in dict(loaded).items()}
     except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
         raise SourceError(first_line(error), place=f"model.source: mlflow:{uri}") from error
     if "transformers" in flavors:
@@ -58,9 +59,12 @@ def _within(local: Path, part: object, uri: str) -> Path:
     """A folder that a model names as its own, which is a part of what was fetched: parts are copied to it.
 
     Raises:
-        SourceError: It lies elsewhere.
+        SourceError: It lies elsewhere, or nowhere.
     """
-    folder = (local / str(part)).resolve()
+    try:
+        folder = (local / str(part)).resolve()
+    except ValueError as error:  # what no path can hold
+        raise SourceError(f"it names {part!r}: {error}", place=f"model.source: mlflow:{uri}") from error
     if not folder.is_relative_to(local.resolve()):
         raise SourceError(f"it says that its weights are in {folder}", place=f"model.source: mlflow:{uri}")
     return folder

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from optexport import telemetry
-from optexport.bundle.drafts import locked
+from optexport.bundle.drafts import locked_for_a_moment
 from optexport.errors import TrackingError, first_line
 from optexport.redaction import keep_secret, redact
 
@@ -119,7 +119,7 @@ def open_store(uri: str, folder: Path) -> Any:
     mlflow.set_tracking_uri(uri)
     if not uri.startswith(_SQLITE):
         return mlflow.MlflowClient(uri)
-    with locked(_database(uri).parent, wait=True):  # of two that make the tables at a time one would fail
+    with locked_for_a_moment(_database(uri).parent):  # of two that make the tables at a time one would fail
         return mlflow.MlflowClient(uri)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -63,16 +65,16 @@ def test_a_node_with_other_packages_is_refused_by_name(task: Task, tmp_path: Pat
     assert f"the node has torch {parcel.versions['torch']} in place of 0.1" in str(ended.error)
 
 
-def test_what_a_worker_that_was_killed_has_left_goes(
-    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    killed, at_work = (tmp_path / "temporary" / f"optexport-parcel-{name}" for name in ("killed", "at-work"))
-    for each in (killed, at_work):
-        (each / "files").mkdir(parents=True)
-    with locked(at_work, wait=False):
-        assert run_there(packed(task), _LIMITS).ended.error is None
-    assert list((tmp_path / "temporary").iterdir()) == [at_work]
+def test_what_a_worker_that_was_killed_has_left_goes(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as temporary:  # of a path that is short enough for a socket
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        killed, at_work = (Path(temporary, f"optexport-parcel-{name}") for name in ("killed", "at-work"))
+        for each in (killed, at_work):
+            (each / "files").mkdir(parents=True)
+        with locked(at_work, wait=False):
+            assert run_there(packed(task), _LIMITS).ended.error is None
+        assert at_work.is_dir()
+        assert not killed.exists()
 
 
 def test_a_place_of_this_machine_does_not_travel(task: Task, tmp_path: Path) -> None:
@@ -81,3 +83,13 @@ def test_a_place_of_this_machine_does_not_travel(task: Task, tmp_path: Path) -> 
     (absolute,) = tasks_of([str(task.path)])
     with pytest.raises(ConfigError, match="it is a place of this machine"):
         check_portable(absolute)
+
+
+def test_a_folder_for_temporary_files_that_is_too_deep_for_a_socket_is_told(tmp_path: Path) -> None:
+    """It was called a defect, and named no folder."""
+    deep = tmp_path / ("deep" * 25)
+    deep.mkdir()
+    script = f"import tempfile\ntempfile.tempdir = {str(deep)!r}\n"
+    script += "from optexport.batch.attempt import _started\n_started(print)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert f"ConfigError: {deep}: the path of the folder for temporary files is too long" in done.stderr

@@ -276,3 +276,19 @@ def test_what_is_beside_a_bundle_for_a_moment_hinders_no_other(tmp_path: Path) -
     with drafting(tmp_path / "out") as draft, drafts.scratch(draft) as within:
         assert within.parent == draft
     assert _names(tmp_path) == ["model", "out"]
+
+
+def test_a_lock_that_another_program_holds_on_the_folder_beside_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``flock out optexport run`` waited for itself, without a word and without an end."""
+    monkeypatch.setattr(drafts, "_PATIENCE_SECONDS", 0.1)
+    with (
+        drafts.locked(tmp_path, wait=True),
+        pytest.raises(ConfigError, match=f"{tmp_path}: another program holds a lock on this folder"),
+        drafting(tmp_path / "out"),
+    ):
+        pass
+    with drafting(tmp_path / "out") as draft:
+        (draft / "whole").touch()
+    assert _names(tmp_path) == ["out"]

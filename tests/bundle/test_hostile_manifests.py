@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx.external_data_helper import set_external_data
 from safetensors.torch import load_file, save_file
 
 from optexport.bench.artifact import bundle_of
 from optexport.blame.bundle import blame_bundle
 from optexport.bundle import digests, sealed_json
-from optexport.bundle.places import MANIFEST, MEASUREMENTS, REFERENCE
+from optexport.bundle.external_data import check_listed
+from optexport.bundle.places import MANIFEST, MEASUREMENTS, REFERENCE, SIGNATURE, STATEMENT
 from optexport.bundle.verification import unchecked_gates, verify
 from optexport.errors import BundleError, OptexportError
 from tests import exports
@@ -213,3 +216,39 @@ def test_changed_reference_tensors_are_compared_or_refused(small: Path, data: st
     finally:
         for each, content in kept.items():
             each.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [STATEMENT, SIGNATURE, f"./{MEASUREMENTS}"])
+def test_weights_that_lie_where_no_digest_is_are_refused(name: str, tmp_path: Path) -> None:
+    """Such a file was verified, and diff called two equal whose results were not."""
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    model = onnx.load(bundle / "model.onnx")
+    for tensor in model.graph.initializer:
+        if tensor.raw_data:
+            (bundle / name).write_bytes(tensor.raw_data)
+            set_external_data(tensor, name)
+            tensor.ClearField("raw_data")
+            break
+    (bundle / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(BundleError, match="it keeps weights in .*, which no digest covers"):
+        check_listed(bundle / "model.onnx")
+    if name != f"./{MEASUREMENTS}":  # which is read itself
+
+        def again(document: dict[str, Any]) -> None:
+            document["files"] = [r.model_dump() for r in digests.file_records(bundle)]
+
+        exports.edit_json(bundle / MANIFEST, again)
+        with pytest.raises(BundleError, match="it keeps weights in"):
+            digests.read_manifest(bundle)
+
+
+def test_a_manifest_that_does_not_tell_of_a_dimension_is_refused(tmp_path: Path) -> None:
+    """bench ended in a KeyError, and verify passed it."""
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+
+    def rename(document: dict[str, Any]) -> None:
+        document["dims"] = {f"un{name}": dim for name, dim in document["dims"].items()}
+
+    exports.edit_json(bundle / MANIFEST, rename)
+    with pytest.raises(BundleError, match="dims lacks batch"):
+        digests.read_manifest(bundle)

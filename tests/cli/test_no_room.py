@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import tempfile
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -31,7 +34,7 @@ def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
     """safetensors is written in Rust, and raises no OSError."""
     told = "Error while serializing: I/O error: No space left on device (os error 28)"
     result = ended_by(SafetensorError(told))
-    assert f"{told}\n  Make room where the output, " in result.stderr
+    assert f"{told}\n  Make room where standard output goes, or where the output, " in result.stderr
     assert f"{tempfile.gettempdir()} lies, and run again.\n" in result.stderr
 
 
@@ -41,3 +44,21 @@ def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
 def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, mend: str) -> None:
     result = ended_by(OSError(number, os.strerror(number), "model.onnx"))
     assert f"{os.strerror(number)}: 'model.onnx'\n  {mend}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "closed"),
+    [("--help", 1, "stdout"), ("--version", 1, "stdout"), ("schema", 1, "stdout"), ("check nothing.toml", 2, "stderr")],
+)
+def test_output_to_a_full_disk_leaves_one_message_or_the_exit_code_of_what_was_wrong(
+    arguments: str, code: int, closed: str
+) -> None:
+    """Help showed a traceback; a message that could not be printed made each error an error of the disk."""
+    with open("/dev/full", "w") as full:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: full}
+        program = [sys.executable, "-m", "optexport", *arguments.split()]
+        done = subprocess.run(program, **streams, text=True, check=False)
+    assert done.returncode == code
+    if closed == "stdout":
+        assert "No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr

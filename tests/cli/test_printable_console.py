@@ -60,6 +60,13 @@ def test_printable_text_is_that_and_keeps_its_lines(text: str) -> None:
     assert printable(made) == made
 
 
+@given(st.text(" :#[]\n\terror", max_size=30))
+def test_no_text_of_others_is_a_command_to_githubs_runner(text: str) -> None:
+    """It takes lines that begin with two colons for one, and "##[" anywhere."""
+    lines = printable(text).splitlines()
+    assert not any(line.strip().startswith("::") or "##[" in line for line in lines), text
+
+
 def test_a_table_that_nobody_reads_is_a_broken_pipe_and_no_exit() -> None:
     read, write = os.pipe()
     os.close(read)
@@ -110,6 +117,19 @@ def test_a_config_that_is_hostile_is_checked_in_plain_text(
     escaped = escaped.replace("\\x08", "\\b")
     (tmp_path / "mine.toml").write_text(f'{key} = "{escaped}"\n')
     assert _call(tmp_path, monkeypatch, "check", "mine.toml")[0] == 2
+
+
+@pytest.mark.parametrize("command", ["check", "run --json"])
+def test_a_config_writes_no_command_to_githubs_runner(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pull request could annotate files, by the check of a config alone."""
+    source = "python:a\\n::error::x ##[error]y\\n  ::warning::z:make"
+    (tmp_path / "mine.toml").write_text(f'[model]\nsource = "{source}"\n[inputs.dynamic]\n"a\\n::error::b" = [2, 1]\n')
+    code, told = _call(tmp_path, monkeypatch, *command.split(), "mine.toml")
+    assert code == 2
+    assert "error::" in told
+    assert not any(line.strip().startswith("::") or "##[" in line for line in told.splitlines())
 
 
 def test_a_name_between_colons_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:

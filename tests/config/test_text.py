@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from optexport.config.file import load_config, parse_config
+from optexport.config.text import parse
 from optexport.errors import ConfigError
 from tests.calling import CliRunner, cli
 
@@ -106,3 +108,18 @@ def test_a_password_that_hides_behind_escapes_is_refused(tmp_path: Path) -> None
         parse_config(f"{MODEL}{hidden}", tmp_path / "mine.toml")
     plain = '[tracking]\nuri = "http://someone:hunter2@127.0.0.1:1"'
     parse_config(f"{MODEL}{plain}", tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("written", ["[{}]", "{} = 1", "x = {{ {} = 1 }}", "[[ {} ]]"])
+@pytest.mark.parametrize("part", ["a", '"a b"', "'.'"])
+def test_a_key_of_very_many_parts_is_refused_before_a_parser_takes_minutes_for_it(written: str, part: str) -> None:
+    text = written.format(".".join([part] * 50_000))
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="it is nested deeper than 64"):
+        parse(text, Path("mine.toml"))
+    assert time.process_time() - began < 10  # it took more than a minute
+
+
+@pytest.mark.parametrize("value", ['"' + "a." * 1000 + '"', "[" + "0.5, " * 1000 + "]", '"""\n' + ". " * 1000 + '"""'])
+def test_many_points_in_values_are_no_long_key(value: str) -> None:
+    parse(f"x = {value}", Path("mine.toml"))

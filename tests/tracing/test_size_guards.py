@@ -337,7 +337,7 @@ def _at_forty(m: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_size_in_doubt_is_tried_itself_where_the_others_have_to_be_cut_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was halved itself, to a size that was in no doubt: wrong files passed where a batch held 16 million numbers."""
+    """It was halved, to a size in no doubt: wrong files passed where a batch held 16 million numbers."""
     model, x = randomise(Program(_at_forty, layer=nn.Linear(6, 2))), {"x": torch.randn(4, 8, 6)}
     dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 2, 64)}}
     monkeypatch.setattr(other_ways, "_MOST_TRACED", 40 * 6)

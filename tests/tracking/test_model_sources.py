@@ -137,3 +137,21 @@ def test_a_template_of_a_batch_says_that_only_a_batch_runs_it(tmp_path: Path) ->
         ConfigError, match="which a batch fills in\n  Run: optexport batch CONFIG --from-registry FILTER"
     ):
         download_model("models:/{name}/{version}", TrackingConfig(), tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flavors", ["{transformers: 3}", "[pytorch]", '{transformers: {model_binary: "a\\0b"}}', "{pytorch: [1]}", "3"]
+)
+def test_a_model_whose_flavours_have_another_form_is_an_error_of_the_source(flavors: str, tmp_path: Path) -> None:
+    """It was called a defect."""
+    logged = tmp_path / "logged"
+    logged.mkdir()
+    (logged / "MLmodel").write_text(f"flavors: {flavors}\n")
+    uri = stores.store(tmp_path)
+    mlflow.set_tracking_uri(uri)
+    experiment = mlflow.create_experiment("models", artifact_location=(tmp_path / "artifacts").as_uri())
+    with mlflow.start_run(experiment_id=experiment) as run:
+        mlflow.log_artifacts(str(logged), "model")
+    (tmp_path / "downloaded").mkdir()
+    with pytest.raises(SourceError, match="model.source: mlflow:runs:/"):
+        download_model(f"runs:/{run.info.run_id}/model", TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
