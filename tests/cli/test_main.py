@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from click.testing import CliRunner
 
 from optexport import __version__
-from optexport.cli import main as program
 from optexport.cli.main import cli
 from optexport.config.source import SourceKind
 from optexport.errors import OptexportError
@@ -392,22 +390,3 @@ def test_a_reader_that_goes_away_is_no_defect() -> None:
     finally:
         os.close(writing)
     assert "defect" not in done.stderr
-
-
-def test_who_has_no_home_gets_one_that_nobody_else_can_write_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was the folder for temporary files, in which another user could have laid results to be taken for proven."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(Path, "home", classmethod(lambda _: (_ for _ in ()).throw(RuntimeError("no such user"))))
-    monkeypatch.setattr(program, "cli", lambda: None)
-    monkeypatch.setenv("HOME", "/")
-    own = tmp_path / f"optexport-{os.getuid()}"
-    found = []
-    for make in (lambda: None, lambda: own.chmod(0o777), lambda: (own.rmdir(), own.symlink_to("/"))):
-        make()
-        program.main()
-        found.append(Path(os.environ["HOME"]))
-        assert found[-1].lstat().st_mode & 0o777 == 0o700
-    assert found[0] == own
-    assert own not in found[1:]
