@@ -202,12 +202,9 @@ def check_model(client: Any, name: str) -> None:
     """A first question, which moves nothing.
 
     Raises:
-        ConfigError: There is no such model.
-        ConnectionError: What answers is no MLflow: a page may stand before it, or something else at its address.
+        As for `_model`.
     """
-    # As databases may hold them: some find names whatever their case.
-    if (found := str(_model(client, name).name)).casefold() != name.casefold():
-        raise ConnectionError(f"what answers is no MLflow: asked for the model {name}, it gave {found!r}")
+    _model(client, name)
 
 
 def _tellable(uri: str) -> str | None:
@@ -303,15 +300,26 @@ def _holder(client: Any, name: str, alias: str) -> str | None:
 
 
 def _model(client: Any, name: str) -> Any:
+    """The registered model.
+
+    Raises:
+        ConfigError: There is none.
+        ConnectionError: What answers is no MLflow: a page may stand before it, or something else at its address. What
+            it leaves out must not be taken for a model without aliases and history.
+    """
     from mlflow.exceptions import MlflowException
 
     try:
-        return client.get_registered_model(name)
+        found = client.get_registered_model(name)
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         known = [model.name for model in client.search_registered_models()]
         raise ConfigError("there is no such registered model", place=name, mend=did_you_mean(name, known)) from error
+    # As databases may hold them: some find names whatever their case.
+    if str(found.name).casefold() != name.casefold():
+        raise ConnectionError(f"what answers is no MLflow: asked for the model {name}, it gave {str(found.name)!r}")
+    return found
 
 
 def _versions(client: Any, name: str) -> list[str]:
