@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from optexport.bundle.places import UNLISTED
-from optexport.errors import BundleError
+from optexport.errors import BundleError, first_line
 
 
 def locations(model: Any) -> set[str]:
@@ -25,12 +25,12 @@ def check_listed(path: Path) -> None:
     """
     if not any(_holds(path, name.encode()) for name in UNLISTED):
         return  # which spares reading the structure of large files
-    import onnx
-
     try:
+        import onnx
+
         found = locations(onnx.load_model(path, load_external_data=False))
     except Exception as error:  # protobuf's errors share no base class with those of files
-        raise BundleError(f"it is no ONNX file: {type(error).__name__}", place=str(path)) from error
+        raise BundleError(f"where its weights are cannot be read: {first_line(error)}", place=str(path)) from error
     for location in sorted(found):
         if PurePosixPath(location).name in UNLISTED:
             raise BundleError(f"it keeps weights in {location!r}, which no digest covers", place=str(path))

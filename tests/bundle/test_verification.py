@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from optexport import export
 from optexport.bundle.verification import verify
 from optexport.errors import BundleError, ConfigError, OptexportError
 from tests import exports
+from tests.calling import CliRunner, cli
 from tests.tampering import tamper_onnx, tamper_pt2, tamper_torchscript
 
 PLACES = ["torchscript", "onnx", "onnx, optimised", "pt2"]
@@ -172,3 +174,20 @@ def test_a_bundle_may_be_moved_and_made_read_only(copied: Path) -> None:
     for path in moved.iterdir():
         path.chmod(0o444)
     assert all(place.passed for place in verify(moved).places)
+
+
+class OwnPrecision(nn.Module):
+    """Leaves the precision that is set around it, in a way that TorchScript's compiler does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x.sin() * x.shape[0] + 1
+
+
+def test_a_file_that_takes_the_traced_shape_alone_is_said_to_be_held_there(tmp_path: Path) -> None:
+    formats = ["torchscript", "pt2"]
+    exports.quick(OwnPrecision(), {"x": exports.X}, tmp_path / "bundle", dynamic=exports.BATCH, formats=formats)
+    done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle")])
+    assert done.exit_code == 0, done.stderr
+    told = "unchanged, and torchscript (at the traced shape alone), pt2 give the stored outputs."
+    assert done.stdout == f"{tmp_path / 'bundle'}: {told}\n"

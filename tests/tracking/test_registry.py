@@ -9,9 +9,10 @@ from typing import Any
 
 import mlflow
 import pytest
+from mlflow.entities.model_registry import RegisteredModel
 
 from optexport.config.registering import RegisterConfig
-from optexport.errors import GateError
+from optexport.errors import GateError, TrackingError
 from optexport.tracking import by_hand, registry
 from optexport.tracking.finished import Finished
 from optexport.tracking.later import log_bundle
@@ -213,3 +214,24 @@ def test_a_name_of_any_kind_gets_its_second_version(store: Registry, name: str) 
 
 def test_the_defaults_are_those_of_the_config() -> None:
     assert RegisterConfig(name="x").alias == "champion"
+
+
+@pytest.mark.parametrize("empty", [1, 2, 3, 5, 7])  # the others are questions of mlflow itself
+def test_an_answer_that_holds_nothing_loses_no_history(
+    empty: int, store: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next version took the alias, and nothing told any more of the one that held it."""
+    store.log()
+    real, asked = mlflow.MlflowClient.get_registered_model, []
+
+    def get(client: mlflow.MlflowClient, name: str) -> Any:
+        asked.append(name)
+        return RegisteredModel("") if len(asked) == empty else real(client, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "get_registered_model", get)
+        with pytest.raises(TrackingError, match="what answers is no MLflow"):
+            store.log()
+    assert len(asked) == empty
+    assert store.history[0] == ("1", "ratchet")
+    assert store.holder == "1"
