@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from optexport.bundle.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
 from optexport.bundle.places import NO_ROOM, check_outside
-from optexport.errors import ConfigError, OptexportError, on_one_line
+from optexport.errors import ConfigError, OptexportError, on_one_line, printable
 
 _SUITE = "optexport"
 _SHOWN_DATA = 4
@@ -141,7 +141,7 @@ def _annotation(title: str, message: str) -> str:
     """One error in the form of GitHub's workflow commands, whose documentation says what is to be escaped."""
 
     def escape(text: str) -> str:
-        return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        return printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
     return f"::error title={escape(title).replace(':', '%3A').replace(',', '%2C')}::{escape(message)}"
 

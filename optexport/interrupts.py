@@ -60,7 +60,7 @@ def heeded() -> Iterator[None]:
     in_main_thread = threading.current_thread() is threading.main_thread()
     _received.clear()
     _moments.clear()
-    before = {signum: signal.signal(signum, stop) for signum in (_ENDING if in_main_thread else ())}
+    before = {signum: signal.signal(signum, stop) for signum in (_heard() if in_main_thread else ())}
     try:
         with _watched(answered) if in_main_thread else contextlib.nullcontext():
             yield
@@ -136,8 +136,13 @@ def end_at_once() -> None:
             os._exit(128 + _told)
         _end(signum)
 
-    for signum in _ENDING:
+    for signum in _heard():
         signal.signal(signum, end)
+
+
+def _heard() -> list[signal.Signals]:
+    """The signals that whoever started the program has not told it to ignore, as a shell does of jobs behind it."""
+    return [signum for signum in _ENDING if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def _unwatched() -> None:
@@ -153,6 +158,11 @@ os.register_at_fork(after_in_child=_unwatched)
 def received() -> int | None:
     """The first signal that came, if one did."""
     return _received[0] if _received else None
+
+
+def ended_by() -> int | None:
+    """The first signal of the command that is ending, or ended last."""
+    return received() or _told
 
 
 def check() -> None:

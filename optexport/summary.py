@@ -173,6 +173,9 @@ def _show_precision(manifest: Manifest, console: Console) -> None:
         text = f"{artifact.format} is {record.precision}, and held to the gates: {_told(record.chosen)}"
         console.print(f"[bold]Precision[/] {escape(text)}", soft_wrap=True, highlight=False)
         console.print(f"  {len(lowered)} of {len(record.layers)} layers are lowered", highlight=False)
+        if any(gate.real for gate in manifest.parity.gates):
+            told = "gates count on the data alone; at other sizes it is held to half of each output's length"
+            console.print(f"  {told}", soft_wrap=True, highlight=False)
         if ungated := manifest.ungated:
             console.print(f"  held to nothing: {escape(', '.join(ungated))}", soft_wrap=True, highlight=False)
         if len(lowered) < len(record.layers):

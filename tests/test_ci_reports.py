@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from optexport import ci_reports
 from optexport.bundle.manifest import ParityRecord
 from optexport.cli.main import cli
+from optexport.errors import printable
 from tests import exports
 from tests.calling import Caller, config, message
 
@@ -193,7 +194,7 @@ def test_github_is_told_one_error_for_each_output_whatever_its_name(
         found = re.fullmatch(r"::error title=([^:,]*)::(.*)", command)
         assert found is not None, command
         titles.append(unquote(found.group(1)))
-    assert titles == [f"optexport: transformed graph, {name}" for name in NAMES]
+    assert titles == [printable(f"optexport: transformed graph, {name}") for name in NAMES]
 
 
 def test_a_summary_has_one_row_for_each_output_whatever_its_name(

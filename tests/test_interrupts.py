@@ -296,7 +296,7 @@ import sys
 import threading
 import time
 
-from optexport.cli import main as program
+from optexport import interrupts
 from optexport.cli.group import Group
 
 first, second, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -321,14 +321,16 @@ if where == "exit":
     atexit.register(lambda: (os.kill(os.getpid(), second), time.sleep(60)))
 if where == "after":
     atexit.register(lambda: (os.kill(os.getpid(), first), time.sleep(60)))
-program.cli = lambda: group(["works"])
-program.main()
+if where == "beside":
+    interrupts._watched = lambda answered: os.kill(os.getpid(), first)
+interrupts.end_at_once()
+group(["works"])
 """
 
 
 @SIGNALS
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["cleanup", "exit", "after"])
+@pytest.mark.parametrize("where", ["beside", "cleanup", "exit", "after"])
 def test_a_second_signal_changes_neither_the_message_nor_the_code(
     sent: signal.Signals, code: int, second: signal.Signals, where: str
 ) -> None:
@@ -336,3 +338,28 @@ def test_a_second_signal_changes_neither_the_message_nor_the_code(
     program = [sys.executable, "-c", TWICE, str(int(sent)), str(int(second)), where]
     ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stderr) == (code, "Error: interrupted\n")
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_signal_that_the_caller_has_ignored_stays_ignored(ignored: bool) -> None:
+    """A job that a script had put behind it was ended by Ctrl-C."""
+    script = "import os, signal\nfrom optexport import interrupts\ninterrupts.end_at_once()\n"
+    script += "with interrupts.heeded():\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    how = signal.SIG_IGN if ignored else signal.SIG_DFL
+    ended = subprocess.run(
+        [sys.executable, "-c", script], preexec_fn=lambda: signal.signal(signal.SIGINT, how), capture_output=True
+    )
+    assert (ended.returncode == 0) is ignored
+
+
+def test_a_signal_while_the_program_is_imported_leaves_no_traceback() -> None:
+    script = (
+        "import builtins, os, signal\nfrom optexport import __main__ as program\n"
+        "real = builtins.__import__\n"
+        "def hook(name, *rest):\n"
+        "    if name == 'optexport.cli.main':\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = hook\nprogram.main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "Error: interrupted\n")

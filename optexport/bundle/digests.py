@@ -49,7 +49,8 @@ def manifest_of_files(folder: Path) -> Manifest:
 
     Raises:
         ConfigError: The folder is no bundle.
-        BundleError: It holds a link or what is no file, or the manifest was changed or names what lies elsewhere.
+        BundleError: It holds a link or what is no file, or the manifest was changed or names what lies elsewhere, or an
+            ONNX file keeps its weights elsewhere.
     """
     if not folder.is_dir():
         raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
@@ -68,6 +69,9 @@ def manifest_of_files(folder: Path) -> Manifest:
     for name in sorted(listed - {artifact.path for artifact in manifest.artifacts}):
         if name.endswith(tuple(SUFFIXES.values())):  # which nobody would check, and somebody might use
             raise BundleError("it is a model's file, and none of the manifest's", place=str(folder / name))
+    for artifact in manifest.artifacts:
+        if artifact.format == "onnx" and (folder / artifact.path).is_file():
+            external_data.check_locations(folder / artifact.path)
     return manifest
 
 
@@ -78,7 +82,7 @@ def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) ->
         report: As for `read_manifest`.
 
     Raises:
-        BundleError: A file is missing, added or changed, or holds its weights where no digest tells of a change.
+        BundleError: A file is missing, added or changed.
     """
     measurements = sealed_json.read(folder / MEASUREMENTS)
     if measurements.get("manifest") != manifest.digest:
@@ -92,9 +96,6 @@ def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) ->
             raise BundleError(f"the manifest does not know this {what}", place=str(path), mend="Remove it.")
     for name, record in expected.items():
         check_file(folder / name, record)
-    for artifact in manifest.artifacts:
-        if artifact.format == "onnx":
-            external_data.check_listed(folder / artifact.path)
     if report:
         _check_report(folder, measurements.get("report_sha256"))
 

@@ -1,29 +1,31 @@
-"""The files that an ONNX file keeps its weights in. Needs no torch."""
+"""The files that an ONNX file keeps its weights in. Needs no torch, and onnx only where there are such."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from optexport.bundle.places import UNLISTED
 from optexport.errors import BundleError, first_line
+
+_KEY = "location"
 
 
 def locations(model: Any) -> set[str]:
     """The paths, as the model writes them, of the files that hold weights of an ``onnx.ModelProto``."""
-    entries = (entry for tensor in _tensors(model.graph) for entry in tensor.external_data)
-    return {entry.value for entry in entries if entry.key == "location"}
+    return {entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == _KEY}
 
 
-def check_listed(path: Path) -> None:
-    """Checks that no weights of an ONNX file lie where a bundle has files that no digest covers.
+def check_locations(path: Path) -> None:
+    """Checks that the weights of an ONNX file lie in itself, or in ``<path>.data``, where bundles keep them.
+
+    In another file no digest might tell of a change, and whoever compares two bundles might not look there.
 
     Raises:
-        BundleError: Some do, or the file cannot be read.
+        BundleError: They do not, or it cannot be read where they lie.
     """
-    if not any(_holds(path, name.encode()) for name in UNLISTED):
+    if not _holds(path, _KEY.encode()):
         return  # which spares reading the structure of large files
     try:
         import onnx
@@ -31,9 +33,8 @@ def check_listed(path: Path) -> None:
         found = locations(onnx.load_model(path, load_external_data=False))
     except Exception as error:  # protobuf's errors share no base class with those of files
         raise BundleError(f"where its weights are cannot be read: {first_line(error)}", place=str(path)) from error
-    for location in sorted(found):
-        if PurePosixPath(location).name in UNLISTED:
-            raise BundleError(f"it keeps weights in {location!r}, which no digest covers", place=str(path))
+    if elsewhere := sorted(found - {f"{path.name}.data"}):
+        raise BundleError(f"it keeps weights in {elsewhere[0]!r}, and no bundle does", place=str(path))
 
 
 def _holds(path: Path, text: bytes) -> bool:
@@ -44,11 +45,11 @@ def _holds(path: Path, text: bytes) -> bool:
             return content.find(text) >= 0
 
 
-def _tensors(graph: Any) -> Iterator[Any]:
-    """The tensors that a graph holds, and those of the graphs in it."""
-    yield from graph.initializer
-    for attribute in (attribute for node in graph.node for attribute in node.attribute):
-        yield from [attribute.t, *attribute.tensors]
-        for inner in (attribute.g, *attribute.graphs):
-            if inner.node:
+def _tensors(message: Any) -> Iterator[Any]:
+    """The tensors anywhere in a message of ONNX: in graphs within graphs, functions, attributes, sparse tensors."""
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in value if field.is_repeated else [value]:
+                if field.message_type.name == "TensorProto":
+                    yield inner
                 yield from _tensors(inner)

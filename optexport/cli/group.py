@@ -18,7 +18,7 @@ import click
 from optexport import installed, interrupts
 from optexport.bundle.places import NO_ROOM, cache
 from optexport.cli.console import echo
-from optexport.errors import OptexportError
+from optexport.errors import OptexportError, printable
 from optexport.redaction import redact_error
 from optexport.sources import foreign_code
 
@@ -118,8 +118,11 @@ class Group(click.Group):
             raise click.ClickException(f"standard output: {error.strerror}") from error
 
     def invoke(self, ctx: click.Context) -> Any:
-        with interrupts.heeded():
-            return self._invoke(ctx)
+        try:
+            with interrupts.heeded():
+                return self._invoke(ctx)
+        except KeyboardInterrupt:  # while signals began to be heeded, or ceased to
+            _fail(ctx, "interrupted", 128 + (interrupts.ended_by() or signal.SIGINT))
 
     def _invoke(self, ctx: click.Context) -> Any:
         try:
@@ -127,8 +130,11 @@ class Group(click.Group):
             interrupts.check()
             return result
         except click.ClickException as error:
+            error.message = printable(error.message)  # type: ignore[misc] # click tells of files as they are called
             _tell_machine(ctx, error.format_message(), error.exit_code)
-            raise
+            with contextlib.suppress(OSError):
+                error.show()
+            ctx.exit(error.exit_code)
         except (click.exceptions.Exit, click.exceptions.Abort):
             raise
         except BaseException as error:  # a panic of a library written in Rust is no Exception
@@ -145,6 +151,8 @@ class Group(click.Group):
                 _fail(ctx, f"{redact_error(str(error))}\n  {_room(number)}", 1)
             if isinstance(error, PermissionError) and error.filename is not None:
                 _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
+            if isinstance(error, FileNotFoundError) and error.filename is None and not _has_working_directory():
+                _fail(ctx, "the working directory was removed\n  Change to one that is there, and run again.", 2)
             if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # as Python 3.11 says it
                 _fail(ctx, f"a link leads to itself: {error}", 2)
             if isinstance(error, SystemExit):
@@ -156,6 +164,14 @@ class Group(click.Group):
                 _fail(ctx, f"{told}\n  {unmet}", unmet.exit_code)
             # A defect of ours, or of a library: still one message.
             _fail(ctx, f"{told}\n  This is a defect: please report it, with --debug.", 1)
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _no_room(error: BaseException) -> int | None:

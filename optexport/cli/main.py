@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from optexport import __version__, interrupts
+from optexport import __version__
 from optexport.applications.command import predict
 from optexport.cli.batch import batch
 from optexport.cli.bench import bench
@@ -289,8 +289,7 @@ def blame(path: Path) -> None:
 
 
 def main() -> None:
-    """The console script."""
-    interrupts.end_at_once()
+    """Runs the command that the arguments name."""
     _quieten()
     try:
         Path.home()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from optexport.cli.console import echo
 from optexport.cli.group import Command, json_option, outcome, print_json
 from optexport.errors import ConfigError
 
@@ -46,9 +47,9 @@ def log(bundle: Path, uri: str | None, config: Path | None, experiment: str | No
     if as_json:
         print_json({**outcome(failed), **asdict(done)})
     else:
-        click.echo(f"{bundle}: {'was there already' if done.before else 'sent'}, MLflow run {done.run_id}")
+        echo(f"{bundle}: {'was there already' if done.before else 'sent'}, MLflow run {done.run_id}")
         for line in [*done.page.splitlines(), *([] if done.registered is None else [done.registered.told])]:
-            click.echo(f"  {line}")
+            echo(f"  {line}")
     if failed is not None:
         raise failed
 
@@ -97,7 +98,7 @@ def _tell(moved: dict[str, Any], as_json: bool) -> None:
         print_json(moved)
         return
     before = f", which version {moved['before']} held" if moved["before"] not in (None, moved["version"]) else ""
-    click.echo(f"{moved['name']} version {moved['version']} holds {moved['alias']}{before}.")
+    echo(f"{moved['name']} version {moved['version']} holds {moved['alias']}{before}.")
 
 
 def _read(config: Path | None) -> Config | None:

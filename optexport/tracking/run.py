@@ -132,12 +132,15 @@ def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) ->
         return found[0] if found else None
 
     try:
-        return str(store.made_once(lambda: client.create_run(experiment, tags=named), started).info.run_id)
+        made = str(store.made_once(lambda: client.create_run(experiment, tags=named), started).info.run_id)
     except KeyboardInterrupt as interrupt:  # the server may have made it, and nobody here would know its id
         with contextlib.suppress(Exception), store.hastily():
-            if (made := started()) is not None:
-                give_up(client, made.info.run_id, reason_of(interrupt))
+            if (found := started()) is not None:
+                give_up(client, found.info.run_id, reason_of(interrupt))
         raise
+    if not made:  # which the bundle would be said to be sent to for ever
+        raise ConnectionError("what answers is no MLflow: it made a run that has no id")
+    return made
 
 
 def reason_of(error: BaseException) -> str:

@@ -10,19 +10,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import numpy_helper
 from onnx.external_data_helper import set_external_data
 from safetensors.torch import load_file, save_file
 
 from optexport.bench.artifact import bundle_of
 from optexport.blame.bundle import blame_bundle
 from optexport.bundle import digests, sealed_json
-from optexport.bundle.external_data import check_listed
-from optexport.bundle.places import MANIFEST, MEASUREMENTS, REFERENCE, SIGNATURE, STATEMENT
+from optexport.bundle.external_data import check_locations
+from optexport.bundle.places import MANIFEST, MEASUREMENTS, REFERENCE
 from optexport.bundle.verification import unchecked_gates, verify
 from optexport.errors import BundleError, OptexportError
 from tests import exports
@@ -218,28 +220,58 @@ def test_changed_reference_tensors_are_compared_or_refused(small: Path, data: st
             each.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", [STATEMENT, SIGNATURE, f"./{MEASUREMENTS}"])
-def test_weights_that_lie_where_no_digest_is_are_refused(name: str, tmp_path: Path) -> None:
-    """Such a file was verified, and diff called two equal whose results were not."""
+def _tensor() -> onnx.TensorProto:
+    return numpy_helper.from_array(np.ones(3, np.float32), "held")
+
+
+def _in_a_branch(model: onnx.ModelProto) -> onnx.TensorProto:
+    branch = onnx.GraphProto(name="empty", initializer=[_tensor()])
+    node = onnx.helper.make_node("If", ["condition"], ["chosen"], then_branch=branch)
+    model.graph.node.append(node)
+    return model.graph.node[-1].attribute[0].g.initializer[0]
+
+
+def _in_a_function(model: onnx.ModelProto) -> onnx.TensorProto:
+    node = onnx.helper.make_node("Constant", [], ["held"], value=_tensor())
+    model.functions.append(onnx.FunctionProto(name="holds", domain="mine", node=[node]))
+    return model.functions[0].node[0].attribute[0].t
+
+
+def _sparse(model: onnx.ModelProto) -> onnx.TensorProto:
+    model.graph.sparse_initializer.append(onnx.SparseTensorProto(values=_tensor(), dims=[3]))
+    return model.graph.sparse_initializer[0].values
+
+
+def _initializer(model: onnx.ModelProto) -> onnx.TensorProto:
+    model.graph.initializer.append(_tensor())
+    return model.graph.initializer[-1]
+
+
+@pytest.mark.parametrize("put_in", [_initializer, _in_a_branch, _in_a_function, _sparse])
+@pytest.mark.parametrize("location", ["provenance.json", "weights.bin", "report.html\0", "*/_ORT_MEM_ADDR_/*"])
+def test_weights_that_lie_elsewhere_than_bundles_keep_them_are_refused(
+    put_in: Callable[[onnx.ModelProto], onnx.TensorProto], location: str, tmp_path: Path
+) -> None:
+    """Such files were verified, also where no digest was, and diff called two the same whose results were not."""
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     model = onnx.load(bundle / "model.onnx")
-    for tensor in model.graph.initializer:
-        if tensor.raw_data:
-            (bundle / name).write_bytes(tensor.raw_data)
-            set_external_data(tensor, name)
-            tensor.ClearField("raw_data")
-            break
+    set_external_data(put_in(model), location)
     (bundle / "model.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(BundleError, match="it keeps weights in .*, which no digest covers"):
-        check_listed(bundle / "model.onnx")
-    if name != f"./{MEASUREMENTS}":  # which is read itself
+    with pytest.raises(BundleError, match="it keeps weights in .*, and no bundle does"):
+        digests.manifest_of_files(bundle)
+    for tensor in tensors(model):
+        for entry in tensor.external_data:
+            entry.value = "model.onnx.data"
+    (bundle / "model.onnx").write_bytes(model.SerializeToString())
+    check_locations(bundle / "model.onnx")
 
-        def again(document: dict[str, Any]) -> None:
-            document["files"] = [r.model_dump() for r in digests.file_records(bundle)]
 
-        exports.edit_json(bundle / MANIFEST, again)
-        with pytest.raises(BundleError, match="it keeps weights in"):
-            digests.read_manifest(bundle)
+def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    graphs = [model.graph, *(a.g for n in model.graph.node for a in n.attribute if a.name == "then_branch")]
+    for graph in graphs:
+        yield from graph.initializer
+        yield from (sparse.values for sparse in graph.sparse_initializer)
+    yield from (attribute.t for function in model.functions for n in function.node for attribute in n.attribute)
 
 
 def test_a_manifest_that_does_not_tell_of_a_dimension_is_refused(tmp_path: Path) -> None:

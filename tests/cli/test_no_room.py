@@ -48,7 +48,13 @@ def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, mend: str) -> 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "closed"),
-    [("--help", 1, "stdout"), ("--version", 1, "stdout"), ("schema", 1, "stdout"), ("check nothing.toml", 2, "stderr")],
+    [
+        ("--help", 1, "stdout"),
+        ("--version", 1, "stdout"),
+        ("schema", 1, "stdout"),
+        ("check nothing.toml", 2, "stderr"),
+        ("verify --what", 2, "stderr"),
+    ],
 )
 def test_output_to_a_full_disk_leaves_one_message_or_the_exit_code_of_what_was_wrong(
     arguments: str, code: int, closed: str

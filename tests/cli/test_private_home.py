@@ -18,7 +18,6 @@ def test_who_has_no_home_gets_one_that_nobody_else_can_write_to(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(Path, "home", classmethod(lambda _: (_ for _ in ()).throw(RuntimeError("no such user"))))
     monkeypatch.setattr(program, "cli", lambda: None)
-    monkeypatch.setattr(program.interrupts, "end_at_once", lambda: None)  # this process goes on
     monkeypatch.setenv("HOME", "/")
     own = tmp_path / f"optexport-{os.getuid()}"
     found = []

@@ -102,8 +102,24 @@ def test_the_commands_hold_no_command_of_a_manifest(tmp_path: Path) -> None:
         told = shlex.split(line, comments=True)
         assert all(re.search(r"reboot", word) is None or shlex.quote(word) in line for word in told)
         assert "reboot" not in told
-    assert "'onnx==1 $(reboot)'" in lines[1]
-    assert "--extra-index-url 'https://download.pytorch.org/whl/cpu;reboot'" in lines[1]
+    assert " onnx==" not in lines[1]
+    assert "torch==" not in lines[1]
+    assert "--extra-index-url" not in lines[1]
+
+
+def test_the_commands_give_pip_nothing_that_it_takes_for_an_option_or_an_address(tmp_path: Path) -> None:
+    hostile = {"--index-url=http://here/#": "1", "-rX": "2", "evil @ http://here/e.whl#": "3", "./evil": "4"}
+
+    def change(document: dict[str, Any]) -> None:
+        document["versions"] |= hostile
+        document["model"] |= {"source": "package:x/y", "revision": "--index-url=http://here/ 1"}
+
+    manifest = bundles.manifest_of(bundles.edit(bundles.copied(tmp_path / "bundle"), change))
+    install = contents.commands(manifest, from_file=True)[1]
+    assert "here" not in install
+    assert "evil" not in install
+    assert "-rX" not in install
+    assert f"onnxruntime=={manifest.versions['onnxruntime']}" in install
 
 
 def test_the_commands_are_lines_of_their_own_and_install_the_package_that_holds_the_model(tmp_path: Path) -> None:

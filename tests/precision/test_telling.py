@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -141,3 +142,57 @@ def test_verify_refuses_a_file_that_is_called_lowered_and_was_not_proven_as_such
     done = CliRunner().invoke(cli, ["verify", str(bundle)])
     assert done.exit_code == 4, done.output
     assert "it calls onnx int8, and holds no proof of that" in done.output
+
+
+POSITIONS = """
+import torch
+from torch import nn
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        n = x.shape[1]
+        counted = torch.ones(n, n).tril() @ torch.ones(n, 1)  # in bfloat16 no whole number above 256 but each second
+        return self.layer(x) + 3 * torch.sin(counted * 1.3)
+"""
+COUNTED = """
+[model]
+source = "python:positions:Positions"
+[inputs]
+data = "data.npz"
+[inputs.axes]
+x = ["batch", "n", "f"]
+[inputs.dynamic]
+batch = [1, 8]
+n = [2, 2000]
+[export]
+output = "bundle"
+formats = ["pt2"]
+[precision]
+pt2 = "bfloat16"
+[parity.decisions]
+cosine = 0.99
+[tracking]
+enabled = false
+"""
+
+
+def test_what_is_another_model_beyond_the_sizes_of_the_data_fails_though_its_gates_hold(tmp_path: Path) -> None:
+    """The gates saw 16 rows of four, and files that gave noise at every length above some hundreds were proven."""
+    (tmp_path / "positions.py").write_text(POSITIONS, encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(COUNTED, encoding="utf-8")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((4, 4, 8), dtype=np.float32))
+    done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 4, done.output
+    assert "n 2000: " in done.stderr
+    assert "from the reference as a whole" in done.stderr
+    (tmp_path / "mine.toml").write_text(COUNTED.replace("2000", "200"), encoding="utf-8")
+    done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 0, done.output
+    assert "gates count on the data alone; at other sizes it is held to half of each output's length" in done.stdout
+    report = (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
+    assert "count on the data alone: at other sizes gross faults alone are found." in report

@@ -216,7 +216,7 @@ def test_the_defaults_are_those_of_the_config() -> None:
     assert RegisterConfig(name="x").alias == "champion"
 
 
-@pytest.mark.parametrize("empty", [1, 2, 3, 5, 7])  # the others are questions of mlflow itself
+@pytest.mark.parametrize("empty", [1, 2, 4, 6, 7, 9, 10])  # the others are questions of mlflow itself
 def test_an_answer_that_holds_nothing_loses_no_history(
     empty: int, store: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,4 +234,45 @@ def test_an_answer_that_holds_nothing_loses_no_history(
             store.log()
     assert len(asked) == empty
     assert store.history[0] == ("1", "ratchet")
-    assert store.holder == "1"
+    assert store.holder == ("1" if empty < 8 else "2")  # the alias moves at the eighth
+
+
+@pytest.mark.parametrize("by", ["register", "promote", "rollback"])
+def test_an_alias_that_stays_though_it_was_said_to_move_is_told(
+    by: str, store: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands between may answer for the server: the command said that the version holds the alias."""
+    store.log()
+    store.log()
+    act = {
+        "register": store.log,
+        "promote": lambda: by_hand.promote(store.uri, "block", "1", "champion"),
+        "rollback": lambda: by_hand.rollback(store.uri, "block", "champion"),
+    }[by]
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "set_registered_model_alias", lambda *_: None)
+        with pytest.raises(TrackingError, match="the alias champion was moved to version ., and is at 2 all the same"):
+            act()
+    assert store.holder == "2"
+    act()
+    assert store.holder == ("4" if by == "register" else "1")
+
+
+def test_a_champion_that_comes_right_before_the_alias_moves_is_compared_with_too(
+    store: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worse of two that were registered at once had the alias, and the history told of one alone."""
+    store.log()
+    real = registry.end_rollback
+
+    def better_comes(client: Any, name: str, alias: str) -> None:
+        monkeypatch.setattr(registry, "end_rollback", real)
+        store.log(size=10)
+        real(client, name, alias)
+
+    monkeypatch.setattr(registry, "end_rollback", better_comes)
+    late = store.log(size=1000)
+    assert late.version == "2"
+    assert store.holder == "3"
+    assert not late.moved
+    assert store.history == [("1", "ratchet"), ("3", "ratchet")]
