@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.errors import OptexportError
-from optexport.tracking import registry, store
+from optexport.tracking import aliases, registry, store
 
 
 @dataclass
@@ -43,7 +43,7 @@ def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
         # Whether the last answer was lost nobody knows, and another rollback could be one too many.
         standing.alias = f"Version {after} holds {alias}."
         standing.again = f"complete it, not with another rollback:\n  {registry.promoting(name, after, alias, uri)}"
-        registry.end_rollback(client, name, alias)
+        aliases.end_rollback(client, name, alias)
         return before, after
 
 
@@ -52,7 +52,7 @@ def _asking(uri: str, name: str) -> Iterator[tuple[Any, _Standing]]:
     standing = _Standing()
     try:
         client = store.open_store(uri, Path())
-        registry.check_model(client, name)
+        aliases.model_of(client, name)
         standing.alias = "Nothing says whether the alias moved: look."
         yield client, standing
     except OptexportError:

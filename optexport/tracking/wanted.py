@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.errors import OptexportError
-from optexport.tracking import registry, store
+from optexport.tracking import aliases, store
 from optexport.tracking.finished import BUNDLE_TAG, Finished
 
 # Of a version: the bundle that was made of it.
@@ -49,7 +49,7 @@ def wanted(uri: str, folder: Path, query: str) -> list[Version]:
 
 
 def _newest(client: Any, name: str) -> Version | None:
-    versions = client.search_model_versions(registry.named(name), order_by=["version_number DESC"], max_results=1)
+    versions = client.search_model_versions(aliases.named(name), order_by=["version_number DESC"], max_results=1)
     if not versions or {BUNDLE_TAG, EXPORTED_TAG} & versions[0].tags.keys():
         return None
     return Version(name, str(versions[0].version))

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from optexport.cli.main import cli
 from optexport.errors import ConfigError, TrackingError
-from optexport.tracking import by_hand, registry
+from optexport.tracking import aliases, by_hand, registry
 from optexport.tracking.later import log_bundle
 from optexport.tracking.registry import Registered
 from tests.tracking.bundles import QUIET
@@ -71,7 +71,7 @@ def test_a_rollback_that_was_ended_anywhere_goes_back_one_version_by_doing_it_ag
     with pytest.raises(KeyboardInterrupt):
         ended = _Ended(store.client, writes)
         registry.rollback(ended, "block", "champion")
-        registry.end_rollback(ended, "block", "champion")
+        aliases.end_rollback(ended, "block", "champion")
     assert by_hand.rollback(store.uri, "block", "champion") == ("3", "2")
     assert (store.holder, "optexport.rolled_back" in store.tags("3")) == ("2", True)
     assert by_hand.promote(store.uri, "block", "3", "champion") == "2"
@@ -102,9 +102,9 @@ def test_a_rollback_whose_last_answer_is_lost_says_what_completes_it_and_not_to_
         end_rollback(*given)
         raise error
 
-    end_rollback = registry.end_rollback
+    end_rollback = aliases.end_rollback
     with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, TrackingError)) as caught:
-        patched.setattr(registry, "end_rollback", lost)
+        patched.setattr(aliases, "end_rollback", lost)
         by_hand.rollback(store.uri, "block", "champion")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
@@ -265,7 +265,7 @@ def test_the_size_of_a_history_is_bounded(store: Registry) -> None:
 def test_a_history_fits_what_postgres_holds_of_a_tag(store: Registry) -> None:
     store.log()
     entries = [{"version": "1", "by": "promote", "at": "2025-01-01T00:00:00+00:00"}] * 100
-    registry._write_history(store.client, "block", "champion", entries)
+    aliases.write_history(store.client, "block", "champion", entries)
     found = store.client.get_registered_model("block").tags["optexport.history.champion"]
     assert 4900 < len(found) <= 5000
     assert json.loads(found)[-1] == entries[-1]

@@ -13,7 +13,7 @@ from mlflow.entities.model_registry import RegisteredModel
 
 from optexport.config.registering import RegisterConfig
 from optexport.errors import GateError, TrackingError
-from optexport.tracking import by_hand, registry
+from optexport.tracking import aliases, by_hand, registry
 from optexport.tracking.finished import Finished
 from optexport.tracking.later import log_bundle
 from tests.tracking.bundles import QUIET, bundle, registering, runs
@@ -263,14 +263,14 @@ def test_a_champion_that_comes_right_before_the_alias_moves_is_compared_with_too
 ) -> None:
     """The worse of two that were registered at once had the alias, and the history told of one alone."""
     store.log()
-    real = registry.end_rollback
+    real = aliases.end_rollback
 
     def better_comes(client: Any, name: str, alias: str) -> None:
-        monkeypatch.setattr(registry, "end_rollback", real)
+        monkeypatch.setattr(aliases, "end_rollback", real)
         store.log(size=10)
         real(client, name, alias)
 
-    monkeypatch.setattr(registry, "end_rollback", better_comes)
+    monkeypatch.setattr(aliases, "end_rollback", better_comes)
     late = store.log(size=1000)
     assert late.version == "2"
     assert store.holder == "3"
