@@ -9,6 +9,7 @@ thread waits for signals too, and ends the process where the main thread does no
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -138,6 +139,13 @@ def end_at_once() -> None:
 
     for signum in _heard():
         signal.signal(signum, end)
+    atexit.register(_ignore)  # as the first, so that it is called last
+
+
+def _ignore() -> None:
+    """Python gives signals their default action back as it ends, which takes a while, and all is done and told."""
+    for signum in _heard():
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _heard() -> list[signal.Signals]:

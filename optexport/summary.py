@@ -174,7 +174,7 @@ def _show_precision(manifest: Manifest, console: Console) -> None:
         console.print(f"[bold]Precision[/] {escape(text)}", soft_wrap=True, highlight=False)
         console.print(f"  {len(lowered)} of {len(record.layers)} layers are lowered", highlight=False)
         if any(gate.real for gate in manifest.parity.gates):
-            told = "gates count on the data alone; at other sizes it is held to half of each output's length"
+            told = "gates count on the data alone; at other sizes gross faults alone are found"
             console.print(f"  {told}", soft_wrap=True, highlight=False)
         if ungated := manifest.ungated:
             console.print(f"  held to nothing: {escape(', '.join(ungated))}", soft_wrap=True, highlight=False)

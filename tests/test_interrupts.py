@@ -299,6 +299,7 @@ import time
 from optexport import interrupts
 from optexport.cli.group import Group
 
+interrupts.end_at_once()
 first, second, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 group = Group("program")
 
@@ -323,7 +324,6 @@ if where == "after":
     atexit.register(lambda: (os.kill(os.getpid(), first), time.sleep(60)))
 if where == "beside":
     interrupts._watched = lambda answered: os.kill(os.getpid(), first)
-interrupts.end_at_once()
 group(["works"])
 """
 
@@ -363,3 +363,23 @@ def test_a_signal_while_the_program_is_imported_leaves_no_traceback() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (143, "Error: interrupted\n")
+
+
+LATE = """
+import os
+import signal
+
+class Late:
+    def __del__(self):  # while Python takes its modules apart, after all that is called at its end
+        os.kill(os.getpid(), signal.SIGTERM)
+
+from optexport import interrupts
+interrupts.late = Late()
+interrupts.end_at_once()
+"""
+
+
+def test_a_signal_while_python_takes_itself_apart_changes_nothing() -> None:
+    """A command that had told its result, or that it was interrupted, was killed with the code of another signal."""
+    ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -132,8 +133,9 @@ class Group(click.Group):
         except click.ClickException as error:
             error.message = printable(error.message)  # type: ignore[misc] # click tells of files as they are called
             _tell_machine(ctx, error.format_message(), error.exit_code)
-            with contextlib.suppress(OSError):
-                error.show()
+            if sys.stderr is not None:  # in its place click would take standard output
+                with contextlib.suppress(OSError):
+                    error.show()
             ctx.exit(error.exit_code)
         except (click.exceptions.Exit, click.exceptions.Abort):
             raise

@@ -63,7 +63,7 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: It is not TOML, or says more, or deeper, or larger numbers than a config does.
     """
-    if (line := next((line for line in text.splitlines() if _is_long_key(line)), None)) is not None:
+    if (line := next((line for line in text.split("\n") if _is_long_key(line)), None)) is not None:
         raise ConfigError(f"it is nested deeper than {_DEPTH}", place=f"{path}: {line.strip()[:20]}...")
     try:
         table = tomllib.loads(text)
@@ -89,11 +89,15 @@ def _is_long_key(line: str) -> bool:
     """Whether a line holds a key of far too many parts, for which the parser would take minutes."""
     if line.count(".") <= _PARTS:
         return False
-    words = re.split(r"[^\w.\"-]", re.sub(r"\s", "", _QUOTED.sub('""', line)))
-    return any(len(re.findall(r'[\w"-]\.', word)) > _PARTS for word in words)
+    # As it is too: a text of several lines that ends here would make what follows look quoted.
+    for written in (line, _QUOTED.sub('""', line)):
+        words = re.split(r"[^\w.\"-]", re.sub(r"[ \t]*\.[ \t]*", ".", written))
+        if any(len(re.findall(r'[\w"-]\.', word)) > _PARTS for word in words):
+            return True
+    return False
 
 
-_PARTS = 256
+_PARTS = 1000
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'')
 
 

@@ -115,11 +115,13 @@ def cut_to(
         kept: Dimensions whose size stays.
     """
     cut, given = dict(sizes), signature.sizes(batch)
-    while (free := cut.keys() - kept) and _numbers(batch, signature, cut) > most:
-        largest = max((name for name in cut if name in free), key=lambda name: cut[name] / given[name])
-        if cut[largest] <= max(signature.dims[largest].min, 1):
+    least = {name: max(signature.dims[name].min, 1) for name in cut}
+    while _numbers(batch, signature, cut) > most:
+        free = [name for name in cut if name not in kept and cut[name] > least[name]]
+        if not free:
             break
-        cut[largest] = max(cut[largest] // 2, signature.dims[largest].min)
+        largest = max(free, key=lambda name: cut[name] / given[name])
+        cut[largest] = max(cut[largest] // 2, least[largest])
     return cut
 
 

@@ -120,6 +120,27 @@ def test_a_key_of_very_many_parts_is_refused_before_a_parser_takes_minutes_for_i
     assert time.process_time() - began < 10  # it took more than a minute
 
 
-@pytest.mark.parametrize("value", ['"' + "a." * 1000 + '"', "[" + "0.5, " * 1000 + "]", '"""\n' + ". " * 1000 + '"""'])
+@pytest.mark.parametrize(
+    "value",
+    [
+        '"' + "a. b " * 2000 + '"',
+        "[" + "0.5, " * 2000 + "]",
+        '"""\n' + ". " * 2000 + '"""',
+        '"""\n' + "A few words. " * 2000 + '"""',
+    ],
+)
 def test_many_points_in_values_are_no_long_key(value: str) -> None:
-    parse(f"x = {value}", Path("mine.toml"))
+    parse(f"x = {value}  # {'A few words. ' * 2000}\n# {'0.5 ' * 2000}", Path("mine.toml"))
+
+
+@pytest.mark.parametrize("before", ["", '"""\n""", ', '"""\n# """, '])
+def test_a_long_key_is_found_behind_a_text_that_ends_there(before: str) -> None:
+    with pytest.raises(ConfigError, match="it is nested deeper than 64"):
+        parse(f"x = [{before}{{ {'.'.join(['a'] * 50_000)} = 1 }}, 'x']", Path("mine.toml"))
+
+
+def test_a_key_goes_on_where_only_python_ends_a_line() -> None:
+    """Of TOML's keys, quoted, U+2028 is a part: a key of 100,000 parts looked like short lines."""
+    text = ".".join((["a"] * 200 + ['"\u2028"']) * 500) + " = 1"
+    with pytest.raises(ConfigError, match="it is nested deeper than 64"):
+        parse(text, Path("mine.toml"))

@@ -193,6 +193,30 @@ def test_what_is_another_model_beyond_the_sizes_of_the_data_fails_though_its_gat
     (tmp_path / "mine.toml").write_text(COUNTED.replace("2000", "200"), encoding="utf-8")
     done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
     assert done.exit_code == 0, done.output
-    assert "gates count on the data alone; at other sizes it is held to half of each output's length" in done.stdout
+    assert "gates count on the data alone; at other sizes gross faults alone are found" in done.stdout
     report = (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
     assert "count on the data alone: at other sizes gross faults alone are found." in report
+
+
+def test_what_is_next_to_nothing_at_one_size_is_no_gross_fault(tmp_path: Path) -> None:
+    """The distances of rows to each other are rounding alone where there is one row."""
+    model = """
+import torch
+from torch import nn
+
+class Distances(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        z = nn.functional.normalize(self.layer(x), dim=-1)
+        return 1 - z @ z.T
+"""
+    (tmp_path / "positions.py").write_text(model.replace("Distances", "Positions"), encoding="utf-8")
+    text = COUNTED.replace('["batch", "n", "f"]', '["batch", "f"]').replace("n = [2, 2000]\n", "")
+    (tmp_path / "mine.toml").write_text(text.replace("0.99", "0.9"), encoding="utf-8")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((8, 8), dtype=np.float32))
+    done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 0, done.output

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from optexport.config.file import Effort
 from optexport.errors import ConfigError
-from optexport.proof.cases import cases, traceable
+from optexport.proof.cases import cases, cut_to, traceable
 from optexport.signature import Batch, Dim, Signature, TensorSpec
 
 EFFORTS = get_args(Effort)
@@ -243,3 +243,12 @@ def test_data_that_is_the_traced_batch_is_checked_once_and_counts_as_data() -> N
 def test_a_declared_axis_without_elements_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"inputs: x: axis 1 holds nothing"):
         traceable({"x": torch.ones(2, 0)}, {"x": {0: "batch", 1: "rows"}})
+
+
+def test_what_cannot_be_cut_does_not_keep_others_from_being_cut() -> None:
+    """A run was refused, as no batch was small enough, with a dimension left at eight times its least."""
+    x = torch.zeros(4, 8, 16)
+    dims = {"a": Dim("a", 4, 8), "b": Dim("b", 1, 32), "n": Dim("n", 4, 1000)}
+    signature = signature_of({"x": x}, {"x": {0: "a", 1: "b", 2: "n"}}, dims)
+    cut = cut_to(4 * 700, {"x": x}, signature, {"a": 4, "b": 8, "n": 700}, kept=["n"])
+    assert cut == {"a": 4, "b": 1, "n": 700}
