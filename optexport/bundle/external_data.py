@@ -25,8 +25,11 @@ def check_locations(path: Path) -> None:
     Raises:
         BundleError: They do not, or it cannot be read where they lie.
     """
-    if not _holds(path, _KEY.encode()):
-        return  # which spares reading the structure of large files
+    try:
+        if not _holds(path, _KEY.encode()):
+            return  # which spares reading the structure of large files
+    except OSError as error:
+        raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
     try:
         import onnx
 
