@@ -186,12 +186,7 @@ def _settle(
         held = held_sizes(program, symbols, wide.dims, sizes) | ways.held_to
         if not held:
             drop_doubts(program, symbols, signature.dims, ways.crossed)
-            return (
-                program,
-                signature,
-                fixed,
-                [*own_sizes(doubts), *ways.sizes],
-            )
+            return program, signature, fixed, [*own_sizes(doubts), *ways.sizes]
         if dynamic is not None:
             raise _held_error(held, sizes)
         program = _export(model, example, None, _axes(signature, but=held))

@@ -6,6 +6,7 @@ import importlib.util
 import sqlite3
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -18,7 +19,7 @@ from optexport.errors import ParityError, TrackingError
 from optexport.stages import Stages
 from optexport.tracking import by_hand, store
 from optexport.tracking.later import log_bundle
-from optexport.tracking.run import Tracker
+from optexport.tracking.run import Tracker, new_run
 from tests import stores
 from tests.pipeline.projects import RULES
 from tests.tracking.bundles import QUIET, bundle, only_run
@@ -182,3 +183,14 @@ def test_a_server_that_answers_everything_with_nothing_is_no_mlflow(tmp_path: Pa
     with answering(200, "{}") as uri, pytest.raises(TrackingError, match="what answers is no MLflow") as caught:
         by_hand.promote(uri, "block", "1", "champion")
     assert caught.value.exit_code == 7
+
+
+def test_a_run_that_was_made_without_an_id_is_none() -> None:
+    """The bundle kept the empty id, and could never be sent."""
+
+    class Client:
+        def create_run(self, experiment: str, tags: dict[str, str]) -> SimpleNamespace:
+            return SimpleNamespace(info=SimpleNamespace(run_id=""))
+
+    with pytest.raises(ConnectionError, match="it made a run that has no id"):
+        new_run(Client(), "1", "name", {})

@@ -102,6 +102,17 @@ def test_a_pickled_pytorch_model_is_refused(tmp_path: Path) -> None:
     assert 'serialization_format="pt2"' in str(caught.value)
 
 
+def fetch(logged: Path, folder: Path) -> Path:
+    """Logs a folder as a model, and takes it as a source."""
+    uri = stores.store(folder)
+    mlflow.set_tracking_uri(uri)
+    experiment = mlflow.create_experiment("models", artifact_location=(folder / "artifacts").as_uri())
+    with mlflow.start_run(experiment_id=experiment) as run:
+        mlflow.log_artifacts(str(logged), "model")
+    (folder / "downloaded").mkdir()
+    return download_model(f"runs:/{run.info.run_id}/model", TrackingConfig(uri=uri), folder, folder / "downloaded")
+
+
 @pytest.mark.parametrize("elsewhere", ["{}", "../../victim", "model/../../../victim"])
 def test_a_model_that_says_its_weights_lie_elsewhere_writes_nothing_there(tmp_path: Path, elsewhere: str) -> None:
     """Tokenizers were copied to wherever it said, over a module that a config names."""
@@ -113,14 +124,8 @@ def test_a_model_that_says_its_weights_lie_elsewhere_writes_nothing_there(tmp_pa
     model = mlflow.models.Model(artifact_path="model")
     model.add_flavor("transformers", model_binary=elsewhere.format(victim))
     model.save(str(logged / "MLmodel"))
-    uri = stores.store(tmp_path)
-    mlflow.set_tracking_uri(uri)
-    experiment = mlflow.create_experiment("models", artifact_location=(tmp_path / "artifacts").as_uri())
-    with mlflow.start_run(experiment_id=experiment) as run:
-        mlflow.log_artifacts(str(logged), "model")
-    (tmp_path / "downloaded").mkdir()
     with pytest.raises(SourceError, match="it says that its weights are in .*victim"):
-        download_model(f"runs:/{run.info.run_id}/model", TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
+        fetch(logged, tmp_path)
     assert (victim / "model.py").read_text() == "mine"
     assert not (tmp_path / "downloaded" / "victim").exists()
 
@@ -147,11 +152,15 @@ def test_a_model_whose_flavours_have_another_form_is_an_error_of_the_source(flav
     logged = tmp_path / "logged"
     logged.mkdir()
     (logged / "MLmodel").write_text(f"flavors: {flavors}\n")
-    uri = stores.store(tmp_path)
-    mlflow.set_tracking_uri(uri)
-    experiment = mlflow.create_experiment("models", artifact_location=(tmp_path / "artifacts").as_uri())
-    with mlflow.start_run(experiment_id=experiment) as run:
-        mlflow.log_artifacts(str(logged), "model")
-    (tmp_path / "downloaded").mkdir()
     with pytest.raises(SourceError, match="model.source: mlflow:runs:/"):
-        download_model(f"runs:/{run.info.run_id}/model", TrackingConfig(uri=uri), tmp_path, tmp_path / "downloaded")
+        fetch(logged, tmp_path)
+
+
+@pytest.mark.parametrize("binary", ["components/tokenizer", "MLmodel"])
+def test_weights_that_a_tokenizer_cannot_be_laid_beside_are_an_error_of_the_source(binary: str, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "logged" / "components" / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tmp_path / "logged" / "MLmodel").write_text(f"flavors: {{transformers: {{model_binary: {binary}}}}}\n")
+    with pytest.raises(SourceError, match="its tokenizer cannot be laid beside its weights"):
+        fetch(tmp_path / "logged", tmp_path)
