@@ -13,6 +13,19 @@ from optexport.redaction import redact
 
 P = ParamSpec("P")
 
+# What a value must be, by the type of pydantic's error.
+_FORMS = {
+    "model_type": "a table",
+    "dict_type": "a table",
+    "list_type": "a list, in brackets",
+    "tuple_type": "a list, in brackets",
+    "bool_type": "true or false, without quotes",
+    "bool_parsing": "true or false, without quotes",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text, in quotes",
+}
+
 
 def explained(error: ValidationError, model: type[BaseModel], name: str) -> ConfigError:
     """All that pydantic found, as one message: a line per mistake, unknown keys with the nearest known one."""
@@ -23,8 +36,8 @@ def explained(error: ValidationError, model: type[BaseModel], name: str) -> Conf
         if found["type"] in ("too_short", "too_long"):
             least, most = (found["ctx"].get(f"{end}_length") for end in ("min", "max"))
             cause = f"it must hold {f'at least {least}' if most is None else most}"
-        elif found["type"] in ("model_type", "dict_type"):
-            cause = "it must be a table"
+        elif (form := _FORMS.get(found["type"])) is not None:
+            cause = f"it must be {form}"
         if found["type"] == "extra_forbidden":
             cause, mend = (
                 "there is no such key",

@@ -78,6 +78,9 @@ def check_source(config: Config, path: Path) -> None:
         module, _, name = rest.partition(":")
         if not module or not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
+        if module.endswith(".py"):
+            mend = f'Write "python:{module.removesuffix(".py").replace("/", ".")}:{name}".'
+            raise ConfigError(f"{module} is a file, and a module is asked for", place=place, mend=mend)
         check_module(rest, folder, place)
     if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
         raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')

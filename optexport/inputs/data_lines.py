@@ -69,6 +69,8 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, place: str) -> d
         }
         rows = _of_one_dtype(rows, name, place)
         first, shape = next((number, row.shape) for number, row in rows.items())
+        if name == "input_ids" and not shape:
+            raise ConfigError("it must be a list of token ids", place=f'{place}, line {first}, "{name}"')
         other = next((number for number, row in rows.items() if row.shape != shape), None)
         if other is None:
             batch[name] = torch.stack(list(rows.values()))
@@ -81,7 +83,7 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, place: str) -> d
                 f"its shape is {list(rows[other].shape)}, and that of line {first} {list(shape)}",
                 place=f'{place}, line {other}, "{name}"',
             )
-    if "input_ids" in batch and "attention_mask" not in batch:
+    if "input_ids" in batch and batch["input_ids"].dim() == 2 and "attention_mask" not in batch:
         lengths = torch.tensor([len(record["input_ids"]) for record in records.values()])
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
     return batch
@@ -104,4 +106,6 @@ def _tensor(value: Any, place: str) -> torch.Tensor:
         raise ConfigError("it is neither a number nor lists of numbers, equally long", place=place) from error
     if not row.numel():
         raise ConfigError("it is empty", place=place)
+    if row.is_floating_point() and bool((row.isinf() & torch.tensor(value, dtype=torch.float64).isfinite()).any()):
+        raise ConfigError(f"a number is beyond the range of {str(row.dtype).removeprefix('torch.')}", place=place)
     return row

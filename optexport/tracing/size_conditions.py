@@ -79,11 +79,23 @@ def candidates(
         few = {name: sizes[name][:_ALL_PAIRS_UP_TO] + sizes[name][-8:] for name in free}
         for combination in itertools.islice(itertools.product(*few.values()), _MOST_COMBINATIONS):
             yield dict(zip(free, combination, strict=True))
-    if len(free) == 2:  # of which an equation about a product has no solution among small sizes
-        one, other = free
-        for product, size in itertools.product(_products(expression), sizes[one]):
-            if product % size == 0 and dims[other].min <= product // size <= (dims[other].max or product):
-                yield {one: size, other: product // size}
+    if len(free) > 1:  # of which an equation about a product has no solution among small sizes
+        splits = (_split(product, free, sizes, dims) for product in _products(expression))
+        yield from itertools.islice(itertools.chain.from_iterable(splits), _MOST_COMBINATIONS)
+
+
+def _split(
+    product: int, names: list[str], sizes: Mapping[str, list[int]], dims: Mapping[str, Dim]
+) -> Iterator[dict[str, int]]:
+    """Sizes of several dimensions whose product it is."""
+    first, *others = names
+    if not others:
+        if dims[first].min <= product <= (dims[first].max or product):
+            yield {first: product}
+        return
+    for size in sizes[first]:
+        if product % size == 0:
+            yield from ({first: size, **rest} for rest in _split(product // size, others, sizes, dims))
 
 
 def _products(expression: Any) -> list[int]:

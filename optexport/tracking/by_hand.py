@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport.errors import OptexportError
+from optexport.errors import ConfigError, OptexportError
 from optexport.tracking import aliases, registry, store
 
 
@@ -24,7 +24,7 @@ def promote(uri: str, name: str, version: str, alias: str) -> str | None:
     """Gives a version the alias; returns the version that held it before.
 
     Raises:
-        ConfigError: There is no such version.
+        ConfigError: There is no such model or version.
         TrackingError: The store cannot be reached, or refuses.
     """
     with _asking(uri, name) as (client, _):
@@ -49,6 +49,8 @@ def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
 
 @contextmanager
 def _asking(uri: str, name: str) -> Iterator[tuple[Any, _Standing]]:
+    if not name:
+        raise ConfigError("it is empty", place="NAME", mend="Give the name of a registered model.")
     standing = _Standing()
     try:
         client = store.open_store(uri, Path())

@@ -76,6 +76,8 @@ def test_lines_of_text_are_refused_under_the_key_that_was_given(made: Maker) -> 
         (['{"x": [1.0]}', '{"x": [1.0]}', '{"y": [1.0]}'], "line 3: its lines must be objects with the same keys"),
         (["3"], "its lines must be objects with the same keys"),
         (['{"x": [1.0]}', '{"x": [1.0'], "it cannot be read: line 2 is no JSON: Expecting ',' delimiter at column 11"),
+        (['{"input_ids": 5}'], 'line 1, "input_ids": it must be a list of token ids'),
+        (['{"x": [1.0]}', '{"x": [1e300]}'], 'line 2, "x": a number is beyond the range of float32'),
         (['{"text": "the cat"}', '{"text": 3}'], 'line 2: "text" must be a text'),
         (['{"x": ' + "[" * 100_000], "it cannot be read: line 1: "),
     ],
@@ -86,6 +88,11 @@ def test_a_mistake_in_a_line_is_told_with_its_line_and_its_key(lines: list[str],
     message = made.refusal(Rows(), data="lines.jsonl")
     assert message.startswith("inputs.data: lines.jsonl")
     assert told in message
+
+
+def test_ids_of_several_choices_get_no_mask_of_tokens() -> None:
+    batch = stack_records({1: {"input_ids": [[1, 2, 3], [4, 5, 6]]}}, nn.Identity(), "lines.jsonl")
+    assert set(batch) == {"input_ids"}
 
 
 @settings(max_examples=50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,16 @@ def test_declared_sizes_at_which_the_model_goes_another_way_are_in_doubt_however
     traced = trace(_doubled_at(condition), {"x": torch.randn(3, 20, 4)}, dynamic)
     assert traced.doubtful
     assert all(condition(sizes.get("batch", 3), sizes.get("rows", 20)) for sizes in traced.doubtful)
+
+
+def test_a_product_of_three_declared_sizes_is_in_doubt() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if x.shape[0] * x.shape[1] * x.shape[2] == 1001 else 1)
+
+    dynamic = {"x": {axis: Dim(name, 1, 64) for axis, name in enumerate(("batch", "rows", "columns"))}}
+    traced = trace(Program(forward).eval(), {"x": torch.randn(3, 20, 4)}, dynamic)
+    assert traced.doubtful
+    assert all(math.prod(sizes.values()) == 1001 for sizes in traced.doubtful)
 
 
 @pytest.mark.parametrize(("traced_at", "ends"), [(20, (2, 40)), (50, (41, 90)), (100, (91, None))])

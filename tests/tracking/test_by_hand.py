@@ -237,7 +237,11 @@ def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(st
 
 @pytest.mark.parametrize(
     ("name", "version", "words"),
-    [("blok", "1", 'there is no such registered model\n  Did you mean "block"'), ("block", "9", "no such version")],
+    [
+        ("blok", "1", 'there is no such registered model\n  Did you mean "block"'),
+        ("block", "9", "no such version"),
+        ("", "1", "NAME: it is empty"),
+    ],
 )
 def test_what_is_not_there_cannot_be_promoted(store: Registry, name: str, version: str, words: str) -> None:
     store.log()
