@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from typing import NoReturn
+
 from optexport import interrupts
 
 
 def main() -> None:
     """Runs the command line; what it is made of is imported once a signal can no longer leave a traceback there."""
     interrupts.end_at_once()
+    _never_end_as_if_done()
     from optexport.cli.main import main as program
 
     program()
+
+
+def _never_end_as_if_done() -> None:
+    """Has ``os._exit(0)``, which only a model's code calls here, end the process with 1: 0 means that all is done."""
+    owner, leave = os.getpid(), os._exit
+
+    def exit_as_failed(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == owner:  # and not a process that was forked
+            os.write(2, b"Error: a model's code ended the program\n")
+            status = 1
+        leave(status)
+
+    os._exit = exit_as_failed
 
 
 if __name__ == "__main__":  # and not where multiprocessing imports it to start a process

@@ -16,7 +16,7 @@ def find_all(name: str, filename: str, options: Mapping[str, Any]) -> list[Path]
         name, options: As for `find`.
     """
     if Path(name).is_dir():
-        return sorted(Path(name).rglob(filename))
+        return sorted(path for path in Path(name).rglob(filename) if path.is_file())
     found = find(name, filename, options)
     return [] if found is None else [found]
 

@@ -2,7 +2,8 @@
 
 Its ``sentence_bert_config.json`` holds tables that sentence-transformers hands to ``from_pretrained`` as they stand:
 ``weights_only = false`` there unpickles the weights, which runs any code, and ``vocab_file`` reads any file of the
-machine. So only what is known to be harmless is let through.
+machine. Its modules are of any class in sentence-transformers, and some load whatever else their own files name, as
+``WordEmbeddings`` does a whole other model. So only what is known to be harmless is let through.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ MODULES = "modules.json"
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 _SETTINGS = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
 _ROUTERS = ("router_config.json", "config.json")  # of a module that holds others, in folders of their own
+
+# The modules that load nothing but numbers and a tokenizer of their own folder, wherever releases have their classes.
+_CLASSES = {
+    *("Transformer", "Pooling", "Dense", "Normalize", "LayerNorm", "Dropout", "CNN", "LSTM", "WeightedLayerPooling"),
+    *("Router", "Asym", "StaticEmbedding", "BoW", "WordWeights"),
+}
+_OWN = "sentence_transformers."  # others are code of the model's own, which sentence-transformers asks for before
 
 _MODEL = {"add_pooling_layer", "attn_implementation", "dtype", "torch_dtype"}
 _TOKENIZER = {
@@ -55,7 +63,11 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     """
     modules = find(name, MODULES, options)
     listed = [] if modules is None else _read(modules)
-    waiting = ["", *(str(entry.get("path", "")) for entry in listed if isinstance(entry, dict))]
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise SourceError("it is no list of JSON objects", place=str(modules))
+    for entry in listed:
+        _check_class(entry.get("type"), modules)
+    waiting = ["", *(str(entry.get("path", "")) for entry in listed)]
     seen = set()
     while waiting:
         subfolder = waiting.pop()
@@ -74,6 +86,8 @@ def check(name: str, options: Mapping[str, Any]) -> None:
             types = None if (path := find(name, filename, inside)) is None else _read(path)
             types = types.get("types") if isinstance(types, dict) else None
             if isinstance(types, dict):
+                for each in types.values():
+                    _check_class(each, path)
                 waiting += [str(PurePosixPath(subfolder, each)) for each in types]
 
 
@@ -82,6 +96,16 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise SourceError(f"it is no JSON: {first_line(error)}", place=str(path)) from error
+
+
+def _check_class(kind: Any, path: Path | None) -> None:
+    """Refuses a class of sentence-transformers that is not known to load nothing but its own folder's files."""
+    if not isinstance(kind, str) or (kind.startswith(_OWN) and kind.rpartition(".")[2] not in _CLASSES):
+        raise SourceError(
+            f"a module is of the class {kind}, which is not known to read nothing but its own folder",
+            place=str(path),
+            mend=f"Known are {', '.join(sorted(_CLASSES))}. {TRANSFORMER_ALONE}",
+        )
 
 
 def _check_settings(settings: Any, path: Path) -> None:

@@ -55,9 +55,9 @@ def kept(output: Path) -> tuple[Path, ...]:
 def cache() -> Path | None:
     """Where results are kept: ``OPTEXPORT_CACHE``, or ``optexport`` among the user's caches; None where it is empty."""
     named = os.environ.get("OPTEXPORT_CACHE")
-    if named is not None:
-        return Path(named).absolute() if named else None
     try:
+        if named is not None:
+            return Path(named).expanduser().absolute() if named else None
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # a user id that the system does not know, as containers give
         return None
@@ -77,6 +77,12 @@ def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: b
     for place in places:
         if named.is_relative_to(place.resolve()) or (is_file and named in place.resolve().parents):
             raise ConfigError(f"it would change {place}", place=f"{option} {path}", mend="Name another place.")
+    if (bundle := _bundle_around(named)) is not None:
+        raise ConfigError(
+            f"it lies in the bundle {bundle}, which would hold what is not its own",
+            place=f"{option} {path}",
+            mend="Name another place.",
+        )
 
 
 def check_place(output: Path) -> None:
@@ -87,13 +93,12 @@ def check_place(output: Path) -> None:
     """
     try:
         check_replaceable(output)
-        for around in output.parents:
-            if (around / GENERATION).is_file() or _vouched_for(around / MANIFEST) is not None:
-                raise ConfigError(
-                    f"it lies in the bundle {around}, which would hold what is not its own",
-                    place=f"export.output: {output}",
-                    mend="Choose another place.",
-                )
+        if (bundle := _bundle_around(output)) is not None:
+            raise ConfigError(
+                f"it lies in the bundle {bundle}, which would hold what is not its own",
+                place=f"export.output: {output}",
+                mend="Choose another place.",
+            )
         existing = next(folder for folder in output.parents if folder.exists())
         if not existing.is_dir():
             raise NotADirectoryError(f"{existing} is no folder")
@@ -103,6 +108,12 @@ def check_place(output: Path) -> None:
             os.lstat(existing / f"{output.name}{'-' * 24}")  # room for the name that it bears until it is whole
     except (OSError, ValueError) as error:
         raise ConfigError(f"nothing can be written there: {error}", place=f"export.output: {output}") from error
+
+
+def _bundle_around(path: Path) -> Path | None:
+    """The bundle that a place lies in."""
+    around = path.parents
+    return next((at for at in around if (at / GENERATION).is_file() or _vouched_for(at / MANIFEST) is not None), None)
 
 
 def _vouched_for(manifest: Path) -> list[PurePosixPath] | None:

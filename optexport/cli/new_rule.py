@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import keyword
 import re
+import sys
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -24,7 +26,8 @@ def write_rule(name: str, folder: Path) -> list[Path]:
         The files: the rule, its test, its config.
 
     Raises:
-        ConfigError: The name cannot be a module's, is a built-in rule's, or one of the files is there already.
+        ConfigError: The name cannot be a module's, is one already, or a built-in rule's, or that of something which
+            the files themselves use; or one of the files is there already.
     """
     module = name.replace("-", "_")
     if keyword.iskeyword(module):
@@ -34,14 +37,21 @@ def write_rule(name: str, folder: Path) -> list[Path]:
     if canonical_name(name) is not None:
         raise ConfigError(f"there is a built-in rule {name}", place="NAME", mend="Choose another name.")
     class_name = "".join(word.capitalize() for word in module.split("_"))
-    written = {folder / target.format(module=module): template for template, target in _FILES.items()}
+    written = {folder / target.format(module=module): _template(template) for template, target in _FILES.items()}
     for path in written:
         if path.exists():
             raise ConfigError("it is there already", place=str(path), mend="Choose another name or folder.")
-    for path, template in written.items():
-        text = resources.files("optexport.cli").joinpath("templates", template).read_text(encoding="utf-8")
+    if module in {*sys.stdlib_module_names, *importlib.metadata.packages_distributions(), "test", "conftest"}:
+        raise ConfigError(f"there is a module {module}", place="NAME", mend=f"Write drop-{module}, say.")
+    if any(re.search(rf"\b{class_name}\b", text) for text in written.values()):
+        raise ConfigError(f"{class_name} is what a rule is made with", place="NAME", mend=f"Write drop-{module}, say.")
+    for path, text in written.items():
         try:
             path.write_text(Template(text).substitute(module=module, class_name=class_name), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"it cannot be written: {error}", place=str(path)) from error
     return list(written)
+
+
+def _template(name: str) -> str:
+    return resources.files("optexport.cli").joinpath("templates", name).read_text(encoding="utf-8")

@@ -91,6 +91,8 @@ def _config_json(source: str, folder: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():  # nor a pipe, which would be waited for
+        return {}
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

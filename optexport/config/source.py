@@ -119,6 +119,13 @@ def check_beside_source(config: Config, path: Path) -> None:
     kind = source_kind(config.model.source, folder)
     if config.model.arguments and kind is not SourceKind.PYTHON:
         raise ConfigError("only a python: source takes arguments", place=f"{path}: model.arguments")
+    attention = config.model.attn_implementation
+    if attention is not None and "/" in attention and not config.model.trust_remote_code:
+        raise ConfigError(
+            f'"{attention}" is code of the hub\'s',
+            place=f"{path}: model.attn_implementation",
+            mend="Read that code, then model.trust_remote_code = true runs it.",
+        )
     if config.model.adapter is not None and kind in (SourceKind.PYTHON, SourceKind.PT2, SourceKind.TORCHSCRIPT):
         raise ConfigError("only a model of transformers takes one", place=f"{path}: model.adapter")
     if config.model.adapter is not None and not _is_dir(folder, config.model.adapter):

@@ -28,7 +28,16 @@ from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_mo
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.formats import torch_lowerings
 from optexport.signature import as_arguments
-from optexport.sources import adapters, archives, depths, patterns, program_signature, torchscript, weight_counts
+from optexport.sources import (
+    adapters,
+    archives,
+    depths,
+    kernels,
+    patterns,
+    program_signature,
+    torchscript,
+    weight_counts,
+)
 from optexport.sources.tasks import AUTO_CLASSES
 from optexport.torch_settings import Settings
 from optexport.tracing.raising import unlift
@@ -246,7 +255,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         patterns.check_beside(name, options)
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
-        with transformers_exporters.quiet():
+        with transformers_exporters.quiet(), kernels.refused(options):
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             trained_for = f"; its config names {', '.join(model_config.architectures or ['no task'])}"
             cls = _model_class(config.task, model_config)
@@ -297,7 +306,7 @@ def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping
             mend='Merge it before saving the model, or export the transformer alone: task = "feature-extraction".',
         )
     given = {"dtype": config.dtype and getattr(torch, config.dtype), "attn_implementation": config.attn_implementation}
-    with transformers_exporters.quiet():
+    with transformers_exporters.quiet(), kernels.refused(options):
         found = sentence_embedding.load(
             name, options, {key: value for key, value in given.items() if value}, f"model.source: {config.source}"
         )

@@ -229,14 +229,22 @@ def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, c
         return Verdict((why,), ())
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
         try:
-            documents = [
-                client.download_artifacts(run_id, f"{BUNDLE}/{each}", scratch) for each in (MANIFEST, MEASUREMENTS)
-            ]
+            documents = [_downloaded(client, run_id, each, scratch) for each in (MANIFEST, MEASUREMENTS)]
             return ratchet.compare(new, Finished.read(Path(documents[0]).parent), config.ratchet)
         except (BundleError, ValueError, ArithmeticError) as error:
             told = f"{error.place}: {error.cause}" if isinstance(error, BundleError) else first_line(error)
             why = f"version {champion} cannot be compared with: {told}".replace(f"{scratch}/", "")
             return Verdict((ratchet.shown(why),), ())
+
+
+def _downloaded(client: Any, run_id: str | None, document: str, folder: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return str(client.download_artifacts(run_id, f"{BUNDLE}/{document}", folder))
+    except MlflowException:
+        _kept(client, run_id)  # of a server that is gone this says so, and that calls the path wrong
+        raise
 
 
 def _kept(client: Any, run_id: str | None) -> set[str]:

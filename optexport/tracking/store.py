@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import shlex
 import shutil
 import sqlite3
@@ -24,6 +26,8 @@ _SQLITE = "sqlite:///"
 _LONGEST = 500
 # What MLflow's server says where it is called by a name that is neither localhost's nor a private address.
 _FOREIGN_HOST = "Invalid Host header"
+# What SQLite says of a file that it cannot open or write, beside one that others write at the time.
+_NO_FILE = re.compile("unable to open|readonly")
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 # What the drivers of databases call the seconds that they wait for a server to take a connection.
 _IN_TIME = {
@@ -53,6 +57,8 @@ def import_mlflow() -> Any:
     import mlflow
     import mlflow.onnx
 
+    # It prints tracebacks of errors that it raises as well.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     return mlflow
 
 
@@ -163,7 +169,7 @@ def page(uri: str, experiment: str, run_id: str) -> str:
     """The address of a run in MLflow's own page, after the command that serves it where no server does."""
     path = f"#/experiments/{experiment}/runs/{run_id}"
     if uri.startswith("http"):
-        return f"{redact(uri).rstrip('/')}/{path}"
+        return f"{redact(uri).replace('//***@', '//').rstrip('/')}/{path}"
     # The program may have been called by its path, from an environment that the shell does not know.
     program = shutil.which("mlflow") or str(Path(sys.executable).with_name("mlflow"))
     return f"{shlex.join([program, 'ui', '--backend-store-uri', redact(uri)])}\nhttp://127.0.0.1:5000/{path}"
@@ -171,11 +177,20 @@ def page(uri: str, experiment: str, run_id: str) -> str:
 
 def failure(error: Exception, uri: str, mend: str) -> TrackingError:
     """What went wrong with a store, as one message: mlflow, SQLAlchemy and requests each raise their own."""
+    raised = _of_driver(error)
     # Neither holds a secret that the cut could lay bare.
-    said = error.cause if isinstance(error, TrackingError) else f"{type(error).__name__}: {first_line(error)}"
+    said = error.cause if isinstance(error, TrackingError) else f"{type(raised).__name__}: {first_line(raised)}"
     told = TrackingError(said[:_LONGEST], place=f"tracking.uri: {uri}", mend=mend)
     told.__cause__ = error
     return told
+
+
+def _of_driver(error: Exception) -> BaseException:
+    """What the driver of a database raised, which SQLAlchemy puts its own words before; else the error itself."""
+    for raised in (error, error.__cause__):
+        if isinstance(driver := getattr(raised, "orig", None), Exception):
+            return driver
+    return error
 
 
 def when(error: Exception) -> str:
@@ -189,6 +204,8 @@ def when(error: Exception) -> str:
             "When the credentials are right (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
             "or user and password in the URI)"
         )
+    if isinstance(raised := _of_driver(error), sqlite3.OperationalError) and _NO_FILE.search(str(raised)):
+        return "When its folder is there, and this user may write to both"
     if isinstance(error, ImportError) and error.name:
         return f"When {error.name} is installed, which its driver needs"
     if _status(error) in (400, 404):
@@ -217,6 +234,7 @@ def _check_database(uri: str) -> None:
     if uri.startswith(_SQLITE):
         with contextlib.closing(sqlite3.connect(_database(uri), isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
+            database.execute("CREATE TABLE optexport_may_write (number)")  # which tells of a file that is read-only
             database.execute("ROLLBACK")
     elif uri.startswith(_DATABASES):
         import sqlalchemy

@@ -28,11 +28,12 @@ class ChangeTrueDivToMulByInverse(ReversibleRule):
     """x / c  ->  x * (1 / c), for a constant number c.
 
     Skips:   c is 0, infinite, NaN, a bool, or a parameter or buffer; 1 / c overflows or is subnormal; c is not a power
-             of two, or x known to be complex, and `exact` is set, or the quotient reaches anything that is not known to
-             take one rounding more or less as it is, before it is summed with others: what cuts to whole numbers or
-             compares, a root, logarithm or power of what a rounding may make negative, a division by what it may make
-             zero, a cast to a lower precision than its own or to an unknown dtype, memory of another tensor, a function
-             of one's own; a division in place, with a rounding mode, or into a given tensor.
+             of two, or x known to be complex, and `exact` is set, or the quotient reaches, also by sums and products
+             with others, anything that is not known to take one rounding more or less as it is, before a softmax, a
+             normalisation or a recurrent layer: what cuts to whole numbers or compares, a root, logarithm or power of
+             what a rounding may make negative, a division by what it may make zero, a cast to a lower precision than
+             its own or to an unknown dtype, memory of another tensor, a function of one's own; a division in place,
+             with a rounding mode, or into a given tensor.
              A division of a size (``x.shape[0] / 49``) is none of its business: it must stay exact.
     Exact:   to the bit where c is a power of two and x is real; else to one more rounding. What functions give that
              follow is that of an argument within one rounding: the sine of a quotient of a million may differ by 0.1

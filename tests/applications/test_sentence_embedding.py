@@ -22,6 +22,7 @@ from optexport.errors import ConfigError, SourceError
 from optexport.sources import loading
 from tests.applications import bundles
 from tests.applications.folders import TEXTS, encode, export, save_sentences
+from tests.exports import edit_json
 
 
 def load(folder: Path, **options: Any) -> loading.Loaded:
@@ -110,6 +111,11 @@ def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
     (folder / "modules.json").write_text("{")
     assert "modules.json: it is no JSON: Expecting" in refusal(folder)
     (folder / "modules.json").write_text("[{}]")
+    assert "a module is of the class None" in refusal(folder)
+    (folder / "modules.json").write_text("[3]")
+    assert "modules.json: it is no list of JSON objects" in refusal(folder)
+    transformer = {"type": TRANSFORMER}  # and no path
+    (folder / "modules.json").write_text(json.dumps([transformer]))
     assert "sentence-transformers could not load it" in refusal(folder)
 
 
@@ -174,6 +180,34 @@ class Evil:
         return exec, (f"open({str(self.written)!r}, 'w').close()",)
 
 
+TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
+WORDS = "sentence_transformers.sentence_transformer.modules.word_embeddings.WordEmbeddings"
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["listed", "inside of another"])
+def test_a_module_that_would_load_another_model_is_refused_and_no_code_runs(tmp_path: Path, inside: bool) -> None:
+    """Its ``tokenizer_class`` may be a whole SentenceTransformer, whose settings nobody had looked at."""
+    folder = save_sentences(tmp_path / "sentences")
+    words = folder / "words"
+    nested = words / "0_Transformer"
+    nested.mkdir(parents=True)
+    torch.save({"a": Evil(tmp_path / "ran")}, nested / "pytorch_model.bin")
+    edit_json(folder / "config.json", lambda settings: settings.pop("dtype", None))
+    shutil.copy(folder / "config.json", nested)
+    add_settings(nested, {"model_args": {"weights_only": False, "dtype": "auto"}})
+    given = {"tokenizer_class": "sentence_transformers.SentenceTransformer", "update_embeddings": False}
+    (words / "wordembedding_config.json").write_text(json.dumps({**given, "max_seq_length": 9}))
+    listed = [{"idx": 0, "name": "0", "path": nested.name, "type": TRANSFORMER}]
+    (words / "modules.json").write_text(json.dumps(listed))
+    if inside:
+        (folder / "1_Pooling" / "router_config.json").write_text(json.dumps({"types": {"../words": WORDS}}))
+    else:
+        listed = [{"idx": 0, "name": "0", "path": words.name, "type": WORDS}]
+        (folder / "modules.json").write_text(json.dumps(listed))
+    assert f"a module is of the class {WORDS}" in refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
 def add_settings(folder: Path, settings: dict[str, Any], name: str = "sentence_bert_config.json") -> Path:
     file = folder / name
     told = json.loads(file.read_text()) if file.exists() else {}
@@ -229,7 +263,7 @@ def test_settings_of_modules_inside_of_others_are_read_too(tmp_path: Path, name:
     folder = save_sentences(tmp_path / "sentences")
     inner = folder / "1_Pooling" / "inner"
     inner.mkdir()
-    (folder / "1_Pooling" / "router_config.json").write_text('{"types": {"inner": "sentence_transformers.Any"}}')
+    (folder / "1_Pooling" / "router_config.json").write_text('{"types": {"inner": "sentence_transformers.Pooling"}}')
     file = add_settings(inner, {"model_kwargs": {"weights_only": False}}, name)
     assert f"{file}: it sets model_kwargs.weights_only" in refusal(folder)
 

@@ -77,6 +77,16 @@ def test_what_a_run_is_to_write_beside_its_bundle_is_refused_in_it_before_anythi
     assert everything(tmp_path) == before
 
 
+def test_a_report_in_another_bundle_is_refused(call: Caller, tmp_path: Path) -> None:
+    """It was written, and that bundle was no longer whole."""
+    exported = exports.exported().output
+    before = everything(exported)
+    told = message(call("run", config(), "--junit", str(exported / "deep" / "x.xml")), 2)
+    assert f"it lies in the bundle {exported}" in told
+    assert everything(exported) == before
+    assert not (tmp_path / "build").exists()
+
+
 @pytest.mark.parametrize("name", ["build/model", "build", "link/x.xml", "mine.toml"])
 def test_a_report_in_place_of_the_bundle_is_refused_by_whatever_name(call: Caller, tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")

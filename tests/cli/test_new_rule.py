@@ -111,6 +111,11 @@ def test_every_file_that_the_guide_links_to_is_there() -> None:
         ("", "cannot name a rule"),
         ("merge-linears", "there is a built-in rule"),
         ("taken", "it is there already"),
+        ("random", "there is a module random"),
+        ("torch", "there is a module torch"),
+        ("conftest", "there is a module conftest"),
+        ("match", "Match is what a rule is made with"),
+        ("model", "Model is what a rule is made with"),
     ],
 )
 def test_a_name_that_cannot_be_is_refused_and_nothing_is_written(name: str, why: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from transformers import (
     WhisperConfig,
 )
 
+from optexport.applications import pretrained_files
 from optexport.cli.main import cli
 from optexport.cli.starter import GUESS, GUESSED_SIZE, starter_config
 from optexport.config.file import Config, load_config
@@ -270,6 +272,15 @@ def test_whatever_a_config_json_says_the_starter_is_good(
     known: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     assert described(tmp_path_factory.getbasetemp(), **known).model.source == "./model"
+
+
+def test_a_pipe_in_place_of_a_file_is_passed_over(tmp_path: Path) -> None:
+    """It was waited for."""
+    os.mkfifo(tmp_path / "config.json")
+    assert started(".", tmp_path).inputs.tensors
+    (tmp_path / "part").mkdir()
+    os.mkfifo(tmp_path / "part" / "config.json")
+    assert pretrained_files.find_all(str(tmp_path), "config.json", {}) == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "null"])

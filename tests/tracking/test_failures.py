@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sqlite3
 import time
@@ -11,6 +12,8 @@ from typing import Any
 
 import mlflow
 import pytest
+import sqlalchemy
+from mlflow.exceptions import MlflowException
 
 from optexport import pipeline
 from optexport.bundle.verification import verify
@@ -127,6 +130,33 @@ def test_a_database_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> No
     """mlflow itself tries for two minutes."""
     with pytest.raises(sqlite3.OperationalError, match="unable to open database file"):
         store.open_store(f"sqlite:///{tmp_path}/no such folder/mlflow.db", tmp_path)
+
+
+def test_an_error_of_a_database_is_told_without_a_traceback_and_in_the_words_of_its_driver(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """mlflow printed the traceback, and SQLAlchemy's own words stood in the cause's place."""
+    uri = stores.store(tmp_path)
+    with contextlib.closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as database:
+        database.execute("CREATE TRIGGER odd BEFORE INSERT ON runs BEGIN INSERT INTO nowhere VALUES (1); END")
+    result = pipeline.run(stores.project(tmp_path, uri, formats='["pt2"]'))
+    assert "OperationalError: no such table: main.nowhere" in str(result.tracking_failure)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_database_that_is_read_only_is_told_to_be_so(tmp_path: Path) -> None:
+    sqlite3.connect(tmp_path / "mlflow.db").close()
+    reading = f"file:{tmp_path / 'mlflow.db'}?mode=ro"
+    engine = sqlalchemy.create_engine("sqlite://", creator=lambda: sqlite3.connect(reading, uri=True))
+    try:
+        with engine.connect() as connection:
+            connection.execute(sqlalchemy.text("CREATE TABLE runs (id)"))
+    except sqlalchemy.exc.OperationalError as error:
+        raised = MlflowException(str(error))  # as mlflow does
+        raised.__cause__ = error
+    told = str(store.failure(raised, "sqlite:///mlflow.db", f"{store.when(raised)}: again"))
+    assert "OperationalError: attempt to write a readonly database\n" in told
+    assert "When its folder is there, and this user may write to both: again" in told
 
 
 def test_a_server_that_asks_to_be_called_much_later_is_not_waited_for(tmp_path: Path) -> None:

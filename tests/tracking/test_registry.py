@@ -10,6 +10,8 @@ from typing import Any
 import mlflow
 import pytest
 from mlflow.entities.model_registry import RegisteredModel
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from optexport.config.registering import RegisterConfig
 from optexport.errors import GateError, TrackingError
@@ -196,6 +198,21 @@ def test_a_champion_whose_run_is_gone_for_good_keeps_the_alias(store: Registry) 
     assert found.why == (
         "version 1 is of no run of optexport, or of one that was deleted: nothing tells how good it is",
     )
+
+
+def test_a_server_that_is_lost_as_the_champion_is_read_is_not_called_a_wrong_path(
+    store: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.log()
+    gone = ConnectionError("the server is gone")
+
+    def lost(*args: Any) -> None:
+        monkeypatch.setattr(mlflow.MlflowClient, "get_run", lambda *_: (_ for _ in ()).throw(gone))
+        raise MlflowException("please ensure that the path is correct", error_code=RESOURCE_DOES_NOT_EXIST)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "download_artifacts", lost)
+    with pytest.raises(TrackingError, match="the server is gone"):
+        store.log()
 
 
 @pytest.mark.parametrize("name", ["it's", "'", "a 'b' c", "50% {x} `y`; --", " \u202eé"])

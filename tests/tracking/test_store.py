@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from optexport import pipeline
+from optexport.redaction import keep_secret
 from optexport.tracking import store
 from tests import stores
 from tests.tracking.bundles import QUIET, only_run
@@ -27,6 +28,11 @@ def test_the_command_that_serves_a_run_can_be_pasted_into_a_shell(tmp_path: Path
     command, address = store.page(uri, "1", "abc").splitlines()
     assert shlex.split(command)[1:] == ["ui", "--backend-store-uri", uri]
     assert address == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
+
+
+def test_the_address_of_a_run_on_a_server_with_a_password_can_be_opened() -> None:
+    keep_secret(uri := "http://me:hunter2secret@127.0.0.1:5000/")
+    assert store.page(uri, "1", "abc") == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
 
 
 def test_without_tracking_there_is_no_run_and_no_store(tmp_path: Path) -> None:

@@ -47,12 +47,16 @@ _SMOOTH = {
     *("batchnorm", "batchnorm1d", "batchnorm2d", "batchnorm3d"),
     *(_CASTS.keys() | _MOVES),
 }
-# ... and after these every number is a sum of many, which rounds differently with any transformation.
-_MIXES = {
+# So do these, of which many numbers make one: a sum of zeros and whole quotients is as whole as they are.
+_SUMS = {
     *("matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "linear", "bilinear", "sum", "mean", "var", "std", "prod"),
-    *("cumsum", "norm", "softmax", "logsoftmax", "logsumexp", "layernorm", "groupnorm", "instancenorm", "rmsnorm"),
-    *("scaleddotproductattention", "multiheadattention", "lstm", "gru", "convolution"),
+    *("cumsum", "norm", "convolution"),
     *(f"{kind}{rank}d" for kind in ("conv", "convtranspose", "avgpool", "adaptiveavgpool") for rank in (1, 2, 3)),
+}
+# ... and after these hardly any number is a whole one, or another that what follows could tell from its neighbours.
+_MIXES = {
+    *("softmax", "logsoftmax", "logsumexp", "layernorm", "groupnorm", "instancenorm", "rmsnorm"),
+    *("scaleddotproductattention", "multiheadattention", "lstm", "gru"),
 }
 
 
@@ -99,7 +103,7 @@ def _tells_little(node: Node, name: str, shifted: set[Node]) -> bool:
         if isinstance(exponent, int | float):
             return signed or (exponent >= 0 and exponent == int(exponent))
         return isinstance(base, int | float) and base > 0
-    return name in _SMOOTH or name in _MIXES or (name in _FROM_ZERO and signed)
+    return name in _SMOOTH | _SUMS | _MIXES or (name in _FROM_ZERO and signed)
 
 
 def _name(graph_module: GraphModule, node: Node) -> str:
