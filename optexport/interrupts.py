@@ -26,7 +26,7 @@ from typing import NoReturn
 
 # For the main thread to answer a signal: less than the 10 seconds after which containers are killed.
 _PATIENCE_SECONDS = 5.0
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # A signal that comes so soon after another is the same request, as of a shell and of a program that runs this one.
 _AT_ONCE_SECONDS = 1.0
@@ -43,7 +43,7 @@ _watching: list[int] = []
 
 @contextmanager
 def heeded() -> Iterator[None]:
-    """Within it, SIGINT and SIGTERM raise KeyboardInterrupt; in the main thread, the only one that may set handlers."""
+    """Within it, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt; in the main thread, the only one that may set handlers."""
 
     answered: list[int] = []
 

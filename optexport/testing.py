@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from optexport.errors import TransformationError
+from optexport.tensor_bytes import bytes_of
 from optexport.transformations import ReversibleTransformation, Rule, Transformation, compose
 from optexport.transformations.composition import Composition
 from optexport.transformations.rule import Report, run
@@ -269,6 +270,4 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    # Of a single element even contiguous memory may have any stride, which view() refuses: hence the clone.
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return bytes_of(tensor).numpy().tobytes()

@@ -11,6 +11,7 @@ from torch import fx
 from optexport.errors import TransformationError
 from optexport.signature import as_arguments, flatten_outputs
 from optexport.state import apart, buffers_kept
+from optexport.tensor_bytes import bytes_of
 from optexport.transform import NamedRule, sharing_copy
 from optexport.transformations import ReversibleTransformation, compose
 
@@ -75,5 +76,4 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal to the bit, NaN and the sign of zero included."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    bits, other_bits = (tensor.detach().flatten().contiguous().view(torch.uint8) for tensor in (one, other))
-    return torch.equal(bits, other_bits)
+    return torch.equal(bytes_of(one), bytes_of(other))

@@ -257,6 +257,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "plugin without a module": (rule('use = "python::Mine"'), "transformations[0].use", '"python:module:Class"'),
     # sources and files
     "source of words": (source("my model"), "model.source", 'Write a path, "org/name"'),
+    "package without a name": (source("package:"), "model.source", "it names no package"),
     "factory by a path": (source("python:m:net/x"), "model.source", '"python:module:factory"'),
     "gate that demands nothing": (table("gate", "min_speedup = {}"), "gate.min_speedup", "it demands nothing"),
     "file of another kind": (source("mine.toml"), "model.source", "a file of no kind that models are taken from"),
@@ -264,7 +265,6 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "missing program": (source("nowhere.pt2"), "model.source", "there is no file nowhere.pt2"),
     "missing package": (source("package:not_installed/x"), "model.source", "pip install"),
     "missing folder of a package": (source("package:click/nowhere"), "model.source", "nowhere"),
-    "package without a name": (source("package:"), "model.source", "package"),
     "module without a factory": (source("python:m"), "model.source", '"python:module:factory"'),
     "module by its path": (source("python:./m.py:load"), "model.source", "./m.py is a file"),
     "module by its file": (source("python:net/m.py:load"), "model.source", 'Write "python:net.m:load".'),

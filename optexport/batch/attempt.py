@@ -75,17 +75,18 @@ def make_ready() -> None:
 
 
 def _start_server() -> None:
-    """Starts the process from which others are forked, deaf to the SIGINT that a terminal sends to all of a batch.
+    """Starts the process from which others are forked, deaf to the signals that a terminal sends to all of a batch.
 
     It would end with a traceback in the middle of its imports; so it ends as the batch does, on which it hangs.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+    sent = (signal.SIGINT, signal.SIGHUP) if in_main_thread else ()
+    before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in sent}
     try:
         forkserver.ensure_running()
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _end_server() -> None:

@@ -46,7 +46,7 @@ def tasks_of(given: Sequence[str]) -> list[Task]:
     for each in given:
         found = [each] if os.path.exists(each) else sorted(glob.glob(each, recursive=True))
         if not found and glob.has_magic(each):
-            raise ConfigError("no file is called so", place=each, mend='In a shell, "**" needs quotes.')
+            raise ConfigError("no file is called so", place=each, mend="Look how it is spelt.")
         names += found or [each]
     tasks = {task.path: task for task in map(_task, names)}
     outputs: dict[Path, Task] = {}

@@ -35,6 +35,8 @@ UNLISTED = (MANIFEST, MEASUREMENTS, REPORT, *SIGNED)
 
 # What a system answers that takes no more of a file: a full disk, a quota, and a limit on how large a file may be.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# And one that opens no more of them.
+TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 
 def output_of(config: Config, folder: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from optexport import installed, interrupts
-from optexport.bundle.places import NO_ROOM, cache
+from optexport.bundle.places import NO_ROOM, TOO_MANY, cache
 from optexport.cli.console import echo
 from optexport.errors import OptexportError, printable
 from optexport.redaction import redact_error
@@ -168,6 +168,10 @@ class Group(click.Group):
             _fail(ctx, f"{told}\n  This is a defect: please report it, with --debug.", 1)
 
 
+# What the system's loader of libraries says where there is no memory for one.
+_UNMAPPED = "failed to map segment from shared object"
+
+
 def _has_working_directory() -> bool:
     try:
         os.getcwd()
@@ -178,15 +182,22 @@ def _has_working_directory() -> bool:
 
 def _no_room(error: BaseException) -> int | None:
     """The number of an error that says that nothing more is taken. Libraries not written in Python say so in words."""
+    numbers = (*NO_ROOM, *TOO_MANY, errno.ENOMEM)
     if isinstance(error, OSError):
-        return error.errno if error.errno in NO_ROOM else None
-    return next((number for number in NO_ROOM if os.strerror(number) in str(error)), None)
+        return error.errno if error.errno in numbers else None
+    if _UNMAPPED in str(error):
+        return errno.ENOMEM
+    return next((number for number in numbers if os.strerror(number) in str(error)), None)
 
 
 def _room(number: int) -> str:
     """Where to make room: a library that finds none does not say where."""
     if number == errno.EFBIG:
         return "Raise the limit on the size of files (ulimit -f), and run again."
+    if number in TOO_MANY:
+        return "Raise the limit on open files (ulimit -n), and run again."
+    if number == errno.ENOMEM:
+        return "Raise the limit on memory (ulimit -v), or give the machine more, and run again."
     places = [str(place) for place in (cache(), tempfile.gettempdir()) if place is not None]
     return f"Make room where standard output goes, or where the output, {' or '.join(places)} lies, and run again."
 

@@ -38,7 +38,7 @@ Exit codes:
   5    a transformation, an export or a measurement failed
   6    a gate failed
   7    tracking failed; the bundle is whole on disk
-  130  interrupted (143 by SIGTERM)"""
+  130  interrupted (143 by SIGTERM, 129 by SIGHUP)"""
 
 
 @click.group(cls=Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

@@ -42,6 +42,8 @@ def starter_config(source: str, folder: Path) -> str:
     known = _config_json(source, folder)
     path = (folder / source).resolve().name if kind is SourceKind.FOLDER else source.rstrip("/").rpartition("/")[2]
     name = source[len("package:") :].partition("/")[0] if kind is SourceKind.PACKAGE else path.rpartition(":")[2]
+    if kind is SourceKind.MLFLOW:  # of which the last part is a version
+        name = source.partition(":/")[2].strip("/").replace("/", "-") or name
     for suffix in (".pt2", *TORCHSCRIPT_SUFFIXES):
         name = name.removesuffix(suffix) or name  # which is a file, and the output a folder
     lines = [

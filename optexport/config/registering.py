@@ -21,7 +21,8 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def _model_name(name: str) -> str:
+def model_name(name: str) -> str:
+    """A name of a registered model as it is; a ValueError where MLflow would not take it, or not find it again."""
     # By a name with " or \ MLflow finds nothing again, and of models:/NAME@alias it takes a ? and what follows for a
     # query, and leaves out ends of lines. One of dots alone it refuses, and PostgreSQL one that holds a NUL.
     if not name.strip() or not name.strip(".") or re.search(r'[/:"\\?\x00-\x1f\x7f-\x9f]', name):
@@ -64,7 +65,7 @@ class RegisterConfig(_Table):
         ratchet: By how much, as a part of the champion's figure, a new version may be worse.
     """
 
-    name: Annotated[str, Field(max_length=256), AfterValidator(_model_name)]
+    name: Annotated[str, Field(max_length=256), AfterValidator(model_name)]
     alias: Annotated[str, AfterValidator(alias_name)] = DEFAULT_ALIAS
     ratchet: RatchetConfig = RatchetConfig()
 

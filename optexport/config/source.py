@@ -69,6 +69,8 @@ def check_source(config: Config, path: Path) -> None:
     _, _, rest = source.partition(":")
     if kind is SourceKind.PACKAGE:
         package, _, inner = rest.partition("/")
+        if not package:
+            raise ConfigError("it names no package", place=place, mend='Write "package:NAME/PATH".')
         location = package_folder(package)
         if location is None:
             raise ConfigError(f"the package {package} is not installed", place=place, mend="pip install it.")

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from optexport.bundle.digests import sha256
+from optexport.tensor_bytes import bytes_of
 
 # Whose functions and modules are known by their names, given the versions of the packages.
 _KNOWN = ("torch", "_operator", "operator", "math", "builtins", "optexport")
@@ -141,4 +142,4 @@ def _leaf(value: object) -> str:
 def _bytes(tensor: torch.Tensor) -> memoryview:
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     dense = dense.resolve_conj().resolve_neg()  # views that are computed as they are read have no bytes of their own
-    return dense.cpu().flatten().contiguous().view(torch.uint8).numpy().data
+    return bytes_of(dense.cpu()).numpy().data

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from optexport.tensor_bytes import bytes_of
+
 # Tensors of fewer bytes stay in memory: pages of a file would gain nothing.
 _LEAST_BYTES = 1 << 20
 
@@ -24,7 +26,7 @@ def spilled(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _mapped(tensor: torch.Tensor) -> torch.Tensor:
     with tempfile.NamedTemporaryFile(prefix="optexport-") as file:
-        file.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        file.write(bytes_of(tensor).numpy().data)
         file.flush()
         place = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
     return place.view(tensor.dtype).view(tensor.shape)

@@ -39,6 +39,7 @@ from optexport.sources import (
     weight_counts,
 )
 from optexport.sources.tasks import AUTO_CLASSES
+from optexport.tensor_bytes import bytes_of
 from optexport.torch_settings import Settings
 from optexport.tracing.raising import unlift
 
@@ -128,7 +129,7 @@ class Loaded:
         for name, tensor in sorted(tensors.items()):
             if isinstance(tensor, torch.Tensor):
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                digest.update(bytes_of(tensor.cpu()).numpy().data)
         return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optexport.config.registering import model_name
 from optexport.errors import ConfigError, OptexportError
 from optexport.tracking import aliases, registry, store
 
@@ -49,8 +50,10 @@ def rollback(uri: str, name: str, alias: str) -> tuple[str, str]:
 
 @contextmanager
 def _asking(uri: str, name: str) -> Iterator[tuple[Any, _Standing]]:
-    if not name:
-        raise ConfigError("it is empty", place="NAME", mend="Give the name of a registered model.")
+    try:
+        model_name(name)
+    except ValueError as error:
+        raise ConfigError(str(error), place="NAME") from error
     standing = _Standing()
     try:
         client = store.open_store(uri, Path())

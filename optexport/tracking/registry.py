@@ -183,8 +183,7 @@ def _tellable(uri: str) -> str | None:
 
 def promoting(name: str, version: str, alias: str, uri: str | None) -> str:
     """The command that gives a version an alias, for a shell; it does not name a store whose URI holds a secret."""
-    store = [] if uri is None or _tellable(uri) is None else ["--uri", uri]
-    options = ["--alias", alias, *store]
+    options = ["--alias", alias, "--uri", (uri and _tellable(uri)) or "URI"]
     given = [*options, "--", name, version] if name.startswith("-") else [name, version, *options]
     return shlex.join(["optexport", "promote", *given])
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport import overloads
+from optexport.tensor_bytes import bytes_of
 from optexport.transformations.graphs import folding, memory, modes, modules
 from optexport.transformations.rule import Match, Rule, Skip
 
@@ -230,8 +231,7 @@ def _weights(graph_module: GraphModule) -> Iterator[tuple[Node, str, torch.Tenso
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).cpu()
-    digest = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).digest()
+    digest = hashlib.sha256(bytes_of(tensor.cpu()).numpy().data).digest()
     return (type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad, digest)
 
 

@@ -328,6 +328,11 @@ def test_every_kind_of_source_is_kept_as_it_is(source: str, tmp_path: Path) -> N
     assert not config.export.output.endswith("/")
 
 
+def test_the_first_versions_of_two_models_of_a_registry_have_outputs_of_their_own(tmp_path: Path) -> None:
+    outputs = [started(f"mlflow:models:/{name}/1", tmp_path).export.output for name in ("one", "other")]
+    assert outputs == ["build/one-1", "build/other-1"]
+
+
 def test_python_and_pt2_sources_are_kept_too(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("", encoding="utf-8")
     (tmp_path / "mine.pt2").write_bytes(b"")

@@ -151,6 +151,14 @@ def test_what_is_too_large_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPa
     assert not place.exists()
 
 
+def test_an_entry_that_a_killed_run_had_half_removed_goes_at_once(place: Path) -> None:
+    """It was neither counted nor removed."""
+    half = place / keep("a")
+    (half / "entry.json").unlink()
+    keep("b")
+    assert not half.exists()
+
+
 def test_what_a_killed_run_left_goes_after_a_day(place: Path) -> None:
     for name, age in (("draft-old", 90_000), ("draft-new", 0)):
         (place / name).mkdir(parents=True)

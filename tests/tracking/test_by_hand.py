@@ -240,7 +240,8 @@ def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(st
     [
         ("blok", "1", 'there is no such registered model\n  Did you mean "block"'),
         ("block", "9", "no such version"),
-        ("", "1", "NAME: it is empty"),
+        ("", "1", "NAME: '' is no name of a registered model"),
+        ("block/1", "1", "NAME: 'block/1' is no name of a registered model"),
     ],
 )
 def test_what_is_not_there_cannot_be_promoted(store: Registry, name: str, version: str, words: str) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from optexport.tensor_bytes import bytes_of
+
 
 def canonical(value: Any) -> str:
     """A text that is equal for equal values only, whatever the process, its hash seed or its addresses.
@@ -34,8 +36,8 @@ def canonical(value: Any) -> str:
         case enum.Enum():
             inner = value.name
         case torch.Tensor():
-            content = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-            inner = f"{value.dtype}{list(value.shape)}{hashlib.sha256(content.numpy().tobytes()).hexdigest()}"
+            content = bytes_of(value.cpu()).numpy().data
+            inner = f"{value.dtype}{list(value.shape)}{hashlib.sha256(content).hexdigest()}"
         case Mapping():
             inner = ",".join(sorted(f"{canonical(k)}={canonical(v)}" for k, v in value.items()))
         case Set():
