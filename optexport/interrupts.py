@@ -43,7 +43,7 @@ _watching: list[int] = []
 
 @contextmanager
 def heeded() -> Iterator[None]:
-    """Within it, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt; in the main thread, the only one that may set handlers."""
+    """Within it, signals that end the program raise KeyboardInterrupt; in the main thread, which alone has handlers."""
 
     answered: list[int] = []
 

@@ -18,7 +18,7 @@ from optexport import interrupts
 from optexport.bundle import drafts
 from tests.calling import Caller, config, message
 
-SIGNALS = pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+SIGNALS = pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 
 # What Python swallows: the exception that a signal raises in a finaliser. Once only, since blame runs a rule again.
 SWALLOWING = """

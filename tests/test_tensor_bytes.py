@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport import Dim, export
+from optexport import Dim
 from optexport.tensor_bytes import bytes_of
 from tests.exports import quick
 
@@ -15,7 +15,16 @@ KEPT = torch.arange(12.0).reshape(4, 3)
 
 @pytest.mark.parametrize(
     "tensor",
-    [KEPT[:1, 1], KEPT[:0, 1], KEPT[:, 1], KEPT.t(), KEPT[2, 1], KEPT[:1, :1], KEPT[:, ::2].bool(), KEPT.cfloat()[:1, 1]],
+    [
+        KEPT[:1, 1],
+        KEPT[:0, 1],
+        KEPT[:, 1],
+        KEPT.t(),
+        KEPT[2, 1],
+        KEPT[:1, :1],
+        KEPT[:, ::2].bool(),
+        KEPT.cfloat()[:1, 1],
+    ],
     ids=["one element", "none", "a column", "transposed", "no dimension", "one of two", "bool", "complex"],
 )
 def test_the_bytes_are_those_of_the_numbers_row_after_row(tensor: torch.Tensor) -> None:

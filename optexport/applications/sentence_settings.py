@@ -8,6 +8,7 @@ machine. Its modules are of any class in sentence-transformers, and some load wh
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -23,7 +24,8 @@ MODULES = "modules.json"
 # All that a Transformer of sentence-transformers looks for in its folder.
 _KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 _SETTINGS = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
-_ROUTERS = ("router_config.json", "config.json")  # of a module that holds others, in folders of their own
+_CONFIG_FILE = "config.json"
+_ROUTERS = ("router_config.json", _CONFIG_FILE)  # of a module that holds others, in folders of their own
 
 # The modules that load nothing but numbers and a tokenizer of their own folder, wherever releases have their classes.
 _CLASSES = {
@@ -65,15 +67,13 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     listed = [] if modules is None else _read(modules)
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         raise SourceError("it is no list of JSON objects", place=str(modules))
-    for entry in listed:
-        _check_class(entry.get("type"), modules)
-    waiting = ["", *(str(entry.get("path", "")) for entry in listed)]
-    seen = set()
+    waiting = [("", ""), *((str(entry.get("path", "")), _known_class(entry.get("type"), modules)) for entry in listed)]
+    seen: set[tuple[str, str]] = set()
     while waiting:
-        subfolder = waiting.pop()
-        if subfolder in seen:
+        subfolder, kind = waiting.pop()
+        if (subfolder, kind) in seen:
             continue
-        seen.add(subfolder)
+        seen.add((subfolder, kind))
         if len(seen) > _MOST:
             raise SourceError(f"it holds more than {_MOST} modules", place=name)
         inside = {**options, "subfolder": subfolder}
@@ -82,13 +82,13 @@ def check(name: str, options: Mapping[str, Any]) -> None:
                 _check_settings(_read(path), path)
         if (path := find(name, patterns.CONFIG, inside)) is not None:
             patterns.check(path)
+        if kind == "Dense" and not options.get("trust_remote_code"):
+            _check_dense(find(name, _CONFIG_FILE, inside))
         for filename in _ROUTERS:
             types = None if (path := find(name, filename, inside)) is None else _read(path)
             types = types.get("types") if isinstance(types, dict) else None
             if isinstance(types, dict):
-                for each in types.values():
-                    _check_class(each, path)
-                waiting += [str(PurePosixPath(subfolder, each)) for each in types]
+                waiting += [(str(PurePosixPath(subfolder, each)), _known_class(of, path)) for each, of in types.items()]
 
 
 def _read(path: Path) -> Any:
@@ -98,13 +98,37 @@ def _read(path: Path) -> Any:
         raise SourceError(f"it is no JSON: {first_line(error)}", place=str(path)) from error
 
 
-def _check_class(kind: Any, path: Path | None) -> None:
-    """Refuses a class of sentence-transformers that is not known to load nothing but its own folder's files."""
-    if not isinstance(kind, str) or (kind.startswith(_OWN) and kind.rpartition(".")[2] not in _CLASSES):
+def _known_class(kind: Any, path: Path | None) -> str:
+    """The name of a class; one of sentence-transformers must be known to load nothing but its own folder's files."""
+    name = kind.rpartition(".")[2] if isinstance(kind, str) else ""
+    if not name or (kind.startswith(_OWN) and name not in _CLASSES):
         raise SourceError(
             f"a module is of the class {kind}, which is not known to read nothing but its own folder",
             place=str(path),
             mend=f"Known are {', '.join(sorted(_CLASSES))}. {TRANSFORMER_ALONE}",
+        )
+    return name
+
+
+def _check_dense(path: Path | None) -> None:
+    """Refuses what sentence-transformers puts another thing in place of, or leaves out, and tells only its log."""
+    from sentence_transformers.base.modules import Dense
+
+    settings = None if path is None else _read(path)
+    if not isinstance(settings, dict):
+        return
+    function = settings.get("activation_function")
+    if function is not None and not str(function).startswith("torch."):
+        raise SourceError(
+            f"its activation_function is {function}, which is none of torch's, and another would be taken for it",
+            place=str(path),
+            mend="Where that code may run: model.trust_remote_code = true.",
+        )
+    if unknown := sorted(settings.keys() - inspect.signature(Dense).parameters.keys()):
+        raise SourceError(
+            f"its {unknown[0]} is unknown to sentence-transformers, which would leave it out",
+            place=str(path),
+            mend=f"Take that out of the file, if the model does without it. {TRANSFORMER_ALONE}",
         )
 
 

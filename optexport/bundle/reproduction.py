@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.config.file import Config, checked_settings
 from optexport.config.mistakes import Mistakes
-from optexport.config.source import check_beside_source, check_module, check_source
+from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
 from optexport.errors import ConfigError
 from optexport.job import rules_of, unmeasured
 from optexport.kept import store
@@ -24,6 +25,8 @@ from optexport.registry import PLUGIN
 from optexport.sources import archives
 from optexport.sources.foreign_code import check_foreign_code
 from optexport.stages import Stages
+from optexport.tracking import own_uri
+from optexport.tracking.store import resolved_uri
 
 _SHOWN = 5
 
@@ -56,12 +59,27 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
         )
     config = _in_order(unmeasured(checked_settings(manifest.config, str(bundle))), manifest)
     check_foreign_code(config, str(bundle))
+    config = _with_store(config, bundle, folder)
     _check_named(config, bundle, folder)
     devices.check(config.model.device, config.export.formats, str(bundle))
     with store.off(), torch_settings.put_back(), interrupts.temporary_folder() as scratch:
         job = pipeline.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)
         made = pipeline.produce(replace(job, beside=bundle.resolve()), stages).manifest
         return [*_reasons(manifest, made), *_differences(bundle, manifest, scratch / "bundle", made)]
+
+
+def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
+    """The config with the store of ``MLFLOW_TRACKING_URI``, where a model is to be fetched from one and that names it.
+
+    Raises:
+        ConfigError: It does not, and what the bundle names is not to be asked.
+    """
+    if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:
+        return config
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
+    own_uri.check_source(resolved_uri(config.tracking.uri, folder), str(bundle), "set MLFLOW_TRACKING_URI.")
+    return config
 
 
 def _check_named(config: Config, bundle: Path, folder: Path) -> None:

@@ -24,7 +24,10 @@ def echo(text: str, *, err: bool = False) -> None:
 
 
 def clean_warnings() -> None:
-    """Has warnings printed like all other text: a TorchScript program may warn of anything, in any words."""
+    """Has warnings printed like all other text: a TorchScript program may warn of anything, in any words.
+
+    Only their first line begins at the margin: the others could be taken for what the program itself says.
+    """
     warnings.formatwarning = _printable_warning
 
 
@@ -32,7 +35,7 @@ _written = warnings.formatwarning
 
 
 def _printable_warning(*arguments: Any, **options: Any) -> str:
-    return printable(_written(*arguments, **options))
+    return printable(_written(*arguments, **options)).rstrip("\n").replace("\n", "\n    ") + "\n"
 
 
 def console() -> Console:

@@ -60,6 +60,8 @@ def special_cases(
     if not sized_by_values:
         for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
             found += _whole_numbers(example, name, effort, _ends(example[name].dtype, declared.get(name)))
+    for name in [name for name, tensor in example.items() if tensor.dtype is torch.bool and tensor.numel()]:
+        found += _truths(example, name)
     for turn in range(_SEEDS if effort == "exhaustive" and (values or vocabularies) else 0):
         drawn = _random(example, [*values], vocabularies, seed + turn)
         found.append(Case(f"random values {turn}", drawn, optional=True))
@@ -127,6 +129,20 @@ def _whole_numbers(example: Batch, name: str, effort: Effort, ends: tuple[int, i
     return [
         Case(f"{name} {kind}", {**example, name: values}, extreme=True, optional=True)
         for kind, values in inside.items()
+    ]
+
+
+def _truths(example: Batch, name: str) -> list[Case]:
+    """Cases of one input of true and false; all of one kind only where it is no mask, which would leave nothing."""
+    tensor = example[name]
+    places = torch.arange(tensor.numel()).reshape(tensor.shape)
+    made = {"every second": places % 2 == 0}
+    if "mask" not in name:
+        made |= {"all true": torch.ones_like(tensor), "all false": torch.zeros_like(tensor)}
+    return [
+        Case(f"{name} {kind}", {**example, name: values}, optional=True)
+        for kind, values in made.items()
+        if not torch.equal(values, tensor)
     ]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle import digests, drafts, parts
-from optexport.errors import ConfigError, OptexportError, TrackingError
-from optexport.tracking import facts, store
+from optexport.errors import OptexportError, TrackingError
+from optexport.tracking import facts, own_uri, store
 from optexport.tracking.finished import Finished
 from optexport.tracking.known import run_of
 from optexport.tracking.registry import Registered
@@ -93,19 +93,10 @@ def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
 def _own_uri(finished: Finished, folder: Path) -> str:
     """The store that the bundle's config names, where that says all: a bundle holds no credentials."""
     uri = finished.asked.tracking.uri
-    if uri.startswith("sqlite:") or "***" in uri:
-        raise ConfigError(
-            f"its config says {uri}, which does not tell where that is",
-            place=str(folder),
-            mend=f"Say so: {shlex.join(['optexport', 'log', str(folder)])} --config PATH/TO/config.toml "
-            "(or --uri URI, or MLFLOW_TRACKING_URI)",
-        )
-    if uri.startswith("http") and store.has_credentials():
-        raise ConfigError(
-            f"its config names {uri}, and whoever made it would be sent the credentials of this machine",
-            place=str(folder),
-            mend=f"If that is where they belong, say so: {shlex.join(['optexport', 'log', str(folder), '--uri', uri])}",
-        )
+    again = shlex.join(["optexport", "log", str(folder)])
+    own_uri.check_server(
+        uri, str(folder), f"{again} --config PATH/TO/config.toml (or --uri URI, or MLFLOW_TRACKING_URI)"
+    )
     return uri
 
 

@@ -28,6 +28,8 @@ _LONGEST = 500
 _FOREIGN_HOST = "Invalid Host header"
 # What SQLite says of a file that it cannot open or write, beside one that others write at the time.
 _NO_FILE = re.compile("unable to open|readonly")
+# A table that MLflow makes as it changes another, and that a killed program leaves.
+_CUT_OFF = "table _alembic_tmp"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 # What the drivers of databases call the seconds that they wait for a server to take a connection.
 _IN_TIME = {
@@ -126,7 +128,25 @@ def open_store(uri: str, folder: Path) -> Any:
     if not uri.startswith(_SQLITE):
         return mlflow.MlflowClient(uri)
     with locked_for_a_moment(_database(uri).parent):  # of two that make the tables at a time one would fail
+        _make_tables(mlflow, uri)
         return mlflow.MlflowClient(uri)
+
+
+def _make_tables(mlflow: Any, uri: str) -> None:
+    """Has mlflow make a new database under another name: what a signal leaves of one, it never goes on with."""
+    database = _database(uri)
+    draft = database.with_name(f"{database.name}.partial")
+    for left in (draft, draft.with_name(f"{draft.name}-journal")):
+        left.unlink(missing_ok=True)
+    if not _is_new(database):
+        return
+    mlflow.MlflowClient(uri.replace(str(database), str(draft), 1))
+    if _is_new(database):
+        draft.replace(database)
+
+
+def _is_new(database: Path) -> bool:
+    return not database.exists() or database.stat().st_size == 0
 
 
 def experiment_id(client: Any, name: str, folder: Path) -> str:
@@ -148,10 +168,14 @@ def experiment_id(client: Any, name: str, folder: Path) -> str:
     return made_once(lambda: str(client.create_experiment(name, artifact_location=beside)), known)
 
 
-def has_credentials() -> bool:
-    """Whether MLflow sends credentials to any server that it is told of: those of the environment, or of its file."""
+def has_credentials(uri: str) -> bool:
+    """Whether MLflow sends a server credentials that its URI does not hold: those of the environment, or of a file."""
     import_mlflow()
     from mlflow.utils.credentials import get_default_host_creds
+    from requests.utils import get_netrc_auth
+
+    if get_netrc_auth(uri) is not None:
+        return True
 
     known = get_default_host_creds("http://localhost")  # type: ignore[no-untyped-call]
     return any((known.username, known.password, known.token, known.auth, known.aws_sigv4, known.client_cert_path))
@@ -206,6 +230,8 @@ def when(error: Exception) -> str:
         )
     if isinstance(raised := _of_driver(error), sqlite3.OperationalError) and _NO_FILE.search(str(raised)):
         return "When its folder is there, and this user may write to both"
+    if _CUT_OFF in str(error):
+        return "Its tables were cut off as MLflow made them. When it is removed, or another one is named"
     if isinstance(error, ImportError) and error.name:
         return f"When {error.name} is installed, which its driver needs"
     if _status(error) in (400, 404):

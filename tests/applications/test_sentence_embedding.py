@@ -78,6 +78,32 @@ def test_modules_behind_the_pooling_are_run_in_order(tmp_path: Path) -> None:
     torch.testing.assert_close(embed(load(folder)), encode(folder))
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"activation_function": "transformers.activations.NewGELUActivation"}, "its activation_function is transf"),
+        ({"scale_of_another": 2.0}, "its scale_of_another is unknown to sentence-transformers"),
+    ],
+    ids=["another function", "another key"],
+)
+def test_what_sentence_transformers_would_pass_over_silently_is_refused(
+    tmp_path: Path, settings: dict[str, Any], told: str
+) -> None:
+    """A hyperbolic tangent was taken in the place of the model's own function, and proven."""
+    folder = save_sentences(tmp_path / "sentences")
+    add_settings(folder / "2_Dense", settings, "config.json")
+    assert told in refusal(folder)
+
+
+def test_a_function_of_other_code_is_that_of_the_model_where_it_is_trusted(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    function = "transformers.activations.NewGELUActivation"
+    add_settings(folder / "2_Dense", {"activation_function": function}, "config.json")
+    trusted = embed(load(folder, trust_remote_code=True))
+    add_settings(folder / "2_Dense", {"activation_function": "torch.nn.GELU"}, "config.json")
+    torch.testing.assert_close(trusted, embed(load(folder)), atol=1e-3, rtol=1e-2)
+
+
 def test_the_width_that_embeddings_are_cut_to_and_the_usual_prompt_are_kept(tmp_path: Path) -> None:
     folder = save_sentences(
         tmp_path / "sentences", truncate_dim=4, prompts={"query": "the mat "}, default_prompt_name="query"

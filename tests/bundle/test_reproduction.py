@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from optexport.bundle import reproduction
 from optexport.bundle.places import MANIFEST
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, SourceError
 from optexport.sources import foreign_code
 from optexport.stages import Stages
 from optexport.trust.signing import sign
@@ -220,3 +222,42 @@ def test_parts_of_other_shapes_and_names_are_told() -> None:
         "c is not there now",
         "d is there now",
     ]
+
+
+def _from_mlflow(project: Path, folder: Path, uri: str) -> Path:
+    """A bundle that says that its model is one of MLflow's."""
+    made = folder / "forged"
+    shutil.copytree(project / "build" / "model", made, dirs_exist_ok=True)
+    document = json.loads((made / MANIFEST).read_text())
+    document["config"]["model"]["source"] = "mlflow:models:/name/1"
+    document["config"]["model"]["arguments"] = {}
+    document["config"]["tracking"]["uri"] = uri
+    (made / MANIFEST).write_text(json.dumps(document))
+    exports.reseal(made)
+    return made
+
+
+def test_a_server_that_a_bundle_names_is_not_sent_the_credentials_of_this_machine(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-this-machine")
+    made = _from_mlflow(whole, tmp_path, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="would be sent the credentials of this machine"):
+        reproduction.reproduce(made, tmp_path, Stages())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # which says so
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(SourceError, match="model.source: mlflow:models:/name/1"):
+        reproduction.reproduce(made, tmp_path, Stages())
+
+
+def test_a_database_that_a_bundle_names_stays_as_it_is(whole: Path, tmp_path: Path) -> None:
+    """MLflow made its tables in any."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "mine.db")) as database:
+        database.execute("CREATE TABLE cookies (value)")
+    for name in ("mine.db", "nowhere.db"):
+        made = _from_mlflow(whole, tmp_path, f"sqlite:///{tmp_path / name}")
+        with pytest.raises(ConfigError, match="is no database of MLflow's"):
+            reproduction.reproduce(made, tmp_path, Stages())
+    with contextlib.closing(sqlite3.connect(tmp_path / "mine.db")) as database:
+        assert database.execute("SELECT name FROM sqlite_master").fetchall() == [("cookies",)]
+    assert not (tmp_path / "nowhere.db").exists()

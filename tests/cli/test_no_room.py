@@ -47,6 +47,22 @@ def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, mend: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("error", "mend"),
+    [
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "open files (ulimit -n)"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "memory (ulimit -v)"),
+        (RuntimeError("DefaultCPUAllocator: Error code 12 (Cannot allocate memory)"), "memory (ulimit -v)"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "memory (ulimit -v)"),
+    ],
+    ids=["open files", "memory", "memory of torch", "memory for a library"],
+)
+def test_other_limits_are_no_defects_either(error: Exception, mend: str) -> None:
+    result = ended_by(error)
+    assert result.exit_code == 1
+    assert f"\n  Raise the limit on {mend}" in result.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "closed"),
     [
         ("--help", 1, "stdout"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -12,12 +13,14 @@ from torch import nn
 from torch.nn import functional
 
 from optexport.config.file import Effort, TensorConfig
+from optexport.errors import ParityError
 from optexport.proof.cases import Case, cases
 from optexport.proof.floor import bounds
 from optexport.proof.parity import Proof
 from optexport.proof.running import run_original
 from optexport.proof.special_values import special_cases
 from optexport.signature import Batch, Dim, Signature, TensorSpec
+from tests.exports import quick
 
 EFFORTS = get_args(Effort)
 IDS = 40
@@ -201,6 +204,35 @@ def test_large_values_of_every_dtype_are_finite() -> None:
         found = special_cases({"x": torch.randn(64, 64).to(dtype)}, {}, "standard", 0)
         assert all(bool(torch.isfinite(case.batch["x"]).all()) for case in found)
         assert all(case.batch["x"].dtype is dtype for case in found)
+
+
+def test_truths_are_tried_all_of_one_kind_and_masks_are_not() -> None:
+    example = {"keep": torch.tensor([[True, True, True]]), "key_mask": torch.tensor([[True, True, False]])}
+    made = {case.name: case.batch for case in special_cases(example, {}, "standard", 0) if "padded" not in case.name}
+    assert set(made) == {"keep every second", "keep all false", "key_mask every second"}
+    assert made["keep every second"]["keep"].tolist() == [[True, False, True]]
+    assert not made["keep all false"]["keep"].any()
+    assert all(
+        torch.equal(batch[other], example[other])
+        for name, batch in made.items()
+        for other in batch
+        if other not in name
+    )
+
+
+class Pool(nn.Module):
+    """Goes another way where nothing is kept, but not in a trace."""
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and not keep.any():
+            return torch.ones(x.shape[0], x.shape[2])
+        return (x * keep[..., None]).sum(1)
+
+
+def test_what_a_model_does_where_an_input_is_false_throughout_is_seen(tmp_path: Path) -> None:
+    inputs = {"x": torch.randn(2, 5, 3), "keep": torch.ones(2, 5, dtype=torch.bool)}
+    with pytest.raises(ParityError, match="keep all false"):
+        quick(Pool(), inputs, tmp_path / "pool")
 
 
 @pytest.mark.parametrize("effort", EFFORTS)

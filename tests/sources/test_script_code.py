@@ -213,7 +213,7 @@ def test_names_that_only_getattr_can_say_are_no_more_than_names(tmp_path: Path) 
 
 
 def test_what_a_program_warns_of_is_told_without_what_steers_a_terminal(tmp_path: Path) -> None:
-    module = archives.load_torchscript(saying('torch.warn("\\033]0;title\\007told", 2)', tmp_path))
+    module = archives.load_torchscript(saying('torch.warn("\\033]0;title\\007told\\nsigned by the key", 2)', tmp_path))
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
         patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # puts it back
@@ -222,6 +222,7 @@ def test_what_a_program_warns_of_is_told_without_what_steers_a_terminal(tmp_path
         told = [warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in caught]
     assert "told" in "".join(told)
     assert "\x1b" not in "".join(told)
+    assert not any(line.startswith("signed") for line in "".join(told).splitlines()), "which could be a line of ours"
 
 
 _DEEP = {

@@ -224,7 +224,7 @@ def test_a_name_in_a_hint_is_written_for_a_shell() -> None:
     dashed = str(replace(found, name="-m").failure).rpartition("To move it all the same: ")[2]
     assert shlex.split(dashed)[-3:] == ["--", "-m", "2"]
     secret = replace(found, uri="https://me:secret@mlflow")
-    assert shlex.split(str(secret.failure).rpartition("To move it all the same: ")[2]) == told
+    assert shlex.split(str(secret.failure).rpartition("To move it all the same: ")[2]) == [*told, "--uri", "URI"]
 
 
 def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(store: Registry) -> None:

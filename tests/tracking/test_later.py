@@ -184,7 +184,9 @@ def test_a_bundle_that_was_changed_is_not_sent(tmp_path: Path) -> None:
     assert runs(uri) == []
 
 
-@pytest.mark.parametrize("uri", ["sqlite:///mlflow.db", "http://***@example.org"])
+@pytest.mark.parametrize(
+    "uri", ["sqlite:///mlflow.db", "SQLite:///mlflow.db", "http://***@example.org", "postgresql://example.org/mlflow"]
+)
 def test_a_bundle_that_does_not_tell_where_its_store_is_needs_to_be_told(tmp_path: Path, uri: str) -> None:
     place = bundle(tmp_path, manifest=lambda document: document["config"]["tracking"].update(uri=uri))
     mend = rf"optexport log {place} --config PATH/TO/config\.toml \(or --uri URI, or MLFLOW_TRACKING_URI\)"
@@ -198,9 +200,19 @@ def test_a_server_that_a_bundle_names_is_not_sent_the_credentials_of_this_machin
 ) -> None:
     """A job that sends bundles of others would give its token to whoever they name."""
     monkeypatch.setenv(variable, "of-this-machine")
-    uri = "http://127.0.0.1:9"
-    place = bundle(tmp_path, manifest=lambda document: document["config"]["tracking"].update(uri=uri))
-    with pytest.raises(ConfigError, match=f"say so: optexport log {place} --uri {uri}"):
+    for uri in ("http://127.0.0.1:9", "HTTP://127.0.0.1:9", "Https://127.0.0.1:9"):
+        place = bundle(tmp_path, manifest=lambda document, uri=uri: document["config"]["tracking"].update(uri=uri))  # type: ignore[misc]
+        with pytest.raises(ConfigError, match=f"its config names {uri}, and whoever made it would be sent"):
+            log_bundle(place)
+
+
+def test_a_server_that_a_file_of_passwords_knows_is_not_asked_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "netrc").write_text("default login me password of-this-machine\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    place = bundle(tmp_path, manifest=lambda document: document["config"]["tracking"].update(uri="http://127.0.0.1:9"))
+    with pytest.raises(ConfigError, match="would be sent the credentials of this machine"):
         log_bundle(place)
 
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from optexport import pipeline
@@ -61,6 +62,26 @@ def test_a_new_database_takes_several_that_start_at_once(tmp_path: Path) -> None
     for process in started:
         told, errors = process.communicate()
         assert (process.returncode, told) == (0, "1\n"), errors
+
+
+def test_a_database_whose_making_was_killed_is_made_anew(tmp_path: Path) -> None:
+    """What was left had half of its tables, and MLflow refused it for ever."""
+    draft = tmp_path / "mlflow.db.partial"
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from optexport.tracking import store; store.open_store(sys.argv[1], '')",
+    ]
+    with subprocess.Popen([*command, uri]) as process:
+        while not (draft.exists() and draft.stat().st_size > 100_000):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    assert not (tmp_path / "mlflow.db").exists() or (tmp_path / "mlflow.db").stat().st_size == 0
+    client = store.open_store(uri, tmp_path)
+    assert client.get_experiment_by_name("Default") is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 def test_a_config_in_no_repository_is_not_told_to_be_of_this_program(tmp_path: Path) -> None:
