@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 from optexport.bundle.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
 from optexport.bundle.places import NO_ROOM, check_outside
+from optexport.config.decisions import beside_gate
 from optexport.errors import ConfigError, OptexportError, on_one_line, printable
 
 _SUITE = "optexport"
@@ -100,9 +101,9 @@ def markdown(proof: ParityRecord, title: str) -> str:
         ]
     for place, decision in _decisions(proof):
         interval = "-" if decision.low is None else f"{decision.low:.6g} to {decision.high:.6g}"
-        value = "-" if decision.value is None else f"{decision.value:.6g}"
+        value = "-" if decision.value is None else beside_gate(decision.value, decision.min)
         cells = [place.title, _literal(_measured(decision)), value, interval]
-        cells += [str(decision.count), f"{decision.min:g}", "passed" if decision.failure is None else "**failed**"]
+        cells += [str(decision.count), f"{decision.min:.15g}", "passed" if decision.failure is None else "**failed**"]
         lines.append(f"| {' | '.join(cells)} |")
     for place, output in failures:
         told = _literal(f"{_failure(output)}. {_explained(proof, output)}")

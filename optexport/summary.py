@@ -15,6 +15,7 @@ from rich.table import Table
 from optexport import ci_reports
 from optexport.bench import report
 from optexport.bundle.manifest import ChangeRecord, GateValueRecord, Manifest, TensorRecord
+from optexport.config.decisions import beside_gate
 from optexport.errors import on_one_line
 from optexport.pipeline import Result
 from optexport.proof.parity import PlaceParity
@@ -158,8 +159,9 @@ def decision_table(places: Sequence[PlaceParity]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for place in places:
         for d in place.decisions:
-            interval = "" if d.low is None else f" ({d.low:.4g} to {d.high:.4g})"
-            cells = [f"{d.value:.6g}", f"{d.gate.min:g}", f"{d.mean:.6g}{interval}", f"{d.count}", f"{d.ties}"]
+            interval = "" if d.low is None else f" ({d.low:.6g} to {d.high:.6g})"
+            value, least = beside_gate(d.value, d.gate.min), f"{d.gate.min:.15g}"
+            cells = [value, least, f"{d.mean:.6g}{interval}", f"{d.count}", f"{d.ties}"]
             table.add_row(place.title, escape(d.gate.name), *cells, style=None if d.passed else "red")
     return table
 
@@ -179,7 +181,8 @@ def _show_precision(manifest: Manifest, console: Console) -> None:
         if ungated := manifest.ungated:
             console.print(f"  held to nothing: {escape(', '.join(ungated))}", soft_wrap=True, highlight=False)
         if len(lowered) < len(record.layers):
-            console.print(f"  with all lowered: {escape(_told(record.lowered))}", soft_wrap=True, highlight=False)
+            told = f"  with all {record.but_asked_for}lowered: {escape(_told(record.lowered))}"
+            console.print(told, soft_wrap=True, highlight=False)
         for layer in record.layers:
             if layer.kept is not None:
                 why = layer.kept if not layer.alone else f"{layer.kept}; lowered alone: {_told(layer.alone)}"
@@ -188,10 +191,9 @@ def _show_precision(manifest: Manifest, console: Console) -> None:
 
 def _told(values: Sequence[GateValueRecord]) -> str:
     """What gates are on."""
-    return "; ".join(
-        f"{v.measure}{f' of {v.output}' if v.output else ''} {'none' if v.value is None else f'{v.value:.6g}'}"
-        for v in values
-    )
+    texts = ["none" if value.value is None else beside_gate(value.value, value.min) for value in values]
+    names = [f"{value.measure}{f' of {value.output}' if value.output else ''}" for value in values]
+    return "; ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
 
 
 def _show_files(result: Result, console: Console) -> None:

@@ -260,6 +260,11 @@ class PrecisionRecord(_Record):
     lowered: list[GateValueRecord]
     chosen: list[GateValueRecord]
 
+    @property
+    def but_asked_for(self) -> str:
+        """What stands between "all" and "lowered" of what ``lowered`` is of."""
+        return "but those asked for " if any(layer.kept == "asked for" for layer in self.layers) else ""
+
 
 class ArtifactRecord(_Record):
     """One exported model, and the lowerings that were applied to its file, whether or not they found work.

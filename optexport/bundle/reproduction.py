@@ -25,8 +25,6 @@ from optexport.registry import PLUGIN
 from optexport.sources import archives
 from optexport.sources.foreign_code import check_foreign_code
 from optexport.stages import Stages
-from optexport.tracking import own_uri
-from optexport.tracking.store import resolved_uri
 
 _SHOWN = 5
 
@@ -69,17 +67,20 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
 
 
 def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
-    """The config with the store of ``MLFLOW_TRACKING_URI``, where a model is to be fetched from one and that names it.
+    """The config with the store that its model is to be fetched from, where it is: whoever made the bundle names any.
 
     Raises:
-        ConfigError: It does not, and what the bundle names is not to be asked.
+        ConfigError: Nothing says which store that is.
     """
     if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:
         return config
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
-    own_uri.check_source(resolved_uri(config.tracking.uri, folder), str(bundle), "set MLFLOW_TRACKING_URI.")
-    return config
+    raise ConfigError(
+        f"its model is {config.model.source}, and a bundle does not say which MLflow may be asked for it",
+        place=str(bundle),
+        mend=f"Set MLFLOW_TRACKING_URI; its config says {config.tracking.uri}.",
+    )
 
 
 def _check_named(config: Config, bundle: Path, folder: Path) -> None:

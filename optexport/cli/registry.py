@@ -73,7 +73,7 @@ def promote(name: str, version: str, alias: str | None, uri: str | None, config:
     from optexport.tracking import by_hand
 
     alias = _alias(alias, read)
-    before = by_hand.promote(_known_store(uri, config, read), name, version, alias)
+    before = by_hand.promote(_store(uri, config, read), name, version, alias)
     _tell({"name": name, "alias": alias, "version": version, "before": before}, as_json)
 
 
@@ -89,7 +89,7 @@ def rollback(name: str, alias: str | None, uri: str | None, config: Path | None,
     from optexport.tracking import by_hand
 
     alias = _alias(alias, read)
-    before, version = by_hand.rollback(_known_store(uri, config, read), name, alias)
+    before, version = by_hand.rollback(_store(uri, config, read), name, alias)
     _tell({"name": name, "alias": alias, "version": version, "before": before}, as_json)
 
 
@@ -118,28 +118,21 @@ def _alias(given: str | None, config: Config | None) -> str:
     return DEFAULT_ALIAS if config is None or config.registering is None else config.registering.alias
 
 
-def _store(uri: str | None, path: Path | None, config: Config | None) -> str | None:
+def _store(uri: str | None, path: Path | None, config: Config | None) -> str:
     if uri is None and path is not None and config is not None:
         from optexport.tracking.store import resolved_uri
 
         return resolved_uri(config.tracking.uri, path.parent)
     found, place = (uri, "--uri") if uri else (os.environ.get("MLFLOW_TRACKING_URI"), "MLFLOW_TRACKING_URI")
     if not found:
-        return None
+        raise ConfigError(
+            "nothing says which MLflow is meant",
+            place="--uri",
+            mend="Give --uri URI, --config CONFIG, or set MLFLOW_TRACKING_URI.",
+        )
     from optexport.config.tracking_uri import check_uri
 
     try:
         return check_uri(found)
     except ValueError as error:
         raise ConfigError(str(error), place=place) from error
-
-
-def _known_store(uri: str | None, path: Path | None, config: Config | None) -> str:
-    found = _store(uri, path, config)
-    if found is None:
-        raise ConfigError(
-            "nothing says which MLflow is meant",
-            place="--uri",
-            mend="Give --uri URI, --config CONFIG, or set MLFLOW_TRACKING_URI.",
-        )
-    return found

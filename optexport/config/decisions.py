@@ -21,6 +21,12 @@ METRIC = "python:"
 DEFAULT_K = 5
 
 
+def beside_gate(value: float, least: float, digits: int = 6) -> str:
+    """A measured value as it stands beside the least that passes: rounded, unless that took it to the other side."""
+    rounded = f"{value:.{digits}g}"
+    return rounded if (float(rounded) >= least) == (value >= least) else repr(value)
+
+
 class DecisionConfig(BaseModel):
     """One gate: the least value that passes, and of what; a number alone is its ``min``.
 

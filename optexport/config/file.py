@@ -31,7 +31,7 @@ from optexport.config.precision import PrecisionConfig, check_precision
 from optexport.config.processing import ProcessingConfig, check_processing
 from optexport.config.registering import RegisterConfig, check_register
 from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
-from optexport.config.tracking_uri import check_uri
+from optexport.config.tracking_uri import check_beside, check_uri
 from optexport.devices import Device
 from optexport.errors import did_you_mean
 from optexport.formats import lowerings
@@ -378,6 +378,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     mistakes.of(check_measuring, config.bench, config.gate, formats, dynamic, str(path))
     mistakes.of(check_source, config, path)
     mistakes.of(check_beside_source, config, path)
+    mistakes.of(check_beside, config, path)
     of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
     mistakes.of(check_inputs, config.inputs, of_program=of_program, place=str(path))
     mistakes.of(check_tolerance, config, without, str(path))

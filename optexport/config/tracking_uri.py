@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from optexport.errors import did_you_mean
+from optexport.errors import ConfigError, did_you_mean
 from optexport.redaction import redact
+
+if TYPE_CHECKING:
+    from optexport.config.file import Config
 
 # The kinds of stores that MLflow has itself; packages may add others.
 _STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
@@ -50,6 +55,30 @@ def check_uri(uri: str) -> str:
     if separator and kind in ("http", "https"):
         _check_address(uri)
     return uri
+
+
+def check_beside(config: Config, path: Path) -> None:
+    """Refuses a database beside a config, where MLflow would look for it elsewhere.
+
+    Args:
+        path: The config's.
+
+    Raises:
+        ConfigError: The folder's name holds what a URI holds for something else.
+    """
+    folder, uri = str(path.parent.resolve()), config.tracking.uri
+    odd = next((char for char in "%?" if char in folder), None)
+    if (
+        odd is not None
+        and config.tracking.enabled
+        and uri.startswith("sqlite:///")
+        and not uri.startswith("sqlite:////")
+    ):
+        raise ConfigError(
+            f'MLflow keeps no database in a folder whose name holds "{odd}"',
+            place=f"{path}: tracking.uri",
+            mend="Name one elsewhere, as sqlite:////PATH/mlflow.db, or say enabled = false.",
+        )
 
 
 def _check_address(uri: str) -> None:

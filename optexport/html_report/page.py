@@ -19,6 +19,7 @@ from optexport.bundle.digests import sha256
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measured import read_measured
 from optexport.bundle.places import MANIFEST, MEASUREMENTS, REPORT
+from optexport.config.decisions import beside_gate
 from optexport.errors import on_one_line, printable
 from optexport.html_report import changes, contents, figures
 from optexport.html_report.changes import View
@@ -98,7 +99,13 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": _number, "percent": _percent, "bytes": size_in_words, "shown": shown}
+    environment.filters |= {
+        "number": _number,
+        "percent": _percent,
+        "bytes": size_in_words,
+        "shown": shown,
+        "beside": _beside,
+    }
     script = _FOLDER.joinpath("page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals |= {
@@ -136,6 +143,10 @@ def _config(folder: Path, manifest: Manifest) -> Markup:
 
 def _number(value: float | None) -> str:
     return _NONE if value is None else f"{value:.3g}"
+
+
+def _beside(value: float | None, least: float) -> str:
+    return _NONE if value is None else beside_gate(value, least)
 
 
 def _percent(value: float | None) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRecord
+from optexport.config.decisions import beside_gate
 from optexport.errors import ConfigError, ParityError, did_you_mean
 from optexport.proof.cases import Case
 from optexport.proof.decisions import Decision
@@ -215,7 +216,7 @@ def _values(place: PlaceParity) -> list[GateValueRecord]:
         GateValueRecord(
             measure=decision.gate.measure,
             output=decision.gate.output,
-            value=float(f"{decision.value:.6g}") if math.isfinite(decision.value) else None,
+            value=float(beside_gate(decision.value, decision.gate.min)) if math.isfinite(decision.value) else None,
             min=decision.gate.min,
         )
         for decision in place.decisions

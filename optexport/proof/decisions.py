@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from optexport import registry
-from optexport.config.decisions import DEFAULT_K, METRIC, DecisionConfig
+from optexport.config.decisions import DEFAULT_K, METRIC, DecisionConfig, beside_gate
 from optexport.errors import ConfigError, did_you_mean, first_line
 from optexport.proof import distances
 from optexport.proof.floor import Bound, rounding
@@ -294,9 +294,7 @@ def described(decision: Decision) -> str:
         return "measured nowhere, since there is nothing to count"
     counted = _COUNTED.get(measure, "batches") + ("" if decision.gate.real else " of made-up inputs")
     interval = "" if decision.low is None else f", 95 % interval {decision.low:.6g} to {decision.high:.6g}"
-    shown = f"{decision.value:.{6 if measure in _SHARES else 9}g}"
-    if float(shown) >= decision.gate.min > decision.value:  # it must not look as if it passed
-        shown = repr(decision.value)
+    shown = beside_gate(decision.value, decision.gate.min, 6 if measure in _SHARES else 9)
     if measure == "cosine":
         return f"{shown} (the smallest of {count} {counted}; their mean {decision.mean:.9g}{interval})"
     ties = f", {decision.ties} of them by ties" if measure in _SHARES and decision.ties else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from optexport.bundle import digests, drafts, parts
 from optexport.errors import OptexportError, TrackingError
-from optexport.tracking import facts, own_uri, store
+from optexport.tracking import facts, store
 from optexport.tracking.finished import Finished
 from optexport.tracking.known import run_of
 from optexport.tracking.registry import Registered
@@ -34,17 +34,18 @@ class Logged:
     registered: Registered | None
 
 
-def log_bundle(folder: Path, uri: str | None = None, experiment: str | None = None) -> Logged:
+def log_bundle(folder: Path, uri: str, experiment: str | None = None) -> Logged:
     """Sends a bundle to MLflow, unless it is there; a run that is there in part is completed.
 
     Whoever sends it already, which may be the run that made it, is waited for; and no run replaces it meanwhile.
 
     Args:
-        uri: The store; by default the one that the bundle's config names.
+        uri: The store. What the bundle names is not taken for it: a server says where files are written, on this
+            machine too, and whoever made the bundle may name any.
         experiment: By default the config's.
 
     Raises:
-        ConfigError: The folder is no bundle, or nothing says where the store is.
+        ConfigError: The folder is no bundle.
         BundleError: The bundle was changed.
         TrackingError: The store cannot be reached, or refuses.
     """
@@ -52,12 +53,11 @@ def log_bundle(folder: Path, uri: str | None = None, experiment: str | None = No
         return log_locked(folder, uri, experiment)
 
 
-def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
+def log_locked(folder: Path, uri: str, experiment: str | None) -> Logged:
     """As `log_bundle`, for whoever has locked the folder."""
     digests.read_manifest(folder)
     finished = Finished.read(folder)
     told = tell(finished)
-    uri = uri or _own_uri(finished, folder)
     run_id: str | None = None
     client: Any = None
     try:
@@ -88,16 +88,6 @@ def log_locked(folder: Path, uri: str | None, experiment: str | None) -> Logged:
         if failed is error:
             raise
         raise failed from error
-
-
-def _own_uri(finished: Finished, folder: Path) -> str:
-    """The store that the bundle's config names, where that says all: a bundle holds no credentials."""
-    uri = finished.asked.tracking.uri
-    again = shlex.join(["optexport", "log", str(folder)])
-    own_uri.check_server(
-        uri, str(folder), f"{again} --config PATH/TO/config.toml (or --uri URI, or MLFLOW_TRACKING_URI)"
-    )
-    return uri
 
 
 def _started(client: Any, experiment: str, finished: Finished) -> str:

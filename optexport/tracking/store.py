@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import re
@@ -10,9 +11,11 @@ import shlex
 import shutil
 import sqlite3
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from optexport import telemetry
 from optexport.bundle.drafts import locked_for_a_moment
@@ -134,15 +137,18 @@ def open_store(uri: str, folder: Path) -> Any:
 
 def _make_tables(mlflow: Any, uri: str) -> None:
     """Has mlflow make a new database under another name: what a signal leaves of one, it never goes on with."""
-    database = _database(uri)
-    draft = database.with_name(f"{database.name}.partial")
-    for left in (draft, draft.with_name(f"{draft.name}-journal")):
-        left.unlink(missing_ok=True)
-    if not _is_new(database):
+    database = _database(uri).resolve()
+    drafts = f".{database.name}.partial-"
+    for left in database.parent.glob(f"{glob.escape(drafts)}*"):  # of a program that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    if not _is_new(database) or "%" in uri:  # of which mlflow makes folders by two names
         return
-    mlflow.MlflowClient(uri.replace(str(database), str(draft), 1))
-    if _is_new(database):
-        draft.replace(database)
+    with tempfile.TemporaryDirectory(prefix=drafts, dir=database.parent) as folder:
+        draft = Path(folder) / database.name
+        mlflow.MlflowClient(f"{_SQLITE}{draft}{''.join(uri.partition('?')[1:])}")
+        with contextlib.suppress(OSError):  # as of a file that is mounted, which mlflow has to make where it is
+            if _is_new(database):
+                draft.replace(database)
 
 
 def _is_new(database: Path) -> bool:
@@ -166,19 +172,6 @@ def experiment_id(client: Any, name: str, folder: Path) -> str:
         return None if made is None else str(made.experiment_id)
 
     return made_once(lambda: str(client.create_experiment(name, artifact_location=beside)), known)
-
-
-def has_credentials(uri: str) -> bool:
-    """Whether MLflow sends a server credentials that its URI does not hold: those of the environment, or of a file."""
-    import_mlflow()
-    from mlflow.utils.credentials import get_default_host_creds
-    from requests.utils import get_netrc_auth
-
-    if get_netrc_auth(uri) is not None:
-        return True
-
-    known = get_default_host_creds("http://localhost")  # type: ignore[no-untyped-call]
-    return any((known.username, known.password, known.token, known.auth, known.aws_sigv4, known.client_cert_path))
 
 
 def resolved_uri(uri: str, folder: Path) -> str:
@@ -252,7 +245,7 @@ def _status(error: Exception) -> int | None:
 
 def _database(uri: str) -> Path:
     """The file of an embedded database."""
-    return Path(uri.removeprefix(_SQLITE).partition("?")[0])
+    return Path(unquote(uri.removeprefix(_SQLITE).partition("?")[0]))
 
 
 def _check_database(uri: str) -> None:

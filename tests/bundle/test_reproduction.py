@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -237,27 +235,17 @@ def _from_mlflow(project: Path, folder: Path, uri: str) -> Path:
     return made
 
 
-def test_a_server_that_a_bundle_names_is_not_sent_the_credentials_of_this_machine(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:///{folder}/mine.db"])
+def test_a_store_that_a_bundle_names_is_not_asked_for_a_model(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-this-machine")
-    made = _from_mlflow(whole, tmp_path, "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="would be sent the credentials of this machine"):
+    """A server was sent the credentials of the machine, and MLflow made its tables in any database."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # which mlflow itself sets where it was told of a store
+    made = _from_mlflow(whole, tmp_path, uri.format(folder=tmp_path))
+    with pytest.raises(ConfigError, match="a bundle does not say which MLflow may be asked for it"):
         reproduction.reproduce(made, tmp_path, Stages())
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # which says so
+    assert not (tmp_path / "mine.db").exists()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(SourceError, match="model.source: mlflow:models:/name/1"):
         reproduction.reproduce(made, tmp_path, Stages())
-
-
-def test_a_database_that_a_bundle_names_stays_as_it_is(whole: Path, tmp_path: Path) -> None:
-    """MLflow made its tables in any."""
-    with contextlib.closing(sqlite3.connect(tmp_path / "mine.db")) as database:
-        database.execute("CREATE TABLE cookies (value)")
-    for name in ("mine.db", "nowhere.db"):
-        made = _from_mlflow(whole, tmp_path, f"sqlite:///{tmp_path / name}")
-        with pytest.raises(ConfigError, match="is no database of MLflow's"):
-            reproduction.reproduce(made, tmp_path, Stages())
-    with contextlib.closing(sqlite3.connect(tmp_path / "mine.db")) as database:
-        assert database.execute("SELECT name FROM sqlite_master").fetchall() == [("cookies",)]
-    assert not (tmp_path / "nowhere.db").exists()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from optexport.cli.main import cli
 from optexport.errors import ConfigError
 from optexport.pipeline import Result, run
 from tests.precision import models
@@ -38,3 +40,12 @@ def test_the_name_of_a_merged_layer_stands_for_its_parts_and_theirs_for_it(tmp_p
 def test_a_merged_layer_whose_name_counts_its_parts_is_refused_where_they_are_not_merged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'no layer "block.a-and-5-merged".*\n.*say formats of the rule, or leave'):
         _kept(tmp_path / "counted", "block.a-and-5-merged", "")
+
+
+def test_what_is_lowered_beside_a_layer_that_stays_is_not_called_all(tmp_path: Path) -> None:
+    config = models.write(tmp_path, _LOWERED.format("block.a"), model="merging", gates="cosine = 0.9")
+    done = CliRunner().invoke(cli, ["run", str(config)])
+    assert done.exit_code == 0, done.output
+    assert "with all but those asked for lowered: cosine of output 0.9" in done.output
+    page = (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
+    assert "with all but those asked for lowered" in page

@@ -10,10 +10,13 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from optexport import ci_reports
 from optexport.bundle.manifest import Manifest
 from optexport.cli.main import cli
+from optexport.config.decisions import beside_gate
 from optexport.precision import int8
 from tests import exports
 from tests.precision import models
@@ -81,6 +84,27 @@ def test_reports_name_the_precision_and_show_no_limit_that_there_is_not(folder: 
     suites = ElementTree.fromstring(ci_reports.junit(manifest.parity))
     classes = {case.get("classname") for case in suites.iter("testcase")}
     assert {"optexport.onnx (int8)", "optexport.onnx in float32"} <= classes
+
+
+@pytest.mark.usefixtures("told")
+def test_the_page_shows_what_does_not_keep_to_a_gate_below_it(folder: Path) -> None:
+    """It was rounded to 1, above the gate."""
+    manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
+    record = manifest.artifacts[0].precision
+    assert record is not None
+    (lowered,), (chosen,) = record.lowered, record.chosen
+    assert lowered.value is not None
+    assert chosen.value is not None
+    page = (folder / "bundle" / "report.html").read_text(encoding="utf-8")
+    shown = page[page.index("What the gates are on") :]
+    assert f'<td class="n">{lowered.value:.6g}</td><td class="n">{chosen.value:.6g}</td>' in shown
+    assert f'<td class="n">{chosen.min:.15g}</td>' in shown
+
+
+@given(value=st.floats(-1, 1), least=st.floats(-1, 1), digits=st.integers(1, 9))
+def test_a_value_is_not_rounded_to_the_other_side_of_its_gate(value: float, least: float, digits: int) -> None:
+    for near in (value, least, np.nextafter(least, -2), np.nextafter(least, 2)):
+        assert (float(beside_gate(float(near), least, digits)) >= least) == (near >= least)
 
 
 @pytest.mark.parametrize(

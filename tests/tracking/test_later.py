@@ -13,7 +13,7 @@ import pytest
 
 from optexport import pipeline
 from optexport.bundle import digests as bundle_files
-from optexport.errors import BundleError, ConfigError, TrackingError
+from optexport.errors import BundleError, TrackingError
 from optexport.html_report import page
 from optexport.tracking.later import log_bundle
 from optexport.trust.signing import check, sign
@@ -182,38 +182,6 @@ def test_a_bundle_that_was_changed_is_not_sent(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"graph_after\.txt"):
         log_bundle(place, uri)
     assert runs(uri) == []
-
-
-@pytest.mark.parametrize(
-    "uri", ["sqlite:///mlflow.db", "SQLite:///mlflow.db", "http://***@example.org", "postgresql://example.org/mlflow"]
-)
-def test_a_bundle_that_does_not_tell_where_its_store_is_needs_to_be_told(tmp_path: Path, uri: str) -> None:
-    place = bundle(tmp_path, manifest=lambda document: document["config"]["tracking"].update(uri=uri))
-    mend = rf"optexport log {place} --config PATH/TO/config\.toml \(or --uri URI, or MLFLOW_TRACKING_URI\)"
-    with pytest.raises(ConfigError, match=mend):
-        log_bundle(place)
-
-
-@pytest.mark.parametrize("variable", ["MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"])
-def test_a_server_that_a_bundle_names_is_not_sent_the_credentials_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    """A job that sends bundles of others would give its token to whoever they name."""
-    monkeypatch.setenv(variable, "of-this-machine")
-    for uri in ("http://127.0.0.1:9", "HTTP://127.0.0.1:9", "Https://127.0.0.1:9"):
-        place = bundle(tmp_path, manifest=lambda document, uri=uri: document["config"]["tracking"].update(uri=uri))  # type: ignore[misc]
-        with pytest.raises(ConfigError, match=f"its config names {uri}, and whoever made it would be sent"):
-            log_bundle(place)
-
-
-def test_a_server_that_a_file_of_passwords_knows_is_not_asked_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "netrc").write_text("default login me password of-this-machine\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    place = bundle(tmp_path, manifest=lambda document: document["config"]["tracking"].update(uri="http://127.0.0.1:9"))
-    with pytest.raises(ConfigError, match="would be sent the credentials of this machine"):
-        log_bundle(place)
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "RUNNING"])

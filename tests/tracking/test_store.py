@@ -9,7 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from optexport import pipeline
+from optexport.errors import ConfigError
 from optexport.redaction import keep_secret
 from optexport.tracking import store
 from tests import stores
@@ -66,7 +69,6 @@ def test_a_new_database_takes_several_that_start_at_once(tmp_path: Path) -> None
 
 def test_a_database_whose_making_was_killed_is_made_anew(tmp_path: Path) -> None:
     """What was left had half of its tables, and MLflow refused it for ever."""
-    draft = tmp_path / "mlflow.db.partial"
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     command = [
         sys.executable,
@@ -74,7 +76,7 @@ def test_a_database_whose_making_was_killed_is_made_anew(tmp_path: Path) -> None
         "import sys; from optexport.tracking import store; store.open_store(sys.argv[1], '')",
     ]
     with subprocess.Popen([*command, uri]) as process:
-        while not (draft.exists() and draft.stat().st_size > 100_000):
+        while not any(draft.stat().st_size > 100_000 for draft in tmp_path.glob(".mlflow.db.partial-*/mlflow.db")):
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
@@ -82,6 +84,36 @@ def test_a_database_whose_making_was_killed_is_made_anew(tmp_path: Path) -> None
     client = store.open_store(uri, tmp_path)
     assert client.get_experiment_by_name("Default") is not None
     assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+@pytest.mark.parametrize("name", ["a%20b", "what?x"])
+def test_a_config_in_a_folder_where_mlflow_keeps_no_database_is_told_so_before_anything_is_done(
+    tmp_path: Path, name: str
+) -> None:
+    """Where it held a % MLflow looked elsewhere, for two minutes; and behind a ? all was taken for a query."""
+    (tmp_path / name).mkdir()
+    config = stores.project(tmp_path / name, "sqlite:///mlflow.db")
+    with pytest.raises(ConfigError, match=r'tracking\.uri: .* whose name holds "[%?]"'):
+        pipeline.run(config)
+    assert "mlflow.db" not in {path.name for path in tmp_path.rglob("*")}
+    absolute = stores.project(tmp_path / name, f"sqlite:///{tmp_path / 'mlflow.db'}", formats='["pt2"]')
+    assert pipeline.run(absolute).tracking_failure is None
+
+
+def test_a_folder_with_a_blank_and_a_hash_holds_its_store(tmp_path: Path) -> None:
+    (folder := tmp_path / "a b#c").mkdir()
+    assert store.open_store("sqlite:///mlflow.db", folder).get_experiment_by_name("Default") is not None
+    assert [path.name for path in folder.iterdir()] == ["mlflow.db"]
+
+
+def test_a_link_to_a_new_database_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "mlflow.db").symlink_to(tmp_path / "volume" / "real.db")
+    (tmp_path / "volume" / "real.db.partial").write_text("mine")
+    store.open_store(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path)
+    assert (tmp_path / "mlflow.db").is_symlink()
+    assert (tmp_path / "volume" / "real.db").stat().st_size > 100_000
+    assert {path.name for path in (tmp_path / "volume").iterdir()} == {"real.db", "real.db.partial"}
 
 
 def test_a_config_in_no_repository_is_not_told_to_be_of_this_program(tmp_path: Path) -> None:
