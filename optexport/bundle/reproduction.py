@@ -18,6 +18,7 @@ from optexport.bundle.manifest import Manifest
 from optexport.config.file import Config, checked_settings
 from optexport.config.mistakes import Mistakes
 from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
+from optexport.config.tracking_uri import check_uri
 from optexport.errors import ConfigError
 from optexport.job import rules_of, unmeasured
 from optexport.kept import store
@@ -75,6 +76,10 @@ def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
     if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:
         return config
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        try:
+            check_uri(uri)
+        except ValueError as error:
+            raise ConfigError(str(error), place="MLFLOW_TRACKING_URI") from error
         return config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
     raise ConfigError(
         f"its model is {config.model.source}, and a bundle does not say which MLflow may be asked for it",

@@ -67,7 +67,7 @@ def check_beside(config: Config, path: Path) -> None:
         ConfigError: The folder's name holds what a URI holds for something else.
     """
     folder, uri = str(path.parent.resolve()), config.tracking.uri
-    odd = next((char for char in "%?" if char in folder), None)
+    odd = re.search(r"\?|%[\da-fA-F]{2}", folder)
     if (
         odd is not None
         and config.tracking.enabled
@@ -75,7 +75,7 @@ def check_beside(config: Config, path: Path) -> None:
         and not uri.startswith("sqlite:////")
     ):
         raise ConfigError(
-            f'MLflow keeps no database in a folder whose name holds "{odd}"',
+            f'MLflow keeps no database in a folder whose name holds "{odd[0]}"',
             place=f"{path}: tracking.uri",
             mend="Name one elsewhere, as sqlite:////PATH/mlflow.db, or say enabled = false.",
         )

@@ -133,12 +133,15 @@ def _whole_numbers(example: Batch, name: str, effort: Effort, ends: tuple[int, i
 
 
 def _truths(example: Batch, name: str) -> list[Case]:
-    """Cases of one input of true and false; all of one kind only where it is no mask, which would leave nothing."""
+    """Cases of one input of true and false.
+
+    Not of false alone: what is selected where nothing is left may be any, as of scores that are all minus infinity.
+    """
     tensor = example[name]
     places = torch.arange(tensor.numel()).reshape(tensor.shape)
     made = {"every second": places % 2 == 0}
     if "mask" not in name:
-        made |= {"all true": torch.ones_like(tensor), "all false": torch.zeros_like(tensor)}
+        made["all true"] = torch.ones_like(tensor)
     return [
         Case(f"{name} {kind}", {**example, name: values}, optional=True)
         for kind, values in made.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 from optexport.config.file import TrackingConfig
 from optexport.config.source import is_template
 from optexport.errors import ConfigError, SourceError, first_line
-from optexport.tracking.store import import_mlflow, resolved_uri
+from optexport.tracking.store import import_mlflow, open_store
 
 
 def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path) -> Path:
@@ -29,8 +29,8 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
             mend="Run: optexport batch CONFIG --from-registry FILTER",
         )
     mlflow = import_mlflow()
-    mlflow.set_tracking_uri(resolved_uri(tracking.uri, folder))
     try:
+        open_store(tracking.uri, folder)
         local = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(place)))
         loaded = mlflow.models.Model.load(str(local)).flavors
         flavors = {str(name): dict(flavor or {}) for name, flavor in dict(loaded).items()}

@@ -130,7 +130,7 @@ def open_store(uri: str, folder: Path) -> Any:
     mlflow.set_tracking_uri(uri)
     if not uri.startswith(_SQLITE):
         return mlflow.MlflowClient(uri)
-    with locked_for_a_moment(_database(uri).parent):  # of two that make the tables at a time one would fail
+    with locked_for_a_moment(_database(uri).resolve().parent):  # of two that make the tables at a time one would fail
         _make_tables(mlflow, uri)
         return mlflow.MlflowClient(uri)
 

@@ -206,33 +206,44 @@ def test_large_values_of_every_dtype_are_finite() -> None:
         assert all(case.batch["x"].dtype is dtype for case in found)
 
 
-def test_truths_are_tried_all_of_one_kind_and_masks_are_not() -> None:
-    example = {"keep": torch.tensor([[True, True, True]]), "key_mask": torch.tensor([[True, True, False]])}
+def test_truths_are_tried_and_masks_are_not_whole() -> None:
+    example = {"keep": torch.tensor([[True, False, False]]), "key_mask": torch.tensor([[True, True, False]])}
     made = {case.name: case.batch for case in special_cases(example, {}, "standard", 0) if "padded" not in case.name}
-    assert set(made) == {"keep every second", "keep all false", "key_mask every second"}
+    assert set(made) == {"keep every second", "keep all true", "key_mask every second"}
     assert made["keep every second"]["keep"].tolist() == [[True, False, True]]
-    assert not made["keep all false"]["keep"].any()
-    assert all(
-        torch.equal(batch[other], example[other])
-        for name, batch in made.items()
-        for other in batch
-        if other not in name
-    )
+    assert made["keep all true"]["keep"].all()
+    for name, batch in made.items():
+        assert all(torch.equal(batch[other], example[other]) for other in batch if other not in name)
 
 
 class Pool(nn.Module):
-    """Goes another way where nothing is kept, but not in a trace."""
+    """Goes another way where all is kept, but not in a trace."""
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling() and not keep.any():
+        if not torch.compiler.is_compiling() and keep.all():
             return torch.ones(x.shape[0], x.shape[2])
         return (x * keep[..., None]).sum(1)
 
 
-def test_what_a_model_does_where_an_input_is_false_throughout_is_seen(tmp_path: Path) -> None:
-    inputs = {"x": torch.randn(2, 5, 3), "keep": torch.ones(2, 5, dtype=torch.bool)}
-    with pytest.raises(ParityError, match="keep all false"):
+def test_what_a_model_does_where_an_input_is_true_throughout_is_seen(tmp_path: Path) -> None:
+    inputs = {"x": torch.randn(2, 5, 3), "keep": torch.arange(10).reshape(2, 5) > 3}
+    with pytest.raises(ParityError, match="keep all true"):
         quick(Pool(), inputs, tmp_path / "pool")
+
+
+class Best(nn.Module):
+    """The places of the best scores among those that are valid."""
+
+    def forward(self, scores: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(~valid, -torch.inf).topk(2)[1]
+
+
+def test_a_selection_of_nothing_is_not_made_up(tmp_path: Path) -> None:
+    """At false alone all scores are equal, and which of them are the best is nobody's to say."""
+    inputs = {"scores": torch.arange(21.0).reshape(3, 7), "valid": torch.arange(21).reshape(3, 7) % 5 != 0}
+    made = [case.name for case in special_cases(inputs, {}, "standard", 0)]
+    assert not any("false" in name for name in made)
+    assert quick(Best(), inputs, tmp_path / "best").passed
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
