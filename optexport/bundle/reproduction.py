@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,10 @@ from safetensors.torch import load_file
 from optexport import devices, installed, interrupts, pipeline, torch_settings
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
+from optexport.config import tracking_uri
 from optexport.config.file import Config, checked_settings
 from optexport.config.mistakes import Mistakes
 from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
-from optexport.config.tracking_uri import check_uri
 from optexport.errors import ConfigError
 from optexport.job import rules_of, unmeasured
 from optexport.kept import store
@@ -75,11 +74,7 @@ def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
     """
     if source_kind(config.model.source, folder) is not SourceKind.MLFLOW:
         return config
-    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-        try:
-            check_uri(uri)
-        except ValueError as error:
-            raise ConfigError(str(error), place="MLFLOW_TRACKING_URI") from error
+    if (uri := tracking_uri.of_environment()) is not None:
         return config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
     raise ConfigError(
         f"its model is {config.model.source}, and a bundle does not say which MLflow may be asked for it",

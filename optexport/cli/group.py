@@ -26,6 +26,8 @@ from optexport.sources import foreign_code
 # What a command was asked for, in the part of click's contexts that the program's and the command's share.
 _AS_JSON = "optexport.json"
 _DEBUG = "optexport.debug"
+# What the system's loader of libraries says where there is no memory for one.
+_UNMAPPED = "failed to map segment from shared object"
 
 
 def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
@@ -166,10 +168,6 @@ class Group(click.Group):
                 _fail(ctx, f"{told}\n  {unmet}", unmet.exit_code)
             # A defect of ours, or of a library: still one message.
             _fail(ctx, f"{told}\n  This is a defect: please report it, with --debug.", 1)
-
-
-# What the system's loader of libraries says where there is no memory for one.
-_UNMAPPED = "failed to map segment from shared object"
 
 
 def _has_working_directory() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -123,16 +122,16 @@ def _store(uri: str | None, path: Path | None, config: Config | None) -> str:
         from optexport.tracking.store import resolved_uri
 
         return resolved_uri(config.tracking.uri, path.parent)
-    found, place = (uri, "--uri") if uri else (os.environ.get("MLFLOW_TRACKING_URI"), "MLFLOW_TRACKING_URI")
-    if not found:
+    from optexport.config import tracking_uri
+
+    try:
+        found = tracking_uri.check_uri(uri) if uri else tracking_uri.of_environment()
+    except ValueError as error:
+        raise ConfigError(str(error), place="--uri") from error
+    if found is None:
         raise ConfigError(
             "nothing says which MLflow is meant",
             place="--uri",
             mend="Give --uri URI, --config CONFIG, or set MLFLOW_TRACKING_URI.",
         )
-    from optexport.config.tracking_uri import check_uri
-
-    try:
-        return check_uri(found)
-    except ValueError as error:
-        raise ConfigError(str(error), place=place) from error
+    return found

@@ -376,15 +376,14 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     mistakes.of(check_formats, config, str(path))
     formats, dynamic = config.export.formats, config.inputs.dynamic
     mistakes.of(check_measuring, config.bench, config.gate, formats, dynamic, str(path))
-    mistakes.of(check_source, config, path)
-    mistakes.of(check_beside_source, config, path)
-    mistakes.of(check_beside, config, path)
+    for check in (check_source, check_beside_source, check_beside):
+        mistakes.of(check, config, path)
     of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
     mistakes.of(check_inputs, config.inputs, of_program=of_program, place=str(path))
     mistakes.of(check_tolerance, config, without, str(path))
     mistakes.of(check_processing, config, path.parent, str(path))
-    for check in (check_precision, check_generation, check_register, check_device):
-        mistakes.of(check, config, str(path))
+    for check_table in (check_precision, check_generation, check_register, check_device):
+        mistakes.of(check_table, config, str(path))
     mistakes.tell()
     return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from optexport.redaction import redact
 if TYPE_CHECKING:
     from optexport.config.file import Config
 
+_VARIABLE = "MLFLOW_TRACKING_URI"
 # The kinds of stores that MLflow has itself; packages may add others.
 _STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
 
@@ -55,6 +57,19 @@ def check_uri(uri: str) -> str:
     if separator and kind in ("http", "https"):
         _check_address(uri)
     return uri
+
+
+def of_environment() -> str | None:
+    """The URI that ``MLFLOW_TRACKING_URI`` gives; None where it gives none.
+
+    Raises:
+        ConfigError: As a ValueError of `check_uri`.
+    """
+    uri = os.environ.get(_VARIABLE)
+    try:
+        return check_uri(uri) if uri else None
+    except ValueError as error:
+        raise ConfigError(str(error), place=_VARIABLE) from error
 
 
 def check_beside(config: Config, path: Path) -> None:

@@ -117,10 +117,12 @@ def _make_room(place: Path, size: int) -> None:
     for draft in place.glob(f"{_DRAFT}*"):
         if draft.stat().st_mtime < time.time() - _DRAFT_SECONDS:
             _remove(draft)
-    for folder in place.iterdir():  # those of runs that were killed as they removed them
-        if _NAME.fullmatch(folder.name) and not (folder / _SAID).is_file():
+    used = {}
+    for folder in filter(lambda each: _NAME.fullmatch(each.name), place.iterdir()):
+        if (folder / _SAID).is_file():
+            used[folder] = (folder / _SAID).stat().st_mtime
+        else:  # a run was killed as it removed it
             _remove(folder)
-    used = {path.parent: path.stat().st_mtime for path in place.glob(f"*/{_SAID}") if _NAME.fullmatch(path.parent.name)}
     for folder in sorted(used, key=lambda folder: used[folder], reverse=True):
         size += sum(path.stat().st_size for path in folder.iterdir())
         if size > _ALL_BYTES:

@@ -58,6 +58,7 @@ _MIXES = {
     *("softmax", "logsoftmax", "logsumexp", "layernorm", "groupnorm", "instancenorm", "rmsnorm"),
     *("scaleddotproductattention", "multiheadattention", "lstm", "gru"),
 }
+_TELLS_LITTLE = _SMOOTH | _SUMS | _MIXES
 
 
 def where_cut(graph_module: GraphModule, quotient: Node) -> Node | None:
@@ -103,7 +104,7 @@ def _tells_little(node: Node, name: str, shifted: set[Node]) -> bool:
         if isinstance(exponent, int | float):
             return signed or (exponent >= 0 and exponent == int(exponent))
         return isinstance(base, int | float) and base > 0
-    return name in _SMOOTH | _SUMS | _MIXES or (name in _FROM_ZERO and signed)
+    return name in _TELLS_LITTLE or (name in _FROM_ZERO and signed)
 
 
 def _name(graph_module: GraphModule, node: Node) -> str:
