@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 # Read when transformers is imported, so it must stand before that.
@@ -19,6 +20,10 @@ import torch
 import transformers
 from torch._export import utils
 from torch.onnx._internal.exporter import _constants, _registration
+
+# A shell has its jobs in the background ignore these, and so would all programs that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 torch.set_num_threads(1)
 # As the program sets it; and what the imports have made stays, so that no collection looks at it.
