@@ -118,7 +118,7 @@ def find_other_ways(
             # What the model computes where its trace says that it does not come the proof alone tells.
             if isinstance(want, list) and not is_excluded and not _agree(outcome(graph, batch), want):
                 asserted = beyond[0].expression
-                names = [name for name in map(str, asserted.free_symbols) if sizes[name] != traced[name]]
+                names = [name for name in sorted(map(str, asserted.free_symbols)) if sizes[name] != traced[name]]
                 return OtherWays(held_to=dict.fromkeys(names, str(asserted)))
             # What the model itself does not take, or draws random numbers for, its graph may refuse.
             if want is None or (isinstance(want, list) and _is_repeatable(model, batch, want)):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ _ALL_UP_TO = 512
 _ALL_DECLARED_UP_TO = 4096
 _ALL_PAIRS_UP_TO = 64
 _MOST_COMBINATIONS = 8192
+_DRAWN = 2048
 _MOST_NUMBERS = 6
 LARGEST = 2**20
 
@@ -68,7 +70,7 @@ def _evaluator(condition: Any) -> Callable[[Mapping[sympy.Symbol, int]], Any] | 
 def candidates(
     expression: Any, free: list[str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> Iterator[dict[str, int]]:
-    """Sizes to try: each dimension by itself, all of them alike, and all combinations of a few."""
+    """Sizes to try: each dimension by itself, all of them alike, and combinations of small, of extreme and of any."""
     usual = {name: traced[name] for name in free}
     sizes = {name: sizes_to_try(dims[name], expression) for name in free}
     for name in free:
@@ -82,6 +84,11 @@ def candidates(
     if len(free) > 1:  # of which an equation about a product has no solution among small sizes
         splits = (_split(product, free, sizes, dims) for product in _products(expression))
         yield from itertools.islice(itertools.chain.from_iterable(splits), _MOST_COMBINATIONS)
+        corners = itertools.product(*((size[0], usual[name], size[-1]) for name, size in sizes.items()))
+        drawn = random.Random(0)  # noqa: S311
+        others = ([drawn.choice(size) for size in sizes.values()] for _ in range(_DRAWN))
+        combinations = [*itertools.islice(corners, _MOST_COMBINATIONS), *others]
+        yield from (dict(zip(free, each, strict=True)) for each in sorted(combinations, key=math.prod))
 
 
 def _split(

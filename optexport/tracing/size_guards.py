@@ -24,6 +24,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from optexport.signature import Dim
 from optexport.tracing.size_conditions import LARGEST, candidates, is_broken, sizes_to_try
+from optexport.tracing.sizes_of_one import asked_at_one
 
 
 def within_assertions(
@@ -43,6 +44,8 @@ def within_assertions(
     for expression, in_doubt, free in _doubts(program, names, dims):
         if in_doubt is is_broken and len(free) == 1:
             ((name, symbol),) = free.items()
+            if expression == sympy.Ne(symbol, 1):
+                continue  # no end of what was traced: torch.export cannot take a 1 for dynamic
             dim = found[name]
             tried = sizes_to_try(dim, expression)
             broken = [size for size in tried if is_broken(expression, {symbol: size})]
@@ -254,12 +257,22 @@ def said_of_sizes(program: ExportedProgram) -> Iterator[tuple[Any, _InDoubt]]:
     for asserted, _ in _asserted(program.graph):
         if isinstance(asserted, torch.SymBool):
             yield asserted.node.expr, is_broken
+    yield from ((expression, is_broken) for expression in [*_left_out(program), *asked_at_one(program)])
     for node in program.graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt) and size.node.expr.atoms(*_FLOATS):
                 fractions[size.node.expr] = None
     yield from ((expression, _rounded_otherwise) for expression in fractions)
+
+
+def _left_out(program: ExportedProgram) -> list[Any]:
+    """What ``torch.export`` asserts where it has an operator to assert it before, of a graph that has none."""
+    sizes = [size for shape in _shapes(program.graph) for size in shape if isinstance(size, torch.SymInt)]
+    if not sizes or any(node.op == "call_function" for node in program.graph.nodes):
+        return []
+    asserted = sizes[0].node.shape_env.deferred_runtime_asserts.values()
+    return [each.expr for every in asserted for each in every]
 
 
 _FLOATS = (sympy.Float, ToFloat, FloatTrueDiv, IntTrueDiv)

@@ -39,6 +39,7 @@ from optexport.tracing.otherwise import trace_otherwise
 from optexport.tracing.program_shapes import read_signature
 from optexport.tracing.raising import raise_graph
 from optexport.tracing.size_guards import drop_doubts, find_doubts, held_sizes, own_sizes, within_assertions
+from optexport.tracing.sizes_of_one import OnesNoted
 from optexport.tracing.skipped_checks import skipping_checks
 from optexport.tracing.swallowed import none_swallowed
 
@@ -312,6 +313,7 @@ def _export(
             skipping_checks(),
             none_swallowed(),
             NumbersKnown(model, changing) as numbers,
+            OnesNoted() as ones,
         ):
             if transformers_exporters.holds_transformers(model):
                 _check_complete(model, example)
@@ -326,6 +328,7 @@ def _export(
         if register_dataclasses(model, as_arguments(example)):
             return _export(model, example, dynamic, free, changing)
         raise _explained(model, example, error, dynamic) from error
+    ones.note(program)
     if written := numbers.asked & _written(program):
         return _export(model, example, dynamic, free, {*changing, *written})
     return program
