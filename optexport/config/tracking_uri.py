@@ -19,6 +19,8 @@ _VARIABLE = "MLFLOW_TRACKING_URI"
 # The kinds of stores that MLflow has itself; packages may add others.
 _STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
 
+_SCHEME = re.compile(r"[a-z][\w.+\-]*", re.ASCII | re.IGNORECASE)
+_NEITHER = "it is neither a folder nor a URI: write http://HOST:PORT, sqlite:///FILE or postgresql://HOST/DATABASE, say"
 _PARAMETER = re.compile(r"[\w.\-]*(?:=.*)?", re.ASCII)
 # A letter, a digit, or one of - . _ in another form: SQLAlchemy decodes keys, and those of ODBC stand in a value.
 _ENCODED = re.compile(r"%(?:2D|2E|3\d|[46][1-9A-F]|[57][\dA]|5F)", re.ASCII | re.IGNORECASE)
@@ -34,27 +36,34 @@ def check_uri(uri: str) -> str:
         ValueError: It is one of these; no part of a password is told.
     """
     scheme, separator, rest = uri.partition("://")
-    kind = scheme.partition("+")[0].lower()
-    if separator and kind not in _STORES and not _is_of_a_package(scheme):
+    if not separator or not _SCHEME.fullmatch(scheme):
+        _check_name(uri)
+        return uri
+    kind = scheme.partition("+")[0]
+    if kind not in _STORES and not _is_of_a_package(scheme):
+        if kind.lower() in _STORES:
+            raise ValueError(f"the kind of a store is written in small letters: {kind.lower()}://")
         raise ValueError(f"MLflow has no stores of the kind {kind}. {did_you_mean(kind, _STORES)}")
-    if kind.partition(":")[0] in ("http", "https") and not rest.strip("/"):
+    if kind == "sqlite":
+        _check_embedded(scheme, rest)
+    elif kind != "file" and rest.startswith("/") and "@" in rest.partition("?")[0]:
+        raise ValueError(_NEITHER)
+    if kind in ("http", "https") and not rest.strip("/"):
         raise ValueError(f"{redact(uri)} names no host")
-    if kind == "sqlite" and not rest.partition("?")[0].strip("/"):
-        raise ValueError(f"{redact(uri)} names no file, and what it kept in memory would end with the program")
     if uri == "file://":
         raise ValueError("file:// names no folder")
-    if separator and not rest.startswith("/") and not _is_encoded(rest, of_web=kind in ("http", "https")):
+    if not rest.startswith("/") and not _is_encoded(rest, of_web=kind in ("http", "https")):
         raise ValueError(
             "it holds a character that a URI cannot have there: write those of user and password percent-encoded "
             "(a blank is %20, / is %2F, @ is %40, a quote %22)"
         )
-    query = rest.partition("?")[2] if separator else ""
+    query = rest.partition("?")[2]
     if _ENCODED.search(query) or not all(map(_PARAMETER.fullmatch, query.split("&"))):
         raise ValueError(
             "its query hides what a key is called: write keys with letters, digits, - . and _ alone, and none of these "
             "percent-encoded, in values either"
         )
-    if separator and kind in ("http", "https"):
+    if kind in ("http", "https"):
         _check_address(uri)
     return uri
 
@@ -94,6 +103,26 @@ def check_beside(config: Config, path: Path) -> None:
             place=f"{path}: tracking.uri",
             mend="Name one elsewhere, as sqlite:////PATH/mlflow.db, or say enabled = false.",
         )
+
+
+def _check_name(name: str) -> None:
+    """Raises where what has no ``://`` is neither a folder nor a name of MLflow's, and may be a URI with a slip in it.
+
+    Of such a one nobody could tell where a password is.
+    """
+    if not re.search(r"[@:?]|//", name) or re.match(r"\.|/(?!/)|file:/(?!/)", name):
+        return
+    if not _is_of_a_package(name.partition(":")[0]):
+        raise ValueError(_NEITHER)
+
+
+def _check_embedded(scheme: str, rest: str) -> None:
+    """Raises where no file is meant that MLflow, SQLAlchemy and SQLite would all take for the same."""
+    file, _, query = rest.partition("?")
+    if not file.strip("/"):
+        raise ValueError("it names no file, and what a database kept in memory would end with the program")
+    if scheme != "sqlite" or not rest.startswith("/") or file.startswith("/file:") or "uri=" in query:
+        raise ValueError("write a database of SQLite as sqlite:///FILE, or sqlite:////PATH/FILE")
 
 
 def _check_address(uri: str) -> None:

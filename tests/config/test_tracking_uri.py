@@ -15,6 +15,9 @@ URIS = [
     "file:///tmp/x y",
     "databricks",
     "databricks://profile",
+    "/home/a@b/mlruns",
+    "./a:b",
+    "file:/tmp/x",
     "http://127.0.0.1:5000",
     "http://someone:secret@host:5000/path/x@y",
     "http://[::1]:5000",
@@ -35,6 +38,10 @@ SLIPS = [
     ("http://host:99999", "Port out of range"),
     ("http://host:0", "names no port"),
     ("file://", "names no folder"),
+    ("HTTP://someone:SECRET@host", "small letters: http://"),
+    ("sqlite://mlflow.db", "sqlite:///FILE"),
+    ("sqlite+pysqlite:///mlflow.db", "sqlite:///FILE"),
+    ("sqlite:///file:mlflow.db?mode=ro&uri=true", "sqlite:///FILE"),
     *((uri, "names no file") for uri in ("sqlite://", "sqlite:///", "sqlite://?cache=shared")),
 ]
 MALFORMED = [
@@ -46,6 +53,22 @@ MALFORMED = [
     "postgresql://someone:a@SECRET@host/db",
     "http://someone:my SECRET@host",
     "http://someone:SECRET/x@host",
+]
+NEITHER = [
+    "postgresql//someone:SECRET@host/db",
+    "postgresql:/someone:SECRET@host/db",
+    "postgresql:///someone:SECRET@host/db",
+    "postgresql:someone:SECRET@host/db",
+    "postgresql//someone:SECRET@host/db?proxy=http://x",
+    "http//someone:SECRET@host",
+    "http:/someone:SECRET@host",
+    "http:///someone:SECRET@host",
+    "http:someone:SECRET@host",
+    "//someone:SECRET@host:5000",
+    "someone:SECRET@host:5000",
+    "someone:SECRET@http://host:5000",
+    "127.0.0.1:5000",
+    "postgresql//host/db",
 ]
 HIDDEN_KEYS = [
     "postgresql://host/db?user=x&passw%6Frd=SECRET",
@@ -71,6 +94,14 @@ def test_a_password_that_is_not_encoded_is_refused_and_not_told(uri: str) -> Non
     assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.parametrize("uri", NEITHER)
+def test_a_uri_with_a_slip_in_it_is_no_folder_and_is_not_told(uri: str) -> None:
+    """It was taken for the name of a folder, and written into the bundle, password and all."""
+    with pytest.raises(ValueError, match="neither a folder nor a URI") as caught:
+        check_uri(uri)
+    assert "SECRET" not in str(caught.value)
+
+
 @pytest.mark.parametrize("uri", HIDDEN_KEYS)
 def test_a_key_that_is_encoded_is_refused_and_not_told(uri: str) -> None:
     """SQLAlchemy decodes it, and nobody else would know that a password follows."""
@@ -81,8 +112,9 @@ def test_a_key_that_is_encoded_is_refused_and_not_told(uri: str) -> None:
 
 @pytest.mark.parametrize(("uri", "told"), SLIPS)
 def test_a_slip_is_told(uri: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=told) as caught:
         check_uri(uri)
+    assert "SECRET" not in str(caught.value)
 
 
 def test_a_kind_that_a_package_brings_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
