@@ -195,7 +195,7 @@ def _tracked(ended: Ended, output: Path, config: Config, folder: Path) -> Ended:
         return ended
     try:
         uri = resolved_uri(config.tracking.uri, folder)
-        logged = [log_locked(bundle, uri, config.tracking.experiment) for bundle in read_bundles(output)]
+        logged = [log_locked(bundle, uri, config.tracking.experiment, folder) for bundle in read_bundles(output)]
     except TrackingError as error:
         return replace(ended, exit_code=error.exit_code, error=str(error))
     failures = [done.registered.failure for done in logged if done.registered is not None and done.registered.failure]

@@ -45,6 +45,9 @@ json_option = click.option(
 junit_option = click.option(
     "--junit", type=click.Path(path_type=Path, dir_okay=False), help="Write what was compared as JUnit XML."
 )
+key_option = click.option(
+    "--key", type=click.Path(path_type=Path), help="Check its signature first, with this public key (PEM)."
+)
 debug_option = click.option(
     "--debug",
     is_flag=True,

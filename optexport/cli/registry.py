@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optexport.cli.console import echo
-from optexport.cli.group import Command, json_option, outcome, print_json
+from optexport.cli.group import Command, json_option, key_option, outcome, print_json
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,18 +30,26 @@ _ALIAS = click.option("--alias", help='By default that of --config, or "champion
 @_URI
 @_CONFIG
 @click.option("--experiment", help="By default that of the config.")
+@key_option
 @json_option
-def log(bundle: Path, uri: str | None, config: Path | None, experiment: str | None, as_json: bool) -> None:
+def log(
+    bundle: Path, uri: str | None, config: Path | None, experiment: str | None, key: Path | None, as_json: bool
+) -> None:
     """Send BUNDLE to MLflow, if it is not there yet.
 
-    The run that could not send it is completed, and the model registered, if the bundle's config says so.
+    The run that could not send it is completed, and the model registered, if the bundle's config says so. Nothing is
+    proven again: what others made is believed, but for --key.
     """
     read = _read(config)
+    store = _store(uri, config, read)
+    if key is not None:
+        from optexport.trust import signing
+
+        signing.check(bundle, key)
     from optexport.tracking.later import log_bundle
 
-    done = log_bundle(
-        bundle, _store(uri, config, read), experiment or (None if read is None else read.tracking.experiment)
-    )
+    experiment = experiment or (None if read is None else read.tracking.experiment)
+    done = log_bundle(bundle, store, experiment, Path() if config is None else config.parent)
     failed = None if done.registered is None else done.registered.failure
     if as_json:
         print_json({**outcome(failed), **asdict(done)})

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from optexport.cli.console import echo, progress
-from optexport.cli.group import Command, no_code_option
+from optexport.cli.group import Command, key_option, no_code_option
 from optexport.errors import ParityError
 
 
@@ -21,7 +21,7 @@ from optexport.errors import ParityError
     default=Path(),
     help="What paths in its config are relative to; by default this folder.",
 )
-@click.option("--key", type=click.Path(path_type=Path), help="Check its signature first, with this public key (PEM).")
+@key_option
 @no_code_option
 def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
     """Make BUNDLE again, and say what differs.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optexport.cli.console import echo
-from optexport.cli.group import Command, json_option, junit_option, outcome, print_json
+from optexport.cli.group import Command, json_option, junit_option, key_option, outcome, print_json
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--key", type=click.Path(path_type=Path), help="Check its signature too, with this public key (PEM).")
+@key_option
 @junit_option
 @json_option
 def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) -> None:

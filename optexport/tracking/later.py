@@ -12,6 +12,7 @@ from optexport.errors import OptexportError, TrackingError
 from optexport.tracking import facts, store
 from optexport.tracking.finished import Finished
 from optexport.tracking.known import run_of
+from optexport.tracking.possible import check_possible
 from optexport.tracking.registry import Registered
 from optexport.tracking.run import REASON_TAG, give_up, new_run, reason_of
 from optexport.tracking.sending import registered, send
@@ -34,7 +35,7 @@ class Logged:
     registered: Registered | None
 
 
-def log_bundle(folder: Path, uri: str, experiment: str | None = None) -> Logged:
+def log_bundle(folder: Path, uri: str, experiment: str | None = None, beside: Path = Path()) -> Logged:
     """Sends a bundle to MLflow, unless it is there; a run that is there in part is completed.
 
     Whoever sends it already, which may be the run that made it, is waited for; and no run replaces it meanwhile.
@@ -43,26 +44,28 @@ def log_bundle(folder: Path, uri: str, experiment: str | None = None) -> Logged:
         uri: The store. What the bundle names is not taken for it: a server says where files are written, on this
             machine too, and whoever made the bundle may name any.
         experiment: By default the config's.
+        beside: Where the files of a new experiment go, of a database that no server is before.
 
     Raises:
         ConfigError: The folder is no bundle.
-        BundleError: The bundle was changed.
+        BundleError: The bundle was changed, or says of itself that it did not pass.
         TrackingError: The store cannot be reached, or refuses.
     """
     with drafts.locked(parts.whole(folder), wait=True):  # of two at a time each would start a run
-        return log_locked(folder, uri, experiment)
+        return log_locked(folder, uri, experiment, beside)
 
 
-def log_locked(folder: Path, uri: str, experiment: str | None) -> Logged:
+def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> Logged:
     """As `log_bundle`, for whoever has locked the folder."""
     digests.read_manifest(folder)
     finished = Finished.read(folder)
+    check_possible(finished)  # a version of the registry that others would be held to
     told = tell(finished)
     run_id: str | None = None
     client: Any = None
     try:
-        client = store.open_store(uri, Path())
-        found = store.experiment_id(client, experiment or finished.asked.tracking.experiment, Path())
+        client = store.open_store(uri, beside)
+        found = store.experiment_id(client, experiment or finished.asked.tracking.experiment, beside)
         run = run_of(client, found, finished)
         if run is not None and run.info.status == "FINISHED":
             outcome = registered(client, run.info.run_id, told)

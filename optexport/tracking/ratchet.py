@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel
-
-from optexport.bundle import sealed_json
 from optexport.bundle.manifest import (
     ArtifactRecord,
+    BoundRecord,
     DecisionRecord,
     DimRecord,
     Manifest,
@@ -18,14 +16,12 @@ from optexport.bundle.manifest import (
     PlaceRecord,
     TensorRecord,
 )
-from optexport.bundle.measured import BenchRecord, FigureRecord, Measured
-from optexport.bundle.places import MANIFEST
-from optexport.config.decisions import MEASURES
-from optexport.config.file import ParityConfig
+from optexport.bundle.measured import FigureRecord, Measured
 from optexport.config.registering import RatchetConfig
-from optexport.errors import BundleError, on_one_line
+from optexport.errors import on_one_line
 from optexport.redaction import redact
 from optexport.tracking.finished import Finished
+from optexport.tracking.possible import check_possible
 
 # A dimension of which a manifest tells nothing.
 _FREE = DimRecord(min=1, max=None)
@@ -33,14 +29,8 @@ _FREE = DimRecord(min=1, max=None)
 _MACHINE = ("host", "processor", "cpus")
 # In characters: names are the model's, and those of the champion are whoever's wrote its documents.
 _LONGEST, _LONGEST_SIDE = 2000, 800
-# Figures of a manifest have three digits.
-_ROUNDING = 1.01
-
-
-class _Proven(BaseModel):
-    """What the config of a champion allowed its proof."""
-
-    parity: ParityConfig
+# A few units in the last place of float32, of the largest value: no difference.
+_LEAST = 2.0**-21
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,7 @@ def compare(new: Finished, champion: Finished, allowed: RatchetConfig) -> Verdic
     Raises:
         BundleError: The champion's figures cannot be true.
     """
-    _check_possible(champion)
+    check_possible(champion)
     worse = [*_interface(new.manifest, champion.manifest), *_parity(new.manifest, champion.manifest, allowed.parity)]
     worse += _sizes(new.manifest, champion.manifest, allowed.size)
     missing = []
@@ -150,7 +140,7 @@ def _parity(new: Manifest, champion: Manifest, allowed: float) -> Iterator[str]:
         if (other := theirs.get(place.place)) is None:
             continue
         if place.precision is None and other.precision is None:
-            yield from _distances(place, other, allowed)
+            yield from _distances(place, other, allowed, new.parity.bounds)
         elif place.precision == other.precision:
             yield from _decisions(place, other)
         else:
@@ -158,13 +148,23 @@ def _parity(new: Manifest, champion: Manifest, allowed: float) -> Iterator[str]:
             yield "parity: {} is of {}, the champion's of {}".format(place.place, *precisions)
 
 
-def _distances(new: PlaceRecord, champion: PlaceRecord, allowed: float) -> Iterator[str]:
+def _distances(
+    new: PlaceRecord, champion: PlaceRecord, allowed: float, bounds: Mapping[str, BoundRecord]
+) -> Iterator[str]:
     theirs: dict[str, OutputRecord] = {output.output: output for output in champion.outputs}
     for output in new.outputs:
-        multiple, other = output.multiple, theirs[output.output].multiple if output.output in theirs else None
-        # Without a floor there is no multiple, and the proof has held the output to a few units in the last place.
-        if multiple is not None and other is not None and multiple > max(1.0, other * (1 + allowed)):
-            yield f"parity: {new.place}, {output.output}: {multiple:.3g} times the floor, the champion's {other:.3g}"
+        if (other := theirs.get(output.output)) is None:
+            continue
+        where = f"parity: {new.place}, {output.output}"
+        if output.multiple is not None and other.multiple is not None:
+            if output.multiple > max(1.0, other.multiple * (1 + allowed)):
+                yield f"{where}: {output.multiple:.3g} times the floor, the champion's {other.multiple:.3g}"
+        elif bounds[output.output].fixed and output.max_abs is not None and other.max_abs is not None:
+            # Where nothing is rounded there is no floor, and a tolerance of the user's lets any distance pass; without
+            # one the proof has held the output to a few units in the last place.
+            least = _LEAST * (bounds[output.output].largest or 0.0)
+            if output.max_abs > max(least, other.max_abs * (1 + allowed)):
+                yield f"{where}: {output.max_abs:.3g} away, the champion's {other.max_abs:.3g}"
 
 
 def _decisions(new: PlaceRecord, champion: PlaceRecord) -> Iterator[str]:
@@ -246,40 +246,3 @@ def _latency(new: Measured, champion: Measured, allowed: float) -> Iterator[str]
         if ours.low_ms > theirs.high_ms * (1 + allowed):
             taken, other = (f"{row.p50_ms:.4g} ms ({row.low_ms:.4g} to {row.high_ms:.4g})" for row in (ours, theirs))
             yield f"latency: {ours.artifact} at {ours.shape} takes {taken}, the champion's {other}"
-
-
-def _check_possible(champion: Finished) -> None:
-    """Checks that figures can be those of a bundle that passed its proof: whoever wrote the run's files may say others.
-
-    Raises:
-        BundleError: They cannot.
-    """
-    manifest = champion.manifest
-    sealed_json.validated(_Proven, manifest.config, champion.folder / MANIFEST)
-    bench = champion.measured.bench
-    wrong = [
-        *(what for place in manifest.parity.places for what in _impossible(manifest, place)),
-        *(f"{row.artifact} at {row.shape}: {row.low_ms:g} to {row.high_ms:g} ms" for row in _reversed(bench)),
-    ]
-    if wrong:
-        raise BundleError(f"no bundle that passed says so: {shown(wrong[0])}", place=str(champion.folder))
-
-
-def _impossible(manifest: Manifest, place: PlaceRecord) -> Iterator[str]:
-    for output in place.outputs if place.precision is None else ():
-        # As far as any case, which may have a limit of its own.
-        limit = max((math.inf if case.limit is None else case.limit for case in output.cases), default=math.inf)
-        floor = manifest.parity.bounds[output.output].floor if output.output in manifest.parity.bounds else math.inf
-        if (output.multiple or 0.0) * floor > _ROUNDING * limit or any(case.failure for case in output.cases):
-            yield f"{place.place}, {output.output}: {output.multiple} times a floor of {floor:g}, {limit:g} allowed"
-    for decision in place.decisions:
-        # The interval of a mean may reach beyond what a value can be. Of a metric of one's own nothing is known.
-        least = MEASURES[decision.measure][0] if decision.measure in MEASURES else None
-        if least is not None and decision.mean is not None and not least <= decision.mean <= 1:
-            yield f"{place.title}, {decision.measure}: {decision.mean:g}"
-
-
-def _reversed(bench: BenchRecord | None) -> Iterator[FigureRecord]:
-    for row in [] if bench is None else bench.figures:
-        if row.low_ms is not None and row.high_ms is not None and not 0 < row.low_ms <= row.high_ms:
-            yield row

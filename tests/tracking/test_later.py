@@ -212,7 +212,7 @@ def test_what_mlflow_cannot_be_told_is_the_bundles_fault_before_anything_is_sent
 
 def test_figures_that_cannot_be_drawn_are_the_bundles_fault_and_not_the_stores(tmp_path: Path) -> None:
     """They were drawn only when half was sent, and the store was to be asked again for ever."""
-    uri, place = stores.store(tmp_path), bundle(tmp_path, measurements=timed(-1.7e308, 1.7e308))
+    uri, place = stores.store(tmp_path), bundle(tmp_path, measurements=timed(1.0, 1.7e308))
     with pytest.raises(BundleError, match="MLflow cannot be told of it: .*[Oo]verflow"):
         log_bundle(place, uri)
     assert runs(uri) == []
@@ -225,6 +225,28 @@ def test_a_bundle_whose_onnx_file_is_none_is_at_fault_and_not_the_store(tmp_path
     with pytest.raises(BundleError, match="MLflow cannot be told of it: DecodeError"):
         log_bundle(place, uri)
     assert runs(uri) == []
+
+
+def failing(document: dict[str, Any]) -> None:
+    for output in document["parity"]["places"][0]["outputs"]:
+        output["cases"][0] |= {"failure": "wrong", "distance": 123.0}
+
+
+def test_a_bundle_that_says_of_itself_that_it_failed_is_not_sent(tmp_path: Path) -> None:
+    """It got the alias, and no honest version could be compared with it afterwards."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    with pytest.raises(BundleError, match="no bundle that passed says so"):
+        log_bundle(bundle(tmp_path, manifest=failing), uri)
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_files_of_a_database_go_where_they_are_told_to(tmp_path: Path) -> None:
+    """Beside the config that names it, as those of a run; a URI that names a file has its own place."""
+    place, beside = bundle(tmp_path), tmp_path / "beside"
+    beside.mkdir()
+    log_bundle(place, "sqlite:///mlflow.db", None, beside)
+    assert (beside / "mlflow.db").exists()
+    assert (beside / "mlartifacts").is_dir()
 
 
 def test_a_store_that_cannot_be_reached_is_one_error(tmp_path: Path) -> None:

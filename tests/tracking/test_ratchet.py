@@ -85,6 +85,36 @@ def test_parity_is_worse_beyond_its_tolerance_and_one_floor(
     assert found.worse == expected
 
 
+def away(distance: float, *, floor: float = 0.0, **bound: float) -> Change:
+    """Has an output of the ONNX file be so far away, of one that is not rounded."""
+
+    def change(document: dict[str, Any]) -> None:
+        multiple(None if distance else 0.0)(document)
+        (found,) = [each for each in document["parity"]["places"] if each["place"] == "onnx"]
+        found["outputs"][0]["max_abs"] = distance
+        document["parity"]["bounds"]["hidden"] |= {"floor": floor, "largest": 1.0, **bound}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "worse"),
+    [
+        (away(0.01, atol=0.05), away(0.0, atol=0.05), True),
+        (away(0.01, atol=0.05), away(0.001), True),
+        (away(0.01, atol=0.05), away(0.009, atol=0.05), False),
+        (away(1e-7, atol=0.05), away(0.0), False),  # a unit in the last place
+        (away(1e-7), away(0.0), False),
+    ],
+)
+def test_what_has_no_floor_is_compared_by_its_distance_where_a_tolerance_lets_any_pass(
+    tmp_path: Path, ours: Change, theirs: Change, worse: bool
+) -> None:
+    """A file of lower precision took the alias from one that was the original's to the bit."""
+    found = verdict(tmp_path, {"manifest": ours}, {"manifest": theirs}, parity=0.25)
+    assert [told.partition(": ")[0] for told in found.worse] == ["parity"] * worse
+
+
 def test_every_place_is_compared(tmp_path: Path) -> None:
     found = verdict(tmp_path, {"manifest": multiple(3.0, "pt2")}, {"manifest": multiple(1.0, "pt2")})
     assert found.worse == ("parity: pt2, hidden: 3 times the floor, the champion's 1",)
