@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from optexport.bundle.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
-from optexport.bundle.places import NO_ROOM, check_outside
+from optexport.bundle.places import NO_ROOM, check_outside, check_written_over
 from optexport.config.decisions import beside_gate
 from optexport.errors import ConfigError, OptexportError, on_one_line, printable
 
@@ -199,6 +199,7 @@ def start(junit_file: Path | None, kept: Iterable[Path]) -> None:
     if junit_file is None:
         return
     check_outside("--junit", junit_file, kept)
+    check_written_over("--junit", junit_file, b"<testsuite", "JUnit file")
     try:
         junit_file.parent.mkdir(parents=True, exist_ok=True)
         junit_file.write_text(junit_of_error(OptexportError("it did not end")), encoding="utf-8")

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -37,6 +37,8 @@ _moments: list[float] = []
 _told: int | None = None
 _deferring = 0
 _temporary: set[str] = set()
+# What else is told, and where, of a process that is ended with an exit code.
+last_words: Callable[[int], tuple[int, str]] = lambda code: (1, "")  # noqa: E731
 # The file descriptors by which Python tells the threads that wait.
 _watching: list[int] = []
 
@@ -92,7 +94,8 @@ def _watched(answered: list[int]) -> Iterator[None]:
         yield
     finally:
         answered.append(0)
-        _watching.pop()
+        with contextlib.suppress(ValueError):  # a process that was forked has forgotten it
+            _watching.remove(tells.fileno())
         signal.set_wakeup_fd(before)
         tells.close()  # which ends the thread
 
@@ -118,8 +121,9 @@ def _end(signum: int) -> NoReturn:
     """Ends the process without the main thread. Drafts of bundles are left to the next run, as after a SIGKILL."""
     for folder in list(_temporary):
         shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        os.write(2, b"Error: interrupted\n")
+    for descriptor, text in ((2, "Error: interrupted\n"), last_words(128 + signum)):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, text.encode())
     os._exit(128 + signum)
 
 

@@ -170,6 +170,7 @@ def run(
     if dump is not None:
         try:
             dump.mkdir(parents=True, exist_ok=True)
+            dump = dump.resolve()  # a model's code may change the working directory
         except OSError as error:
             raise ConfigError(f"nothing can be written there: {error}", place=f"--dump {dump}") from error
     settings, origin = records.portable(config), Origin(git=checkout(folder))

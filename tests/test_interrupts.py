@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -286,6 +287,29 @@ def test_a_signal_while_torch_is_imported_ends_the_process_and_raises_nothing_th
     program = [sys.executable, "-c", STARTING, str(int(sent))]
     ended = subprocess.run(program, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "Error: interrupted\n")
+
+
+COMMAND = """
+from optexport.cli.group import Group, json_option
+
+group = Group("program")
+
+@group.command(name="works")
+@json_option
+def works(as_json):
+    import torch
+
+group(["works", "--json"])
+"""
+
+
+@SIGNALS
+def test_machines_are_told_too_of_a_signal_that_ends_the_process(sent: signal.Signals, code: int) -> None:
+    """They were told nothing, as of a command that is still at work."""
+    program = STARTING.partition("with ")[0] + COMMAND
+    ended = subprocess.run([sys.executable, "-c", program, str(int(sent))], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (code, "Error: interrupted\n")
+    assert json.loads(ended.stdout) == {"passed": False, "exit_code": code, "error": "interrupted", "parity": None}
 
 
 TWICE = """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from optexport.errors import SourceError, first_line
 
 _FROM_HUB = ("local_files_only", "revision")
 
@@ -41,6 +44,32 @@ def find(name: str, filename: str, options: Mapping[str, Any]) -> Path | None:
         **{key: options[key] for key in ("subfolder", *_FROM_HUB) if key in options},
     )
     return None if found is None else Path(found)
+
+
+def check_shards(name: str) -> None:
+    """Checks that the parts of a model's weights lie in its folder, as its index names them.
+
+    Another's folder would have any weights of this machine exported as its own.
+
+    Args:
+        name: A folder, or a hub id, whose files the hub's client fetches by their names.
+
+    Raises:
+        SourceError: An index names a file elsewhere, or is no JSON.
+    """
+    for path in find_all(name, "*.index.json", {}) if Path(name).is_dir() else ():
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError, RecursionError) as error:
+            raise SourceError(f"it is no JSON: {first_line(error)}", place=str(path)) from error
+        parts = index.get("weight_map") if isinstance(index, dict) else None
+        for part in dict.fromkeys(map(str, parts.values())) if isinstance(parts, dict) else ():
+            if PurePosixPath(part).is_absolute() or ".." in PurePosixPath(part).parts:
+                raise SourceError(
+                    f"it names {part}, which lies outside of the model's folder",
+                    place=str(path),
+                    mend="Copy the file there, and name it alone.",
+                )
 
 
 def check_reachable(name: str, options: Mapping[str, Any]) -> None:

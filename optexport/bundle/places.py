@@ -37,6 +37,8 @@ UNLISTED = (MANIFEST, MEASUREMENTS, REPORT, *SIGNED)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # And one that opens no more of them.
 TOO_MANY = (errno.EMFILE, errno.ENFILE)
+# In bytes: where the beginning of a file says what it is.
+_MARK_WITHIN = 256
 
 
 def output_of(config: Config, folder: Path) -> Path:
@@ -85,6 +87,28 @@ def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: b
             place=f"{option} {path}",
             mend="Name another place.",
         )
+
+
+def check_written_over(option: str, path: Path, mark: bytes, what: str) -> None:
+    """Checks that a file that is to be written is new, empty, or such a one already.
+
+    Any other may be what a run reads, a model's weights among them, or the database of its tracking.
+
+    Args:
+        mark: What such a file has near its beginning, in small letters.
+
+    Raises:
+        ConfigError: It is another, or cannot be read.
+    """
+    if not path.is_file():  # a pipe, as of a shell, would be waited for
+        return
+    try:
+        with path.open("rb") as file:
+            begun = file.read(_MARK_WITHIN)
+    except OSError as error:
+        raise ConfigError(f"it cannot be read: {error}", place=f"{option} {path}") from error
+    if begun and mark not in begun.lower():
+        raise ConfigError(f"it exists and is no {what}", place=f"{option} {path}", mend="Name another file.")
 
 
 def check_place(output: Path) -> None:

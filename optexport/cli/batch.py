@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optexport.cli.console import console, echo
+from optexport.cli.console import console, echo, prints_aside
 from optexport.cli.group import Command, json_option, print_json
 from optexport.config.durations import in_seconds
 from optexport.errors import OptexportError
@@ -124,7 +124,7 @@ def batch(
 
     chosen = _engine(engine, address, jobs or 1, memory, timeout, retries)
     # What libraries print is none of our result.
-    with _tracked(tasks) as parent, contextlib.redirect_stdout(sys.stderr):
+    with _tracked(tasks) as parent, prints_aside():
         ended = run(tasks, chosen, folder, resume=resume, announce=tell)
         if asked is not None:
             ended = [*asked.refused, *ended]

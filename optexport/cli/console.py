@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,6 +23,30 @@ if TYPE_CHECKING:
 def echo(text: str, *, err: bool = False) -> None:
     """Prints text in which names of models, rules and files may stand: none of them steers a terminal."""
     click.echo(printable(text), err=err)
+
+
+# Descriptors of standard output, of which the last is not taken for what is printed meanwhile.
+_outputs = [1]
+
+
+def output_descriptor() -> int:
+    """Where our own result goes now."""
+    return _outputs[-1]
+
+
+@contextlib.contextmanager
+def prints_aside() -> Iterator[None]:
+    """Within it, what is printed goes to standard error, from libraries in C too: a model's code may print anything."""
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undone:
+        with contextlib.suppress(OSError):  # as where one of the two is closed
+            output = os.dup(1)
+            undone.callback(os.close, output)
+            os.dup2(2, 1)
+            undone.callback(os.dup2, output, 1)
+            _outputs.append(output)
+            undone.callback(_outputs.remove, output)
+            undone.callback(ctypes.CDLL(None).fflush, None)  # or C would print the rest behind our result
+        yield
 
 
 def clean_warnings() -> None:

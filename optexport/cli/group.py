@@ -18,7 +18,7 @@ import click
 
 from optexport import installed, interrupts
 from optexport.bundle.places import NO_ROOM, TOO_MANY, cache
-from optexport.cli.console import echo
+from optexport.cli.console import echo, output_descriptor
 from optexport.errors import OptexportError, printable
 from optexport.redaction import redact_error
 from optexport.sources import foreign_code
@@ -76,12 +76,12 @@ no_code_option = click.option(
 def print_json(document: Any) -> None:
     """Prints the one document of a command."""
     click.get_current_context().meta[_AS_JSON] = False
-    _echo_json(document)
+    click.echo(_as_json(document), nl=False)
 
 
-def _echo_json(document: Any) -> None:
+def _as_json(document: Any) -> str:
     # GitHub's runner takes "##[" for a command to itself wherever it is printed; it can stand in strings alone.
-    click.echo(json.dumps(document, indent=2).replace("##[", "##\\u005b"))
+    return f"{json.dumps(document, indent=2)}\n".replace("##[", "##\\u005b")
 
 
 def outcome(error: OptexportError | None) -> dict[str, Any]:
@@ -131,7 +131,10 @@ class Group(click.Group):
             _fail(ctx, "interrupted", 128 + (interrupts.ended_by() or signal.SIGINT))
 
     def _invoke(self, ctx: click.Context) -> Any:
+        interrupts.last_words = lambda code: (output_descriptor(), _failure(ctx, "interrupted", code))
         try:
+            if not _has_working_directory():  # torch's libraries would end the program while they are imported
+                raise FileNotFoundError
             result = super().invoke(ctx)
             interrupts.check()
             return result
@@ -155,7 +158,7 @@ class Group(click.Group):
             if isinstance(error, OptexportError):
                 _fail(ctx, str(error), error.exit_code, error)
             if (number := _no_room(error)) is not None:
-                _fail(ctx, f"{redact_error(str(error))}\n  {_room(number)}", 1)
+                _fail(ctx, f"{redact_error(str(error)) or 'there is no more memory'}\n  {_room(number)}", 1)
             if isinstance(error, PermissionError) and error.filename is not None:
                 _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
             if isinstance(error, FileNotFoundError) and error.filename is None and not _has_working_directory():
@@ -169,6 +172,8 @@ class Group(click.Group):
                 installed.check()
             except OptexportError as unmet:
                 _fail(ctx, f"{told}\n  {unmet}", unmet.exit_code)
+            except MemoryError:  # of which what failed first was none in name
+                _fail(ctx, f"{told}\n  {_room(errno.ENOMEM)}", 1)
             # A defect of ours, or of a library: still one message.
             _fail(ctx, f"{told}\n  This is a defect: please report it, with --debug.", 1)
 
@@ -176,8 +181,8 @@ class Group(click.Group):
 def _has_working_directory() -> bool:
     try:
         os.getcwd()
-    except FileNotFoundError:
-        return False
+    except OSError as error:
+        return error.errno != errno.ENOENT
     return True
 
 
@@ -186,7 +191,7 @@ def _no_room(error: BaseException) -> int | None:
     numbers = (*NO_ROOM, *TOO_MANY, errno.ENOMEM)
     if isinstance(error, OSError):
         return error.errno if error.errno in numbers else None
-    if _UNMAPPED in str(error):
+    if isinstance(error, MemoryError) or _UNMAPPED in str(error):
         return errno.ENOMEM
     return next((number for number in numbers if os.strerror(number) in str(error)), None)
 
@@ -213,8 +218,14 @@ def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | N
 
 
 def _tell_machine(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> None:
-    """Prints a failure as the one document of a command that was asked for one and has printed none."""
+    if told := _failure(ctx, message, code, error):
+        click.echo(told, nl=False)
+
+
+def _failure(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> str:
+    """A failure as the one document of a command that was asked for one and has printed none; else nothing."""
     if not ctx.meta.get(_AS_JSON):
-        return
+        return ""
+    ctx.meta[_AS_JSON] = False
     proof = None if error is None or error.proof is None else error.proof.model_dump(mode="json")
-    _echo_json({"passed": False, "exit_code": code, "error": message, "parity": proof})
+    return _as_json({"passed": False, "exit_code": code, "error": message, "parity": proof})

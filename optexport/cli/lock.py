@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
 
 import click
 
-from optexport.cli.console import echo, progress
+from optexport.cli.console import echo, prints_aside, progress
 from optexport.cli.group import Command
 
 
@@ -29,7 +27,7 @@ def lock(config: Path) -> None:
         from optexport.bundle import lockfile
         from optexport.job import rules_of
 
-        with contextlib.redirect_stdout(sys.stderr), interrupts.temporary_folder() as scratch:
+        with prints_aside(), interrupts.temporary_folder() as scratch:
             rules = rules_of(read, folder, ())  # as a run does: they too import what lies beside the config
             job = pipeline.prepare(read, folder, rules, scratch / "bundle", scratch, stages)
             made = lockfile.make(job, folder, installed.versions())

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import stat
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -18,7 +17,7 @@ from optexport import __version__
 from optexport.applications.command import predict
 from optexport.cli.batch import batch
 from optexport.cli.bench import bench
-from optexport.cli.console import clean_warnings, console, echo, progress
+from optexport.cli.console import clean_warnings, console, echo, prints_aside, progress
 from optexport.cli.group import Group, debug_option, json_option, junit_option, no_code_option, print_json
 from optexport.cli.lock import lock
 from optexport.cli.registry import log, promote, rollback
@@ -109,7 +108,7 @@ def run(
             from optexport import pipeline, summary
 
             # What a model's own code prints is none of our result.
-            with contextlib.redirect_stdout(sys.stderr):
+            with prints_aside():
                 result = pipeline.run(
                     config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, stages=stages
                 )
@@ -132,7 +131,7 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
     with progress(quiet=as_json) as stages:
         from optexport.generation import run, summary
 
-        with contextlib.redirect_stdout(sys.stderr):
+        with prints_aside():
             result = run.run_generation(config, without=without, stages=stages)
     if as_json:
         print_json(summary.as_json(result))
@@ -283,7 +282,7 @@ def blame(path: Path) -> None:
         from optexport import pipeline
         from optexport.blame import failure
 
-        with contextlib.redirect_stdout(sys.stderr):
+        with prints_aside():
             result = pipeline.run(path, stages=stages, keep=False)
     echo(f"{path}: nothing to blame: {failure.standing(result.parity)}")
 

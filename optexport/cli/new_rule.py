@@ -14,6 +14,8 @@ from optexport.errors import ConfigError
 from optexport.registry import canonical_name
 
 _FILES = {"rule.py.txt": "{module}.py", "test.py.txt": "test_{module}.py", "config.toml.txt": "{module}.toml"}
+# In letters: file systems take names of 255 bytes.
+_LONGEST = 100
 
 
 def write_rule(name: str, folder: Path) -> list[Path]:
@@ -32,8 +34,9 @@ def write_rule(name: str, folder: Path) -> list[Path]:
     module = name.replace("-", "_")
     if keyword.iskeyword(module):
         raise ConfigError(f"{module} is a Python keyword", place="NAME", mend=f"Write drop-{module}, say.")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", module):
-        raise ConfigError(f'"{name}" cannot name a rule', place="NAME", mend="Write small letters, as in drop-tanh.")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", module) or len(module) > _LONGEST:
+        mend = f"Write small letters, as in drop-tanh, and no more than {_LONGEST}."
+        raise ConfigError(f'"{name}" cannot name a rule', place="NAME", mend=mend)
     if canonical_name(name) is not None:
         raise ConfigError(f"there is a built-in rule {name}", place="NAME", mend="Choose another name.")
     class_name = "".join(word.capitalize() for word in module.split("_"))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
 
 import click
 
-from optexport.cli.console import echo, progress
+from optexport.cli.console import echo, prints_aside, progress
 from optexport.cli.group import Command, key_option, no_code_option
 from optexport.errors import ParityError
 
@@ -41,7 +39,7 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
         installed.check(digests.read_manifest(bundle).versions)
         from optexport.bundle import reproduction
 
-        with contextlib.redirect_stdout(sys.stderr):
+        with prints_aside():
             differing = reproduction.reproduce(bundle, folder, stages)
     if differing:
         told = "".join(f"\n  {line}" for line in differing)

@@ -254,6 +254,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         depths.check(name, options)
         # transformers loads an adapter that lies beside a model, or a part of it, without being asked.
         patterns.check_beside(name, options)
+        pretrained_files.check_shards(name)
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
         with transformers_exporters.quiet(), kernels.refused(options):

@@ -21,6 +21,7 @@ from optexport import telemetry
 from optexport.bundle.drafts import locked_for_a_moment
 from optexport.errors import TrackingError, first_line
 from optexport.redaction import keep_secret, redact
+from optexport.tracking import postgresql
 
 T = TypeVar("T")
 
@@ -126,6 +127,8 @@ def open_store(uri: str, folder: Path) -> Any:
     mlflow = import_mlflow()
     uri = resolved_uri(uri, folder)
     keep_secret(uri)
+    if uri.startswith("postgresql"):
+        postgresql.answer_in_time()
     _check_database(uri)
     mlflow.set_tracking_uri(uri)
     if not uri.startswith(_SQLITE):

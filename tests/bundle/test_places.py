@@ -96,6 +96,22 @@ def test_a_report_in_place_of_the_bundle_is_refused_by_whatever_name(call: Calle
     assert everything(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["halves.py", "model.safetensors", "mlflow.db"])
+def test_a_report_is_written_over_nothing_but_a_report(call: Caller, tmp_path: Path, name: str) -> None:
+    """It took the place of a model's code, of weights, or of the database of all runs, before any was read."""
+    (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
+    if name != "halves.py":
+        (tmp_path / name).write_bytes(b"SQLite format 3\0" * 99)
+    before = everything(tmp_path)
+    told = message(call("run", config(), "--junit", str(tmp_path / name)), 2)
+    assert "it exists and is no JUnit file" in told
+    bundle = exports.exported().output
+    for arguments in (["report", str(bundle), "-o"], ["diff", str(bundle), str(bundle), "--html"]):
+        done = CliRunner().invoke(cli, [*arguments, str(tmp_path / name)])
+        assert (done.exit_code, "it exists and is no HTML file" in done.stderr) == (2, True), done.stderr
+    assert everything(tmp_path) == before
+
+
 def test_a_report_beside_the_bundle_is_written(call: Caller, tmp_path: Path) -> None:
     report = tmp_path / "build" / "model.xml"
     assert call("run", config(), "--junit", str(report)).exit_code == 0

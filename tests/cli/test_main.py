@@ -399,14 +399,3 @@ def test_a_reader_that_goes_away_is_no_defect() -> None:
     finally:
         os.close(writing)
     assert "defect" not in done.stderr
-
-
-def test_a_working_directory_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was called a defect."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    done = CliRunner().invoke(cli, ["check", "mine.toml"])
-    monkeypatch.chdir(tmp_path)
-    assert (done.exit_code, "the working directory was removed" in done.stderr) == (2, True), done.stderr

@@ -109,6 +109,7 @@ def test_every_file_that_the_guide_links_to_is_there() -> None:
         ("../escape", "cannot name a rule"),
         ("class", "class is a Python keyword"),
         ("", "cannot name a rule"),
+        ("x" * 260, "cannot name a rule"),  # which no file system takes for a name: it was called a defect
         ("merge-linears", "there is a built-in rule"),
         ("taken", "it is there already"),
         ("random", "there is a module random"),

@@ -52,14 +52,25 @@ def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, mend: str) -> 
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "open files (ulimit -n)"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "memory (ulimit -v)"),
         (RuntimeError("DefaultCPUAllocator: Error code 12 (Cannot allocate memory)"), "memory (ulimit -v)"),
+        (MemoryError(), "memory (ulimit -v)"),
         (ImportError("libtorch.so: failed to map segment from shared object"), "memory (ulimit -v)"),
     ],
-    ids=["open files", "memory", "memory of torch", "memory for a library"],
+    ids=["open files", "memory", "memory of torch", "memory of Python", "memory for a library"],
 )
 def test_other_limits_are_no_defects_either(error: Exception, mend: str) -> None:
     result = ended_by(error)
     assert result.exit_code == 1
     assert f"\n  Raise the limit on {mend}" in result.stderr
+
+
+def test_an_error_for_whose_cause_there_is_no_memory_left_is_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in two tracebacks."""
+
+    def check() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("optexport.installed.check", check)
+    assert "\n  Raise the limit on memory (ulimit -v)" in ended_by(RuntimeError("no")).stderr
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_report_elsewhere_that_cannot_be_written_to_its_end_leaves_an_earlier_
     place = tmp_path / "pages" / "page.html"
     place.parent.mkdir()
     if there:
-        place.write_text("earlier")
+        place.write_text("<!DOCTYPE html>earlier")
         place.chmod(0o600)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
@@ -132,7 +132,7 @@ def test_a_report_elsewhere_that_cannot_be_written_to_its_end_leaves_an_earlier_
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert ended.exit_code == 1
     assert f"File too large: '{place}'" in ended.stderr
-    assert [path.read_text() for path in place.parent.iterdir()] == (["earlier"] if there else [])
+    assert [path.read_text() for path in place.parent.iterdir()] == (["<!DOCTYPE html>earlier"] if there else [])
     assert CliRunner().invoke(cli, ["report", str(copied), "--output", str(place)]).exit_code == 0
     assert not there or place.stat().st_mode & 0o777 == 0o600
     place.unlink()

@@ -225,6 +225,19 @@ def test_graphs_are_dumped_where_asked_or_the_folder_is_refused(call: Caller, tm
     assert "dump" in message(call("run", config(), "--dump", str(tmp_path / "halves.py" / "graphs")), 2)
 
 
+def test_graphs_are_dumped_where_the_caller_meant_though_a_model_changes_the_folder(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was called a defect that there was no such file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "moves.py").write_text(
+        "import os, halves\n\ndef load():\n    os.chdir('elsewhere')\n    return halves.load()\n"
+    )
+    assert call("run", config("moves:load"), "--dump", "graphs").exit_code == 0
+    assert any((tmp_path / "graphs").iterdir())
+
+
 def test_paths_may_start_at_home_and_are_relative_to_the_config(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,3 +230,38 @@ def postgresql() -> Iterator[str]:
             call("pg_ctl", "-D", data, "-w", "-m", "immediate", "stop")
     finally:
         shutil.rmtree(place)
+
+
+@contextlib.contextmanager
+def falling_silent(uri: str, count: int) -> Iterator[str]:
+    """A way to a server on which nothing passes any more once so many bytes went there, though nobody hangs up."""
+    host, port = re.search(r"@([\d.]+):(\d+)", uri).groups()  # type: ignore[union-attr]
+    went, is_over = 0, threading.Event()
+
+    def pump(source: socket.socket, target: socket.socket, *, counted: bool) -> None:
+        nonlocal went
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                went += len(data) * counted
+                if went > count:
+                    is_over.wait()
+                    return
+                target.sendall(data)
+
+    def serve(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            while True:
+                client = held.enter_context(listening.accept()[0])
+                server = held.enter_context(socket.create_connection((host, int(port))))
+                for source, target in ((client, server), (server, client)):
+                    threading.Thread(
+                        target=pump, args=(source, target), kwargs={"counted": source is client}, daemon=True
+                    ).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, args=(listening,), daemon=True).start()
+        try:
+            yield uri.replace(f":{port}/", f":{listening.getsockname()[1]}/")
+        finally:
+            is_over.set()
+            listening.shutdown(socket.SHUT_RDWR)

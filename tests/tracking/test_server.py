@@ -21,7 +21,7 @@ from optexport.errors import TrackingError
 from optexport.tracking.later import log_bundle
 from tests import exports, stores
 from tests.tracking.bundles import bundle, registering, runs
-from tests.tracking.servers import SECRET, Lossy, Server, postgresql
+from tests.tracking.servers import SECRET, Lossy, Server, falling_silent, postgresql
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]
 
@@ -271,3 +271,20 @@ def test_a_server_that_takes_calls_and_never_answers_costs_seconds_and_not_minut
         with pytest.raises(TrackingError, match="Read timed out"):
             log_bundle(place, f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert time.monotonic() - start < 30
+
+
+def test_a_database_that_falls_silent_costs_a_minute_and_not_the_night(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library waits without an end, and heeds no signal meanwhile."""
+    monkeypatch.setattr("optexport.tracking.postgresql._ANSWERS_IN", 3)
+    monkeypatch.chdir(tmp_path)
+    log_bundle(bundle(tmp_path), database, "silent")  # makes the tables
+    start = time.monotonic()
+    with (
+        falling_silent(database, 20_000) as uri,
+        pytest.raises(TrackingError, match="has not answered for 3 seconds") as caught,
+    ):
+        log_bundle(bundle(tmp_path), uri, "silent")
+    assert time.monotonic() - start < 60
+    assert SECRET not in str(caught.value)

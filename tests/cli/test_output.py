@@ -1,0 +1,69 @@
+"""What a command prints for machines is one document and nothing else, whatever a model's own code does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.calling import MODULE, config
+from tests.cli.test_main import ROOT
+
+NOISE = """
+import ctypes
+import os
+
+import halves
+
+def load():
+    print("of Python")
+    os.write(1, b"to the descriptor")
+    ctypes.CDLL(None).printf(b"of C, which keeps it until there is more")
+    return halves.load()
+"""
+
+FORKS = """
+import os
+import sys
+
+import halves
+
+def load():
+    if not os.fork():
+        sys.exit(0)
+    os.wait()
+    return halves.load()
+"""
+
+
+def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    (folder / "halves.py").write_text(MODULE, encoding="utf-8")
+    (folder / "noise.py").write_text(code, encoding="utf-8")
+    (folder / "mine.toml").write_text(config("noise:load"), encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "optexport", "run", "mine.toml", "--json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_what_a_models_code_prints_by_whatever_way_is_no_part_of_it(tmp_path: Path) -> None:
+    """Only what Python's own print gave was kept out of it."""
+    done = run(tmp_path, NOISE)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"]
+    for text in ("of Python", "to the descriptor", "of C, which"):
+        assert text in done.stderr
+
+
+def test_a_process_that_a_models_code_forks_ends_without_a_traceback(tmp_path: Path) -> None:
+    """It looked for what its parent alone has to undo."""
+    done = run(tmp_path, FORKS)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr

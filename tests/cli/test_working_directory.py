@@ -1,0 +1,44 @@
+"""A working directory that is gone is told, and by us."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from optexport.cli.main import cli
+from tests.calling import MODULE, config
+from tests.cli.test_main import ROOT
+
+
+def test_a_working_directory_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was called a defect."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    done = CliRunner().invoke(cli, ["check", "mine.toml"])
+    monkeypatch.chdir(tmp_path)
+    assert (done.exit_code, "the working directory was removed" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_working_directory_that_was_removed_is_told_before_torch_ends_the_program(tmp_path: Path) -> None:
+    """Its libraries do, with a message about themselves."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    (tmp_path / "halves.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
+    program = "import os; os.rmdir(os.getcwd()); from optexport.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run", str(tmp_path / "mine.toml")],
+        cwd=gone,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "the working directory was removed" in done.stderr) == (2, True), done.stderr
