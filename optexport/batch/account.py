@@ -42,9 +42,6 @@ def line(ended: Ended) -> str:
 
 def show(ended: Sequence[Ended], console: Console) -> None:
     """Prints a row for each, and what went wrong below."""
-    if not ended:
-        console.print("Nothing asks for a bundle.")
-        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("config", "result", "bundle"):
         table.add_column(heading, overflow="fold")

@@ -10,7 +10,7 @@ from pathlib import Path
 from optexport.batch.ended import Ended
 from optexport.config.file import parse_config
 from optexport.config.source import NAME, VERSION
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, on_one_line
 from optexport.tracking import wanted
 from optexport.tracking.wanted import Version
 
@@ -24,12 +24,21 @@ class Asked:
         folder: What a relative path in it is taken from.
         versions: By the config that was written for each.
         refused: Versions whose names no config can hold, as configs that are wrong.
+        left: The models that were found as well, and ask for none.
     """
 
     store: str
     folder: Path
     versions: Mapping[str, Version]
     refused: Sequence[Ended]
+    left: Sequence[str]
+
+    def told(self) -> str:
+        """Why there is nothing to do, where there is nothing."""
+        if not self.left:
+            return "Nothing asks for a bundle: the filter finds no registered model."
+        names = on_one_line(", ".join(self.left))
+        return f"Nothing asks for a bundle: the newest version of each model found has one, or is of one: {names}."
 
     def mark(self, ended: Ended) -> None:
         """Notes at a version that it has a bundle, where its config ended well.
@@ -49,8 +58,8 @@ def configs(template: Path, query: str) -> Asked:
         query: A filter of MLflow's registered models.
 
     Raises:
-        ConfigError: The template is wrong, or lacks one of the two where both must stand.
-        TrackingError: The store cannot be reached, or does not understand the filter.
+        ConfigError: The template is wrong, or lacks one of the two where both must stand; or the filter is none.
+        TrackingError: The store cannot be reached.
     """
     try:
         text = template.read_text(encoding="utf-8")
@@ -66,7 +75,8 @@ def configs(template: Path, query: str) -> Asked:
                 mend='As in: source = "mlflow:models:/{name}/{version}", and output = "bundles/{name}-{version}".',
             )
     written, refused = {}, []
-    for version in wanted.wanted(store, template.parent, query):
+    asking, left = wanted.wanted(store, template.parent, query)
+    for version in asking:
         if not version.name.isprintable() or version.name.startswith(".") or set(version.name) & set("\"'\\/"):
             uri = f"models:/{version.name}/{version.version}"
             refused.append(Ended(uri, uri, "", ConfigError.exit_code, "a name with such characters fits no config"))
@@ -74,7 +84,7 @@ def configs(template: Path, query: str) -> Asked:
         path = template.with_name(f"{template.stem}.{version.name}-{version.version}.toml")
         _write(path, _filled(text, version))
         written[str(path)] = version
-    return Asked(store, template.parent, written, refused)
+    return Asked(store, template.parent, written, refused, left)
 
 
 def _filled(text: str, version: Version) -> str:

@@ -138,7 +138,10 @@ def batch(
     if as_json:
         print_json(document)
     else:
-        account.show(ended, console())
+        if asked is not None and not ended:
+            echo(asked.told())
+        else:
+            account.show(ended, console())
         if parent is not None and parent.run_id is not None:
             echo(f"MLflow run {parent.run_id} holds those of all.")
     for failure in failures:

@@ -85,7 +85,7 @@ def to_program(
 # What torch.export says where it solves the conditions on a size that has a name, and finds a single one, or none:
 # wrongly, of linear attention over chunks, and of what is padded to a multiple. Where sizes have no names it solves
 # nothing.
-_UNSOLVED = ("Specializations unexpectedly required", "Cannot create Dim with inconsistent")
+_UNSOLVED = ("Specializations unexpectedly required", "Cannot create Dim with inconsistent", "Constraints violated")
 
 
 def _export(

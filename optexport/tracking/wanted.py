@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport.errors import OptexportError
+from optexport.errors import ConfigError, OptexportError, first_line
 from optexport.tracking import aliases, store
 from optexport.tracking.finished import BUNDLE_TAG, Finished
+from optexport.tracking.store import import_mlflow
 
 # Of a version: the bundle that was made of it.
 EXPORTED_TAG = "optexport.exported"
@@ -22,29 +23,45 @@ class Version:
     version: str
 
 
-def wanted(uri: str, folder: Path, query: str) -> list[Version]:
+def wanted(uri: str, folder: Path, query: str) -> tuple[list[Version], list[str]]:
     """The newest version of each model that a filter of MLflow's finds, but for those that have a bundle, or are one.
+
+    The names of the models of these come second.
 
     Args:
         folder: What a relative path in the URI is taken from.
         query: As ``search_registered_models`` takes it: ``tags.export = 'true'``.
 
     Raises:
-        TrackingError: The store cannot be reached, or does not understand the filter.
+        ConfigError: The store does not understand the filter.
+        TrackingError: It cannot be reached.
     """
+    import_mlflow()
+    from mlflow.exceptions import MlflowException
+
     try:
         client = store.open_store(uri, folder)
-        found = []
+        found, left = list[Version](), list[str]()
         token: str | None = None
         while True:
             page = client.search_registered_models(filter_string=query, page_token=token)
-            found += [version for model in page if (version := _newest(client, model.name)) is not None]
+            for model in page:
+                if (version := _newest(client, model.name)) is None:
+                    left.append(model.name)
+                else:
+                    found.append(version)
             token = page.token
             if not token:
-                return found
+                return found, left
     except OptexportError:
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
+        if isinstance(error, MlflowException) and error.error_code == "INVALID_PARAMETER_VALUE":
+            raise ConfigError(
+                f"MLflow does not understand it: {first_line(error)}",
+                place=f"--from-registry {query}",
+                mend="Write a filter of registered models, as in \"tags.export = 'true'\" or \"name LIKE 'bert%'\".",
+            ) from error
         raise store.failure(error, uri, "Nothing was run.") from error
 
 

@@ -101,15 +101,17 @@ def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: A
     version = registry.get_model_version("asks", "2")
     run = registry.get_run(next(row["run_id"] for row in found["configs"] if "asks-2" in row["config"]))
     assert version.tags["optexport.exported"] == run.data.tags["optexport.bundle"]
-    gone = from_registry.Asked(str(registry.tracking_uri), tmp_path, {"c": Version("gone", "1")}, [])
+    gone = from_registry.Asked(str(registry.tracking_uri), tmp_path, {"c": Version("gone", "1")}, [], [])
     with pytest.raises(TrackingError, match="the next batch makes it again"):
         gone.mark(Ended("c", "c", "", 0, output=str(tmp_path / "bundles" / "asks-2")))
-    again = json.loads(call("tags.export = 'true'", "--json").stdout)
+    asking = "tags.export = 'true'"
+    again = json.loads(call(asking, "--json").stdout)
     assert again["configs"] == []
     assert again["exit_code"] == 0
     nothing = call("tags.export = 'maybe'")
     assert nothing.exit_code == 0
-    assert "Nothing asks for a bundle." in nothing.output
+    assert "Nothing asks for a bundle: the filter finds no registered model." in nothing.output
+    assert "the newest version of each model found has one, or is of one: asks, asks-too." in call(asking).output
 
 
 def test_a_model_whose_name_fits_no_config_is_a_row_and_stops_no_other(registry: Any, tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_a_model_with_an_apostrophe_in_its_name_asks_as_well(registry: Any, tmp_
     """MLflow found no versions of it, and the batch said that nothing asked."""
     registry.create_registered_model("it's", tags={"apostrophe": "true"})
     registry.create_model_version("it's", source=registry.get_model_version("asks", "1").source)
-    assert wanted(str(registry.tracking_uri), tmp_path, "tags.apostrophe = 'true'") == [Version("it's", "1")]
+    assert wanted(str(registry.tracking_uri), tmp_path, "tags.apostrophe = 'true'") == ([Version("it's", "1")], [])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_model_with_an_apostrophe_in_its_name_asks_as_well(registry: Any, tmp_
             2,
             "nightly.toml: export.output: it must hold both",
         ),
-        ("", "", "tags export", 7, "tracking.uri"),
+        ("", "", "tags export", 2, "--from-registry tags export: MLflow does not understand it"),
     ],
 )
 def test_what_cannot_be_is_told(

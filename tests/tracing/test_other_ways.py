@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from torch import nn
 
 from optexport.formats import exported_program
+from optexport.signature import Dim
 from optexport.sources.loading import Loaded
 from optexport.tracing.trace import trace
+from optexport.transformations import CastPrecision
 from optexport.writer import Writer
+from tests.exports import quick, run
 from tests.transformations.programs import Program
 
 
@@ -49,3 +53,14 @@ def test_what_is_padded_to_a_multiple_is_exported_again() -> None:
     made = writer(model, torch.randn(2, 10))
     for x in (torch.randn(3, 11), torch.randn(1, 8)):
         torch.testing.assert_close(made.program.module()(x=x)[0], model(x))
+
+
+def test_a_size_that_torch_takes_for_excluded_where_a_result_has_one_row_is_exported(tmp_path: Path) -> None:
+    """The export of the cast graph ended with "Constraints violated (w)"."""
+    model = Program(lambda m, x: m.conv(x).amax((2, 3)), conv=nn.Conv2d(3, 4, 3, stride=2))
+    dynamic = {"x": {0: Dim("batch", 1, 8), 2: Dim("h", 4, 40), 3: Dim("w", 4, 40)}}
+    x = torch.rand(2, 3, 8, 9)
+    result = quick(model, {"x": x}, tmp_path / "out", dynamic=dynamic, transformations=[CastPrecision()], atol=1.0)
+    for sizes in ((2, 3, 8, 9), (1, 3, 4, 4), (3, 3, 40, 4)):
+        x = torch.rand(sizes)
+        torch.testing.assert_close(run(result, x=x)["output"], model(x), atol=0.01, rtol=0.01)

@@ -160,6 +160,23 @@ def test_declared_sizes_at_which_the_model_goes_another_way_are_in_doubt_however
     assert all(condition(sizes.get("batch", 3), sizes.get("rows", 20)) for sizes in traced.doubtful)
 
 
+@pytest.mark.parametrize("condition", [lambda x: x.numel() > 9000, lambda x: x.numel() * x.element_size() > 30_000])
+def test_a_bound_on_all_numbers_that_only_large_sizes_of_three_pass_is_told(condition: Callable[..., bool]) -> None:
+    """No size that was tried passed it, and the files were wrong at the largest of each."""
+    dynamic = {"x": {0: Dim("batch", 1, 16), 1: Dim("rows", 1, 40), 2: Dim("columns", 1, 40)}}
+    model = Program(lambda m, x: x * (2 if condition(x) else 1)).eval()
+    with pytest.raises(TraceError, match=r"a way that holds only where batch\*columns\*rows <= "):
+        trace(model, {"x": torch.randn(3, 7, 5)}, dynamic)
+
+
+def test_conditions_of_a_model_that_hands_its_input_on_are_seen() -> None:
+    """Of a graph without operators torch.export asserts nothing."""
+    model = Program(lambda m, x: x / 2 if x.shape[0] * x.shape[1] > 1024 else x).eval()
+    dynamic = {"x": {0: Dim("batch", 1, 32), 1: Dim("rows", 1, 256)}}
+    with pytest.raises(TraceError, match=r"a way that holds only where batch\*rows <= 1024"):
+        trace(model, {"x": torch.randn(3, 7)}, dynamic)
+
+
 def test_a_product_of_three_declared_sizes_is_in_doubt() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x * (2 if x.shape[0] * x.shape[1] * x.shape[2] == 1001 else 1)
