@@ -49,6 +49,8 @@ def main(url, bundle):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     try:
         main(*sys.argv[1:])
     except urllib.error.URLError as error:

@@ -31,4 +31,6 @@ def main(bundle):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -44,7 +44,7 @@ def check_possible(finished: Finished) -> None:
     ]
     if wrong:
         told = on_one_line(redact(wrong[0])[:_LONGEST])
-        raise BundleError(f"no bundle that passed says so: {told}", place=str(finished.folder))
+        raise BundleError(f"no bundle that passed says so: {told}", place=str(finished.folder / MANIFEST))
 
 
 def _impossible(manifest: Manifest, place: PlaceRecord) -> Iterator[str]:
