@@ -113,9 +113,10 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:
-    """Whether no axis was fixed that is dynamic in the signature."""
+    """Whether no axis was fixed that is dynamic in the signature, nor holds for one size alone."""
+    single = {symbol for symbol, limits in program.range_constraints.items() if limits.is_singleton()}
     return all(
-        isinstance(found, torch.SymInt) and found.node.expr.free_symbols
+        isinstance(found, torch.SymInt) and found.node.expr.free_symbols - single
         for spec, placeholder in _inputs(program, signature)
         for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True)
         if isinstance(size, str)
