@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from optexport.job import Job
 from optexport.kept import computation
 from optexport.proof import shards
 from optexport.proof.cases import cases
+from optexport.proof.other_sizes import parting_sizes
 from optexport.proof.reference import Call, Reference
 from optexport.proof.running import run_original
 from optexport.proof.special_values import special_cases
@@ -20,15 +21,18 @@ from optexport.runtimes import Run
 from optexport.signature import Batch, as_arguments, flatten_outputs
 from optexport.state import apart, buffers_kept
 from optexport.tracing import draws
-from optexport.tracing.trace import Traced, check_no_vmap, trace
+from optexport.tracing.trace import Traced, check_writable, trace
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import one_pass
+
+# How much more is tried where effort is no object.
+_TIMES_EXHAUSTIVE = 16
 
 
 def trace_original(job: Job) -> tuple[Traced, Call]:
     """Traces the model; says which outputs the rules leave, and how to run it, or a graph of it, for these."""
     traced = trace(job.loaded.to_trace, job.example, job.dynamic)
-    check_no_vmap(traced)
+    check_writable(traced)
     wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
     everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
     draws.check_none(traced.graph_module, everything.output_names, kept.output_names)
@@ -44,8 +48,8 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
     return replace(traced, signature=kept), call
 
 
-def graph_runner(graph_module: fx.GraphModule, call: Call) -> Run:
-    """How to run a graph of the original, whose buffers it may share, as a place of the pipeline."""
+def graph_runner(graph_module: nn.Module, call: Call) -> Run:
+    """How to run the original, or a graph of it, whose buffers it may share, as a place of the pipeline."""
 
     def run(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         with buffers_kept(graph_module):
@@ -57,7 +61,12 @@ def graph_runner(graph_module: fx.GraphModule, call: Call) -> Run:
 def run_reference(job: Job, traced: Traced, call: Call, ids: Mapping[str, int]) -> Reference:
     """Runs the original on all that is checked; how much that is depends on the effort."""
     signature, effort = traced.signature, job.config.parity.effort
-    checked = cases(job.example, job.real, signature, traced.doubtful, effort)
+    doubtful = [*traced.doubtful]
+    if effort != "quick":
+        original, trace_of_it = graph_runner(job.loaded.model, call), graph_runner(traced.graph_module, call)
+        times = _TIMES_EXHAUSTIVE if effort == "exhaustive" else 1
+        doubtful += parting_sizes(original, trace_of_it, traced.graph_module, job.example, signature, times)
+    checked = cases(job.example, job.real, signature, doubtful, effort)
     checked += special_cases(
         job.example,
         ids,

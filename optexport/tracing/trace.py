@@ -214,8 +214,8 @@ def _narrowed(
     return replace(signature, dims={**signature.dims, **narrowed})
 
 
-def check_no_vmap(traced: Traced) -> None:
-    """Refuses a graph that holds what ``torch.vmap`` computes, which no file format does.
+def check_writable(traced: Traced) -> None:
+    """Refuses a graph that holds what ``torch.vmap`` computes, which no file format does, or a choice among sizes.
 
     Raises:
         TraceError: It does.
@@ -226,6 +226,12 @@ def check_no_vmap(traced: Traced) -> None:
             f"it calls torch.vmap, which no file format holds{f': {line}' if line else ''}",
             place="trace",
             mend="Write it with an axis more, that of the batch, instead.",
+        )
+    if traced.graph_module.graph.find_nodes(op="call_function", target=torch.sym_ite):
+        raise TraceError(
+            "it calls torch.sym_ite on sizes, which torch.export decides as if none were 1 when files are made",
+            place="trace",
+            mend="Write it as arithmetic of tensors, or as an if.",
         )
 
 

@@ -1,0 +1,127 @@
+"""Sizes at which a trace and the model part, found by running both at as many as are cheap.
+
+Most of what a model asks of its sizes is seen while it is traced. A size that becomes a text, a key, or a number of
+NumPy's leaves no condition behind, and only running tells: ``self.heads[str(x.shape[1])]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from optexport.inputs.resizing import resize
+from optexport.proof import distances
+from optexport.runtimes import Run
+from optexport.signature import Batch, Dim, Signature
+
+# What it may cost: so many runs, and so many operations of arithmetic. A node counts as many as are done in the time
+# that its call takes.
+_MOST_RUNS = 1024
+_MOST_OPERATIONS = 5e10
+_OPERATIONS_PER_NODE = 2e5
+# What takes more than this share of it is left out.
+_MOST_OF_ONE = 1 / 64
+# Of one dimension, and of a range that nobody ended as often as the traced size.
+_MOST_SIZES = 512
+_TIMES_TRACED = 4
+_DRAWN = 64
+# One set of sizes shows a way; a few show that there are several.
+_ENOUGH = 4
+# Another way gives other results, not other rounding; what they differ by in truth is for the proof to tell.
+_TOLERANCE = 0.01
+
+
+def parting_sizes(
+    original: Run, traced: Run, graph_module: fx.GraphModule, example: Batch, signature: Signature, times: int = 1
+) -> list[dict[str, int]]:
+    """Sizes at which the original and its trace give something else, or the trace gives nothing; a few at most.
+
+    What is tried depends on the model and its ranges alone, and on no clock.
+
+    Args:
+        original, traced: How to run them; `graph_module` is the latter's graph.
+        times: How many times as much may be tried.
+    """
+    found: list[dict[str, int]] = []
+    cost, left = _cost(traced, graph_module, example, signature), _MOST_OPERATIONS * times
+    for sizes in itertools.islice(_to_try(signature.dims, signature.sizes(example)), _MOST_RUNS * times):
+        operations = cost(sizes)
+        if operations > _MOST_OF_ONE * _MOST_OPERATIONS:
+            continue
+        left -= operations
+        if left < 0 or len(found) == _ENOUGH:
+            break
+        batch = resize(example, signature, sizes)
+        want = _outcome(original, batch)
+        # What the original does not take may be whatever it is.
+        if want is not None and not _agree(_outcome(traced, batch), want):
+            found.append(sizes)
+    return found
+
+
+def _to_try(dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Each dimension at all of its sizes, with the others at their least and at the traced ones; and some of any."""
+    ranges = {name: _range(dims[name], size) for name, size in traced.items()}
+    least = {name: sizes[0] for name, sizes in ranges.items()}
+    alone = [
+        [{**others, name: size} for size in ranges[name]]
+        for others in (least, traced)
+        for name in (ranges if len(ranges) > 1 or others is least else ())
+    ]
+    few = [dict(zip(ranges, each, strict=True)) for each in itertools.product(*(s[:3] for s in ranges.values()))]
+    drawn = random.Random(0)  # noqa: S311
+    any_of = [{name: drawn.choice(sizes) for name, sizes in ranges.items()} for _ in range(_DRAWN)]
+    seen = {tuple(traced.values())}
+    for sizes in itertools.chain.from_iterable(itertools.zip_longest(*alone, few, any_of)):
+        if sizes is not None and (key := tuple(sizes.values())) not in seen:
+            seen.add(key)
+            yield sizes
+
+
+def _range(dim: Dim, traced: int) -> Sequence[int]:
+    most = max(dim.max or _TIMES_TRACED * traced, traced)
+    return range(max(dim.min, 1), min(most, _MOST_SIZES) + 1) or [traced]
+
+
+def _cost(
+    traced: Run, graph_module: fx.GraphModule, example: Batch, signature: Signature
+) -> Callable[[Mapping[str, int]], float]:
+    """Says about how many operations both take at sizes: in proportion to the numbers of the largest input."""
+
+    def numbers(sizes: Mapping[str, int]) -> int:
+        axes = signature.sizes_at(sizes)
+        shapes = ((axes.get(name, {}), tensor.shape) for name, tensor in example.items())
+        return max(math.prod(given.get(axis, size) for axis, size in enumerate(shape)) for given, shape in shapes)
+
+    with FlopCounterMode(display=False) as counted:
+        _outcome(traced, example)
+    each = counted.get_total_flops() / max(1, numbers(signature.sizes(example)))
+    fixed = _OPERATIONS_PER_NODE * len(graph_module.graph.nodes)
+    return lambda sizes: 2 * (fixed + each * numbers(sizes))
+
+
+def _outcome(run: Run, batch: Batch) -> Mapping[str, torch.Tensor] | None:
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return run(batch)
+    except Exception:  # a model's own code may raise anything
+        return None
+
+
+def _agree(got: Mapping[str, torch.Tensor] | None, want: Mapping[str, torch.Tensor]) -> bool:
+    return got is not None and all(_is_near(got[name], expected) for name, expected in want.items())
+
+
+def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if distances.why_incomparable(one, other) is not None:
+        return False
+    apart, magnitude = distances.distance(one, other), distances.finite(other).abs()
+    if not other.is_floating_point() or not other.numel():
+        return not bool(apart.any())
+    return bool((apart <= _TOLERANCE * (magnitude + magnitude.median())).all())
