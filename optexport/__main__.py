@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from typing import NoReturn
 
 from optexport import interrupts
@@ -12,9 +14,27 @@ def main() -> None:
     """Runs the command line; what it is made of is imported once a signal can no longer leave a traceback there."""
     interrupts.end_at_once()
     _never_end_as_if_done()
+    _keep_descriptors()
     from optexport.cli.main import main as program
 
-    program()
+    try:
+        program()
+    finally:
+        _end_output()
+
+
+def _keep_descriptors() -> None:
+    """Has no file of ours take the place of an input or output that is closed."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+
+
+def _end_output() -> None:
+    """Has what a model's code prints as Python ends go to standard error: our result is whole."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # as where nobody reads it
+        sys.stdout.flush()
+        os.dup2(2, 1)
 
 
 def _never_end_as_if_done() -> None:

@@ -41,6 +41,25 @@ def buffers_kept(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
                 buffer.copy_(value)
 
 
+@contextmanager
+def tensors_kept(model: nn.Module) -> Iterator[None]:
+    """Has a model hold the same tensors at its end, where it may have put others in their place, or beside them."""
+
+    def held(module: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+
+    kept = [(module, dict(module._buffers), held(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, buffers, attributes in kept:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for name in held(module).keys() - attributes.keys():
+                delattr(module, name)
+            vars(module).update(attributes)
+
+
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.layout is not torch.strided:  # of which torch compares none
         one, other = one.to_dense(), other.to_dense()

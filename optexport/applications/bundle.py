@@ -211,7 +211,8 @@ class Bundle:
             named = kind.replace("_", " ")
             why = [reason for reason in self.application.missing if reason.startswith(named)]
             raise ConfigError(
-                f"it holds no {named}" + (f" ({why[0]})" if why else ", as its source had none"),
+                f"it holds no {named}"
+                + (f" ({why[0]})" if why else ", as its source had none, or it is a part of a generative model"),
                 place=str(self._folder),
                 mend=f"Give the inputs themselves, on the command line with --data. {self._signature}",
             )

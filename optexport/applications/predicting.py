@@ -45,7 +45,7 @@ def given_as_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Given]:
         why = "; ".join(bundle.application.missing)
         raise ConfigError(
             f"it holds nothing that makes {', '.join(names)} of texts or files"
-            + (f" ({why})" if why else ", as its source had none"),
+            + (f" ({why})" if why else ", as its source had none, or it is a part of a generative model"),
             place="predict",
             mend="Give the inputs themselves, with --data FILE.jsonl.",
         )

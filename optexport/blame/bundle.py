@@ -37,7 +37,9 @@ def blame_bundle(folder: Path) -> str:
     except BundleError as error:
         damage = error
     outputs = [output.name for output in manifest.outputs]
-    reference = contents.read_reference(folder / contents.REFERENCE, manifest.reference_cases, outputs)
+    reference = contents.read_reference(
+        folder / contents.REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases
+    )
     lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
     bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
     proof = Proof(reference, bounds, gates_of(manifest) if lowered else ())  # which nothing else is held to

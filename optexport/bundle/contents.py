@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,13 @@ def _bytes(outputs: Outputs) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in outputs.values())
 
 
-def read_reference(path: Path, case_names: Sequence[str], output_names: Sequence[str]) -> Reference:
+def read_reference(
+    path: Path, case_names: Sequence[str], output_names: Sequence[str], extreme: Collection[str] = ()
+) -> Reference:
     """Reads what `write_reference` stored.
+
+    Args:
+        extreme: The cases of values unlike data.
 
     Raises:
         BundleError: It is damaged.
@@ -96,7 +101,9 @@ def read_reference(path: Path, case_names: Sequence[str], output_names: Sequence
     if not {key.partition(".")[0] for key in tensors} <= {str(index) for index in indices}:
         raise BundleError("it holds more cases than the manifest names", place=str(path))
     reference = Reference(
-        cases=tuple(Case(name, part(index, "inputs")) for index, name in enumerate(case_names)),
+        cases=tuple(
+            Case(name, part(index, "inputs"), extreme=name in extreme) for index, name in enumerate(case_names)
+        ),
         outputs=tuple(part(index, "outputs") for index in indices),
         exact=tuple(part(index, "float64") for index in indices),
     )

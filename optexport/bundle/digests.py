@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from optexport.bundle import external_data, sealed_json
 from optexport.bundle.manifest import SUFFIXES, FileRecord, Manifest
-from optexport.bundle.places import MANIFEST, MEASUREMENTS, REPORT, UNLISTED
+from optexport.bundle.places import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED
 from optexport.errors import BundleError, ConfigError
 
 _LINK = "Remove it; and get the bundle again, if it stands for a file of its own."
@@ -55,7 +55,9 @@ def manifest_of_files(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
     if not (folder / MANIFEST).is_file():
-        raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder))
+        parts = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}") if (folder / GENERATION).exists())
+        mend = f"It is the folder of a generative model: name a part, {' or '.join(parts)}." if parts else None
+        raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder), mend=mend)
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend=_LINK)

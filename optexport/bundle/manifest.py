@@ -205,7 +205,8 @@ class ParityRecord(_Record):
     ``ways`` says how else the original was run for its floor; ``fallback`` why float64 could not be had, where not.
 
     ``unguided`` names outputs and cases that are compared with the original itself, float64 being no guide there, and
-    ``left_out`` cases that were not checked, with the reason, or how much of the data was.
+    ``left_out`` cases that were not checked, with the reason, or how much of the data was. ``extreme_cases`` are those
+    of values unlike data, on which no gate counts.
     """
 
     cases: list[str]
@@ -216,6 +217,7 @@ class ParityRecord(_Record):
     left_out: list[str]
     gates: list[GateRecord]
     places: list[PlaceRecord]
+    extreme_cases: list[str] = []
 
     @property
     def compared_with(self) -> str:

@@ -5,10 +5,12 @@ Told without importing torch, and without writing anything.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -38,7 +40,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # And one that opens no more of them.
 TOO_MANY = (errno.EMFILE, errno.ENFILE)
 # In bytes: where the beginning of a file says what it is.
-_MARK_WITHIN = 256
+_BEGINNING = 4096
 
 
 def output_of(config: Config, folder: Path) -> Path:
@@ -89,13 +91,13 @@ def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: b
         )
 
 
-def check_written_over(option: str, path: Path, mark: bytes, what: str) -> None:
+def check_written_over(option: str, path: Path, form: re.Pattern[bytes], what: str) -> None:
     """Checks that a file that is to be written is new, empty, or such a one already.
 
     Any other may be what a run reads, a model's weights among them, or the database of its tracking.
 
     Args:
-        mark: What such a file has near its beginning, in small letters.
+        form: What such a file begins with.
 
     Raises:
         ConfigError: It is another, or cannot be read.
@@ -104,10 +106,10 @@ def check_written_over(option: str, path: Path, mark: bytes, what: str) -> None:
         return
     try:
         with path.open("rb") as file:
-            begun = file.read(_MARK_WITHIN)
+            begun = file.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip()
     except OSError as error:
         raise ConfigError(f"it cannot be read: {error}", place=f"{option} {path}") from error
-    if begun and mark not in begun.lower():
+    if begun and not form.match(begun):
         raise ConfigError(f"it exists and is no {what}", place=f"{option} {path}", mend="Name another file.")
 
 

@@ -45,7 +45,9 @@ def prove(folder: Path, manifest: Manifest) -> Proof:
     """
     _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
-    reference = contents.read_reference(folder / contents.REFERENCE, manifest.reference_cases, outputs)
+    reference = contents.read_reference(
+        folder / contents.REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases
+    )
     bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
     proof = Proof(reference, bounds, gates_of(manifest))
     try:

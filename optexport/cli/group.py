@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import signal
@@ -129,6 +130,9 @@ class Group(click.Group):
                 return self._invoke(ctx)
         except KeyboardInterrupt:  # while signals began to be heeded, or ceased to
             _fail(ctx, "interrupted", 128 + (interrupts.ended_by() or signal.SIGINT))
+        except MemoryError:  # not even what went wrong can be told
+            gc.collect()
+            _fail(ctx, f"there is no more memory\n  {_room(errno.ENOMEM)}", 1)
 
     def _invoke(self, ctx: click.Context) -> Any:
         interrupts.last_words = lambda code: (output_descriptor(), _failure(ctx, "interrupted", code))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from optexport.bundle.places import NO_ROOM
 from optexport.cli.console import console, echo
 from optexport.cli.group import Command, json_option, print_json
 from optexport.errors import ConfigError
+
+_HTML = re.compile(rb"(<!--.*?-->\s*)*<(!doctype\s+)?html\b", re.DOTALL | re.IGNORECASE)
 
 
 def _write(path: Path, text: str, option: str) -> None:
@@ -54,7 +57,7 @@ def report(bundle: Path, output: Path | None) -> None:
 
     if output is not None:
         check_outside("--output", output, [bundle])
-        check_written_over("--output", output, b"<!doctype html", "HTML file")
+        check_written_over("--output", output, _HTML, "HTML file")
     manifest = read_manifest(bundle, report=False)
     ended = False
     if output is not None:
@@ -90,7 +93,7 @@ def diff(one: Path, other: Path, html: Path | None, as_json: bool) -> None:
 
     if html is not None:
         check_outside("--html", html, [one, other])
-        check_written_over("--html", html, b"<!doctype html", "HTML file")
+        check_written_over("--html", html, _HTML, "HTML file")
     found = difference.compare(difference.read_side(one), difference.read_side(other))
     if html is not None:
         _write(html, page.render_difference(found), "--html")

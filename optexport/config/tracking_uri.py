@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from optexport.errors import ConfigError, did_you_mean
-from optexport.redaction import redact
 
 if TYPE_CHECKING:
     from optexport.config.file import Config
@@ -20,8 +19,13 @@ _VARIABLE = "MLFLOW_TRACKING_URI"
 _STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks")
 
 _SCHEME = re.compile(r"[a-z][\w.+\-]*", re.ASCII | re.IGNORECASE)
-_NEITHER = "it is neither a folder nor a URI: write http://HOST:PORT, sqlite:///FILE or postgresql://HOST/DATABASE, say"
+_NEITHER = (
+    "it is neither a folder nor a URI: write http://HOST:PORT, sqlite:///FILE or postgresql://HOST/DATABASE, say, "
+    "or a folder as ./FOLDER"
+)
 _PARAMETER = re.compile(r"[\w.\-]*(?:=.*)?", re.ASCII)
+# What redaction takes for the end of a value, and SQLAlchemy does not.
+_ENDING = re.compile(r"[\s;\"'<>\\^`{}|]")
 # A letter, a digit, or one of - . _ in another form: SQLAlchemy decodes keys, and those of ODBC stand in a value.
 _ENCODED = re.compile(r"%(?:2D|2E|3\d|[46][1-9A-F]|[57][\dA]|5F)", re.ASCII | re.IGNORECASE)
 
@@ -43,13 +47,13 @@ def check_uri(uri: str) -> str:
     if kind not in _STORES and not _is_of_a_package(scheme):
         if kind.lower() in _STORES:
             raise ValueError(f"the kind of a store is written in small letters: {kind.lower()}://")
-        raise ValueError(f"MLflow has no stores of the kind {kind}. {did_you_mean(kind, _STORES)}")
+        raise ValueError(f"MLflow tracks in no store of the kind {kind}. {did_you_mean(kind, _STORES)}")
     if kind == "sqlite":
         _check_embedded(scheme, rest)
     elif kind != "file" and rest.startswith("/") and "@" in rest.partition("?")[0]:
         raise ValueError(_NEITHER)
     if kind in ("http", "https") and not rest.strip("/"):
-        raise ValueError(f"{redact(uri)} names no host")
+        raise ValueError("it names no host")
     if uri == "file://":
         raise ValueError("file:// names no folder")
     if not rest.startswith("/") and not _is_encoded(rest, of_web=kind in ("http", "https")):
@@ -62,6 +66,11 @@ def check_uri(uri: str) -> str:
         raise ValueError(
             "its query hides what a key is called: write keys with letters, digits, - . and _ alone, and none of these "
             "percent-encoded, in values either"
+        )
+    if _ENDING.search(query):
+        raise ValueError(
+            "its query holds a character that a URI cannot have there: write it percent-encoded (a blank is %20, "
+            "; is %3B, a quote %22)"
         )
     if kind in ("http", "https"):
         _check_address(uri)
@@ -110,7 +119,7 @@ def _check_name(name: str) -> None:
 
     Of such a one nobody could tell where a password is.
     """
-    if not re.search(r"[@:?]|//", name) or re.match(r"\.|/(?!/)|file:/(?!/)", name):
+    if not re.search(r"[@:?]|//", name) or re.match(r"\.|/(?!/)|file:/(?!/)|file:[^@:?]*$", name):
         return
     if not _is_of_a_package(name.partition(":")[0]):
         raise ValueError(_NEITHER)
@@ -130,10 +139,10 @@ def _check_address(uri: str) -> None:
     try:
         address = urlsplit(uri)
         port = address.port
-    except ValueError as error:  # a port of more than 65535
-        raise ValueError(f"{redact(uri)} is no address: {error}") from None
+    except ValueError:  # which may tell a part of a password
+        raise ValueError("it is no address: its port is beyond 65535, or its brackets hold no IPv6 address") from None
     if not address.hostname or port == 0:
-        raise ValueError(f"{redact(uri)} names no {'port that a server has' if address.hostname else 'host'}")
+        raise ValueError(f"it names no {'port that a server has' if address.hostname else 'host'}")
 
 
 def _is_of_a_package(scheme: str) -> bool:

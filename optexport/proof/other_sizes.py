@@ -10,9 +10,11 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from optexport.inputs.resizing import resize
@@ -20,11 +22,12 @@ from optexport.proof import distances
 from optexport.runtimes import Run
 from optexport.signature import Batch, Dim, Signature
 
-# What it may cost: so many runs, and so many operations of arithmetic. A node counts as many as are done in the time
-# that its call takes.
+# What it may cost: so many runs, and so many operations of arithmetic; a call of an operator, and an element that one
+# writes, count as many as are done in that time.
 _MOST_RUNS = 1024
 _MOST_OPERATIONS = 5e10
-_OPERATIONS_PER_NODE = 2e5
+_OPERATIONS_PER_CALL = 2e5
+_OPERATIONS_PER_ELEMENT = 20
 # What takes more than this share of it is left out.
 _MOST_OF_ONE = 1 / 64
 # Of one dimension, and of a range that nobody ended as often as the traced size.
@@ -38,18 +41,18 @@ _TOLERANCE = 0.01
 
 
 def parting_sizes(
-    original: Run, traced: Run, graph_module: fx.GraphModule, example: Batch, signature: Signature, times: int = 1
+    original: Run, traced: Run, example: Batch, signature: Signature, times: int = 1
 ) -> list[dict[str, int]]:
     """Sizes at which the original and its trace give something else, or the trace gives nothing; a few at most.
 
     What is tried depends on the model and its ranges alone, and on no clock.
 
     Args:
-        original, traced: How to run them; `graph_module` is the latter's graph.
+        original, traced: How to run them.
         times: How many times as much may be tried.
     """
     found: list[dict[str, int]] = []
-    cost, left = _cost(traced, graph_module, example, signature), _MOST_OPERATIONS * times
+    cost, left = _cost(traced, example, signature), _MOST_OPERATIONS * times
     for sizes in itertools.islice(_to_try(signature.dims, signature.sizes(example)), _MOST_RUNS * times):
         operations = cost(sizes)
         if operations > _MOST_OF_ONE * _MOST_OPERATIONS:
@@ -89,9 +92,7 @@ def _range(dim: Dim, traced: int) -> Sequence[int]:
     return range(max(dim.min, 1), min(most, _MOST_SIZES) + 1) or [traced]
 
 
-def _cost(
-    traced: Run, graph_module: fx.GraphModule, example: Batch, signature: Signature
-) -> Callable[[Mapping[str, int]], float]:
+def _cost(traced: Run, example: Batch, signature: Signature) -> Callable[[Mapping[str, int]], float]:
     """Says about how many operations both take at sizes: in proportion to the numbers of the largest input."""
 
     def numbers(sizes: Mapping[str, int]) -> int:
@@ -99,11 +100,27 @@ def _cost(
         shapes = ((axes.get(name, {}), tensor.shape) for name, tensor in example.items())
         return max(math.prod(given.get(axis, size) for axis, size in enumerate(shape)) for given, shape in shapes)
 
-    with FlopCounterMode(display=False) as counted:
+    with FlopCounterMode(display=False) as arithmetic, _Counter() as counted:
         _outcome(traced, example)
-    each = counted.get_total_flops() / max(1, numbers(signature.sizes(example)))
-    fixed = _OPERATIONS_PER_NODE * len(graph_module.graph.nodes)
-    return lambda sizes: 2 * (fixed + each * numbers(sizes))
+    growing = arithmetic.get_total_flops() + _OPERATIONS_PER_ELEMENT * counted.elements
+    each = growing / max(1, numbers(signature.sizes(example)))
+    return lambda sizes: 2 * (_OPERATIONS_PER_CALL * counted.calls + each * numbers(sizes))
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operators, and the elements that they give."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls += 1
+        self.elements += sum(value.numel() for value in tree_leaves(result) if isinstance(value, torch.Tensor))
+        return result
 
 
 def _outcome(run: Run, batch: Batch) -> Mapping[str, torch.Tensor] | None:

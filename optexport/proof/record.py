@@ -25,6 +25,7 @@ def parity_record(proof: Proof) -> ParityRecord:
     """The proof as the manifest holds it; distances to three digits."""
     return ParityRecord(
         cases=[case.name for case in proof.reference.cases],
+        extreme_cases=[case.name for case in proof.reference.cases if case.extreme],
         bounds={name: _bound(name, bound, proof.reference) for name, bound in proof.bounds.items()},
         ways=list(proof.reference.ways),
         fallback=proof.reference.fallback,

@@ -30,6 +30,7 @@ from optexport.signature import (
     as_arguments,
     named_inputs,
 )
+from optexport.state import tensors_kept
 from optexport.tracing.dataclass_outputs import register_dataclasses
 from optexport.tracing.long_sizes import LongSizeError, SizesWatched
 from optexport.tracing.model_lines import line_of_model
@@ -313,6 +314,7 @@ def _export(
     shapes = as_arguments(hints)
     try:
         with (
+            tensors_kept(model),  # what a model computes for later is a stand-in here
             transformers_exporters.exporting(),
             transformers_exporters.one_pass(model),
             SizesWatched(),
@@ -374,6 +376,11 @@ def _hints(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int
     }
 
 
+def _of_recurrent(model: nn.Module) -> str:
+    kinds = {type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)}
+    return f" (torch.export holds {' and '.join(sorted(kinds))} to the number of steps of the trace)" if kinds else ""
+
+
 def _explained(
     model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception, dynamic: Dynamic | None
 ) -> TraceError:
@@ -389,7 +396,7 @@ def _explained(
     if suggestion and dynamic:
         wanted = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
         return TraceError(
-            f"what is traced does not hold at every size that is declared: it wants {wanted}",
+            f"what is traced does not hold at every size that is declared: it wants {wanted}{_of_recurrent(model)}",
             place="inputs.dynamic",
             mend="Narrow the range, or leave the dimension out to have it fixed.",
         )

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
 from typing import Any
 
-# In seconds: for a connection, and for each part of an answer.
+# In seconds: for a connection, unless the URI says another time, and for each part of an answer.
 _CONNECTS_IN = 5
 _ANSWERS_IN = 60
-# CONNECTION_OK of libpq.
-_CONNECTED = 0
 
 
+@functools.cache
 def answer_in_time() -> None:
     """Has psycopg2, where it is installed, wait for every server of this process as long as that and no longer."""
     with contextlib.suppress(ImportError):
         from psycopg2 import extensions
+        from sqlalchemy import Engine, event
 
+        event.listen(Engine, "do_connect", _connect)
+        extensions.set_wait_callback(_wait)
+
+
+def _connect(dialect: Any, record: Any, arguments: Any, options: dict[str, Any]) -> Any:  # noqa: ARG001 - SQLAlchemy's
+    """Connects as libpq does, which then knows of a time limit, and of several hosts."""
+    if dialect.driver != "psycopg2":
+        return None
+    from psycopg2 import extensions
+
+    options.setdefault("connect_timeout", _CONNECTS_IN)
+    extensions.set_wait_callback(None)
+    try:
+        return dialect.connect(*arguments, **options)
+    finally:
         extensions.set_wait_callback(_wait)
 
 
@@ -25,9 +41,7 @@ def _wait(connection: Any) -> None:
     from psycopg2 import OperationalError, extensions
 
     while (state := connection.poll()) != extensions.POLL_OK:
-        is_connected = connection.info.status == _CONNECTED
-        waited = _ANSWERS_IN if is_connected else _CONNECTS_IN
         asked = [connection] if state == extensions.POLL_READ else []
         told = [connection] if state == extensions.POLL_WRITE else []
-        if not any(select.select(asked, told, [], waited)):
-            raise OperationalError(f"the server has not answered for {waited} seconds")
+        if not any(select.select(asked, told, [], _ANSWERS_IN)):
+            raise OperationalError(f"the server has not answered for {_ANSWERS_IN} seconds")

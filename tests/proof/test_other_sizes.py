@@ -1,0 +1,111 @@
+"""Sizes at which a model does something else that its trace shows nothing of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import ParityError
+from optexport.proof.other_sizes import parting_sizes
+from optexport.signature import Dim
+from optexport.tracing.trace import trace
+from tests.exports import quick
+from tests.transformations.programs import Program
+
+DYNAMIC = {"x": {0: Dim("batch", 1, 8), 1: Dim("rows", 1, 32), 2: Dim("columns", 1, 32)}}
+X = torch.linspace(-1, 1, 3 * 4 * 11).reshape(3, 4, 11)
+HEADS = nn.ModuleDict({"7": nn.Linear(1, 1), "12": nn.Linear(1, 1)})
+
+
+def by_key(m: Any, x: torch.Tensor) -> torch.Tensor:
+    key = f"{x.shape[2]}"
+    return m.heads[key](x.mean(-1, keepdim=True)) if key in m.heads else x.mean(-1, keepdim=True)
+
+
+def by_attribute(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + getattr(m, f"bias_{x.shape[2]}", 0.0)
+
+
+def by_lookup(m: Any, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x * {7: 2.0}[x.shape[2]]
+    except (KeyError, TypeError):
+        return x * 3
+
+
+def doubled_where(condition: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
+    return lambda m, x: x * (2 if condition(x) else 3)
+
+
+MODELS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any]]] = {
+    "a module by a text": (by_key, {"heads": HEADS}),
+    "an attribute by a text": (by_attribute, {"bias_7": nn.Parameter(torch.ones(7))}),
+    "a key that only a number is": (by_lookup, {}),
+    "a number's type": (doubled_where(lambda x: isinstance(x.shape[2], int) and x.shape[2] == 7), {}),
+    "a number of NumPy's": (doubled_where(lambda x: int(np.ceil(x.shape[2] / 2)) == 7), {}),
+    "a root": (doubled_where(lambda x: x.shape[2] ** 0.5 == 5), {}),
+    "what is left of two": (doubled_where(lambda x: x[:, -2:].shape[1] < 2 and x.shape[2] > 20), {}),
+    "the layout": (doubled_where(lambda x: x.transpose(1, 2).is_contiguous() and x.shape[2] > 20), {}),
+    "a sum of ones": (doubled_where(lambda x: x.shape[0] + x.shape[1] == 2), {}),
+    "a condition on both": (doubled_where(lambda x: (x.shape[1] == 1) & (x.shape[2] >= 16)), {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_way_that_a_trace_shows_nothing_of_fails_the_proof(name: str, tmp_path: Path) -> None:
+    """Each was proven, and its files were wrong at sizes that were declared."""
+    forward, members = MODELS[name]
+    with torch.random.fork_rng(devices=[]), pytest.raises(ParityError, match="the results differ"):
+        quick(Program(forward, **members), {"x": X}, tmp_path / "bundle", dynamic=DYNAMIC)
+
+
+def searched(model: nn.Module, x: torch.Tensor = X, times: int = 1) -> tuple[list[dict[str, int]], list[torch.Size]]:
+    """What is found, and the shapes that were tried."""
+    traced = trace(model.eval(), {"x": x}, DYNAMIC)
+    tried = []
+
+    def original(batch: Any) -> dict[str, torch.Tensor]:
+        tried.append(batch["x"].shape)
+        return {"output": model(batch["x"])}
+
+    def graph(batch: Any) -> dict[str, torch.Tensor]:
+        return {"output": traced.graph_module(**batch)}
+
+    return parting_sizes(original, graph, {"x": x}, traced.signature, times), tried
+
+
+def test_of_a_model_of_one_way_nothing_is_found_at_many_sizes_and_each_is_tried_once() -> None:
+    found, tried = searched(Program(lambda m, x: m.linear(x.mean(-1, keepdim=True)), linear=nn.Linear(1, 4)))
+    assert found == []
+    assert len(tried) == len(set(tried)) > 200
+    assert {shape[2] for shape in tried} == set(range(1, 33))
+    assert all(1 <= size <= most for shape in tried for size, most in zip(shape, (8, 32, 32), strict=True))
+
+
+def test_what_is_tried_of_a_large_model_is_less_and_small() -> None:
+    """Sizes are told apart by their operations, not by a clock: two machines try the same."""
+    model = Program(lambda m, x: m.linear(x[..., None]).sum(-1), linear=nn.Linear(1, 20_000))
+    (_, few), (_, again) = searched(model), searched(model)
+    assert few == again
+    assert 10 < len(few) < 200
+    assert max(map(math.prod, few)) < 8 * 32 * 32
+
+
+def test_a_size_that_the_model_does_not_take_is_none_and_one_that_its_trace_does_not_is_one() -> None:
+    traced = trace(Program(lambda m, x: x * 2).eval(), {"x": X}, DYNAMIC)
+
+    def graph(batch: Any) -> dict[str, torch.Tensor]:
+        return {"output": traced.graph_module(**batch)}
+
+    def fails(batch: Any) -> dict[str, torch.Tensor]:
+        raise ValueError(batch)
+
+    assert parting_sizes(fails, graph, {"x": X}, traced.signature) == []
+    assert len(parting_sizes(graph, fails, {"x": X}, traced.signature)) == 4
