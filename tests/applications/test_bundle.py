@@ -182,7 +182,7 @@ def test_a_model_without_a_tokenizer_says_what_it_takes_instead() -> None:
     assert bundle.application.preprocessors == []
     with pytest.raises(ConfigError) as caught:
         bundle.preprocess("a text")
-    assert "it holds no tokenizer, as its source had none" in str(caught.value)
+    assert "it holds no tokenizer, as its source had none, or it is a part of a generative model" in str(caught.value)
     assert "It takes x [batch, sequence, 8] float32; mask [batch, sequence] int64." in str(caught.value)
     found = bundle(**exports.batch())
     for name, array in exports.run(exports.exported(), **exports.batch()).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,32 @@ def test_a_report_is_written_over_nothing_but_a_report(call: Caller, tmp_path: P
         done = CliRunner().invoke(cli, [*arguments, str(tmp_path / name)])
         assert (done.exit_code, "it exists and is no HTML file" in done.stderr) == (2, True), done.stderr
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--junit", "\ufeff<?xml version='1.0'?>\n<!-- of another program -->\n<testsuites/>"),
+        ("--output", "\n<!-- ours -->\n<HTML><body>"),
+        ("--output", "\n"),
+    ],
+)
+def test_such_a_report_of_another_program_is_written_over(tmp_path: Path, option: str, text: str) -> None:
+    path, bundle = tmp_path / "report", str(exports.exported().output)
+    path.write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(cli, ["verify" if option == "--junit" else "report", bundle, option, str(path)])
+    assert done.exit_code == 0, done.stderr
+    assert "optexport" in path.read_text(encoding="utf-8")
+
+
+def test_who_reads_a_report_from_a_pipe_gets_one(tmp_path: Path) -> None:
+    """It was told that the work did not end, and the program waited for another reader."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text, encoding="utf-8")
+        assert CliRunner().invoke(cli, ["verify", str(exports.exported().output), "--junit", str(pipe)]).exit_code == 0
+        assert 'errors="0"' in read.result(timeout=60)
 
 
 def test_a_report_beside_the_bundle_is_written(call: Caller, tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_other_limits_are_no_defects_either(error: Exception, mend: str) -> None
     assert f"\n  Raise the limit on {mend}" in result.stderr
 
 
+def test_a_message_for_which_there_is_no_memory_is_told_in_few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def redact(text: str) -> str:
+        raise MemoryError(text)
+
+    monkeypatch.setattr("optexport.cli.group.redact_error", redact)
+    told = ended_by(RuntimeError("no")).stderr
+    assert told.startswith("Error: there is no more memory\n  Raise the limit on memory (ulimit -v)")
+
+
 def test_an_error_for_whose_cause_there_is_no_memory_left_is_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended in two tracebacks."""
 

@@ -37,13 +37,23 @@ def load():
     return halves.load()
 """
 
+AT_EXIT = """
+import atexit
 
-def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+import halves
+
+def load():
+    atexit.register(print, "as Python ends")
+    return halves.load()
+"""
+
+
+def run(folder: Path, code: str, *before: str) -> subprocess.CompletedProcess[str]:
     (folder / "halves.py").write_text(MODULE, encoding="utf-8")
     (folder / "noise.py").write_text(code, encoding="utf-8")
     (folder / "mine.toml").write_text(config("noise:load"), encoding="utf-8")
     return subprocess.run(
-        [sys.executable, "-m", "optexport", "run", "mine.toml", "--json"],
+        [*before, sys.executable, "-m", "optexport", "run", "mine.toml", "--json"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -60,6 +70,20 @@ def test_what_a_models_code_prints_by_whatever_way_is_no_part_of_it(tmp_path: Pa
     assert json.loads(done.stdout)["passed"]
     for text in ("of Python", "to the descriptor", "of C, which"):
         assert text in done.stderr
+
+
+def test_what_is_printed_as_python_ends_is_no_part_of_it_either(tmp_path: Path) -> None:
+    done = run(tmp_path, AT_EXIT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"]
+    assert "as Python ends" in done.stderr
+
+
+def test_where_output_is_closed_nothing_of_ours_takes_its_place(tmp_path: Path) -> None:
+    """The thread that waits for signals had it, and ended in a traceback."""
+    done = run(tmp_path, "from halves import load", "sh", "-c", 'exec "$@" >&-', "sh")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_process_that_a_models_code_forks_ends_without_a_traceback(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
@@ -117,6 +118,21 @@ def test_convolutions_are_lowered_statically_and_the_one_that_hurts_is_found(tmp
     nodes = onnx.load(result.files["onnx"]).graph.node
     lowered = [n for n in nodes if n.op_type == "Conv" and n.input[1].endswith("DequantizeLinear_Output")]
     assert (len(lowered), sum(n.op_type == "Conv" for n in nodes)) == (3, 4)
+
+
+def test_a_bundle_whose_values_are_cut_far_from_the_data_is_verified(tmp_path: Path) -> None:
+    """At values 64 times as large, of which no gate counts, it was held to as if they were data."""
+    np.savez(tmp_path / "images.npz", x=np.random.default_rng(0).normal(size=(24, 8, 6, 6)).astype("float32"))
+    config = models.write(tmp_path, 'onnx = "int8-static"', model="convs", gates="argmax_agreement = 0.5")
+    text = config.read_text().replace('[inputs.tensors.x]\nshape = ["batch", 32]', '[inputs]\ndata = "images.npz"')
+    config.write_text(text.replace("[inputs.dynamic]\nbatch = [1, 16]\n", ""))
+    result = run(config)
+    extreme = result.manifest.parity.extreme_cases
+    assert extreme == ["zeros", "values 64 times as large"]
+    assert set(extreme) < set(result.manifest.reference_cases)
+    proof = verification.verify(result.output)
+    assert all(place.passed for place in proof.places)
+    assert {case.name for case in proof.reference.cases if case.extreme} == set(extreme)
 
 
 def test_a_model_of_nothing_that_can_be_lowered_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from optexport.errors import OptexportError, TraceError
 from optexport.testing import outputs, owned, written
-from optexport.tracing.trace import symbolic_trace, trace
+from optexport.tracing.trace import check_writable, symbolic_trace, trace
 from optexport.transformations import MergeLinears
 from tests import models
 from tests.models import randomise
@@ -291,3 +291,33 @@ def test_a_name_that_the_code_of_a_graph_cannot_hold_is_refused(name: str) -> No
     model.add_module(name, nn.Linear(4, 4))
     with pytest.raises(TraceError, match="is a name that the code of a graph cannot hold"):
         trace(model, {"input": torch.randn(2, 4)})
+
+
+class Remembers(nn.Module):
+    """Keeps, for longer inputs than it has seen, a table that it computes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 2:
+            self.register_buffer("longer", torch.ones(x.shape[1]))
+            self.beside = torch.ones(3)
+        return x * 2
+
+
+def test_what_a_model_keeps_as_it_is_traced_is_not_kept_in_it() -> None:
+    """A model of transformers with two tables of positions could not be run or traced again."""
+    model = Remembers().eval()
+    for _ in range(2):
+        trace(model, {"x": torch.randn(2, 5)})
+        assert list(dict(model.named_buffers())) == ["table"]
+        assert not hasattr(model, "beside")
+
+
+def test_a_choice_among_sizes_that_files_would_not_hold_is_refused() -> None:
+    model = Program(lambda m, x: x[:, torch.sym_ite(x.shape[0] == 1, 1, 0) :]).eval()
+    traced = trace(model, {"x": torch.randn(3, 5)})
+    with pytest.raises(TraceError, match="torch.sym_ite"):
+        check_writable(traced)
