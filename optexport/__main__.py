@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from typing import NoReturn
@@ -32,9 +31,13 @@ def _keep_descriptors() -> None:
 
 def _end_output() -> None:
     """Has what a model's code prints as Python ends go to standard error: our result is whole."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # as where nobody reads it
+    try:
         sys.stdout.flush()
         os.dup2(2, 1)
+    except OSError:  # nobody reads it, or its disk is full, which was told; Python would end with a code of its own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except (ValueError, AttributeError):  # it was closed
+        pass
 
 
 def _never_end_as_if_done() -> None:

@@ -33,14 +33,14 @@ _CONFIDENTIAL = (
 # may be those of the text around. Python before 3.11.5 does not match possessive groups, as "(...)*+", as it should.
 _IN_BRACES = (
     r"\{[^}\n]{0,1024}(?:(?:\}\}[^}\n]{0,1024}){0,32}\}(?!\})|\}[^&;\s\"']*)",
-    r"%7B(?:(?!%7D).){0,1024}(?:(?:%7D%7D(?:(?!%7D).){0,1024}){0,32}%7D(?!%7D)|%7D(?:(?!%3B|%26)[^&;\s\"'])*)",
+    r"%7B(?:(?!%7D).){0,1024}(?:(?:%7D%7D(?:(?!%7D).){0,1024}){0,32}%7D(?!%7D)|%7D(?:(?!%3B)[^&;\s\"'])*)",
 )
 # A value ends where the next one begins, which is encoded where its own "=" is, in those braces, or in quotes, of which
 # the second may have been cut off.
 _SECRETS = re.compile(
     rf"((?:{_CONFIDENTIAL}|pwd|credentials?|(?<=[\w.\-?&;])sig(?:nature)?"
     r"|(?<=[?&;])(?:key|auth|authorization|pass))(?:=|((?:%20|\+)*%3D))|authorization:\s*(?:bearer|basic)\s+)"
-    rf"(?(2)(?:(?:%20|\+)*{_IN_BRACES[1]}|(?:(?!%3B|%26)[^&;\s\"'])+)"
+    rf"(?(2)(?:(?:%20|\+)*{_IN_BRACES[1]}|(?:(?!%3B)[^&;\s\"'])+)"
     rf"|(?:{_IN_BRACES[0]}|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
     r"|\\{1,3}[\"'][^\"'\n]*[\"']?|[\"']?[^&;\s\"']+))",
     re.IGNORECASE,

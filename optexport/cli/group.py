@@ -223,7 +223,8 @@ def _fail(ctx: click.Context, message: str, code: int, error: OptexportError | N
 
 def _tell_machine(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> None:
     if told := _failure(ctx, message, code, error):
-        click.echo(told, nl=False)
+        with contextlib.suppress(OSError):  # as for the message
+            click.echo(told, nl=False)
 
 
 def _failure(ctx: click.Context, message: str, code: int, error: OptexportError | None = None) -> str:

@@ -157,5 +157,7 @@ def _is_encoded(rest: str, *, of_web: bool) -> bool:
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if not of_web:  # SQLAlchemy takes all up to the last @ for a password, whatever is in it
         return "@" not in rest.removeprefix(authority) and authority.count("@") <= 1
+    if "@" not in authority and "@" in rest.partition("?")[0]:  # which may be a password that begins as a port does
+        return False
     _, separator, port = re.sub(r"\[.*\]", "", authority.rpartition("@")[2]).partition(":")
     return authority.count("@") <= 1 and (not separator or port == "" or port.isdecimal())

@@ -25,11 +25,11 @@ from optexport.signature import Batch, Dim, Signature
 # What it may cost: so many runs, and so many operations of arithmetic; a call of an operator, and an element that one
 # writes, count as many as are done in that time.
 _MOST_RUNS = 1024
-_MOST_OPERATIONS = 1e11
+_MOST_OPERATIONS = 5e10
 _OPERATIONS_PER_CALL = 2e5
 _OPERATIONS_PER_ELEMENT = 20
 # What takes more than this share of it is left out.
-_MOST_OF_ONE = 1 / 32
+_MOST_OF_ONE = 1 / 16
 # Of one dimension, and of a range that nobody ended as often as the traced size.
 _MOST_SIZES = 512
 _TIMES_TRACED = 4

@@ -10,6 +10,8 @@ from typing import Any
 # In seconds: for a connection, unless the URI says another time, and for each part of an answer.
 _CONNECTS_IN = 5
 _ANSWERS_IN = 60
+# Once one was not answered, the next is given up as soon as a connection.
+_silent = False
 
 
 @functools.cache
@@ -38,10 +40,13 @@ def _connect(dialect: Any, record: Any, arguments: Any, options: dict[str, Any])
 
 
 def _wait(connection: Any) -> None:
+    global _silent
     from psycopg2 import OperationalError, extensions
 
     while (state := connection.poll()) != extensions.POLL_OK:
         asked = [connection] if state == extensions.POLL_READ else []
         told = [connection] if state == extensions.POLL_WRITE else []
-        if not any(select.select(asked, told, [], _ANSWERS_IN)):
-            raise OperationalError(f"the server has not answered for {_ANSWERS_IN} seconds")
+        seconds = _CONNECTS_IN if _silent else _ANSWERS_IN
+        if not any(select.select(asked, told, [], seconds)):
+            _silent = True
+            raise OperationalError(f"the server has not answered for {seconds} seconds")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.calling import MODULE, config
 from tests.cli.test_main import ROOT
 
@@ -90,4 +92,24 @@ def test_a_process_that_a_models_code_forks_ends_without_a_traceback(tmp_path: P
     """It looked for what its parent alone has to undo."""
     done = run(tmp_path, FORKS)
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("verify", "nowhere"), ("run", "nowhere.toml")])
+def test_a_failure_that_a_full_disk_does_not_take_is_told_all_the_same(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """It ended in two tracebacks."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "optexport", *arguments, "--json"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: nowhere")
     assert "Traceback" not in done.stderr

@@ -58,6 +58,7 @@ MALFORMED = [
     "postgresql://someone:a@SECRET@host/db",
     "http://someone:my SECRET@host",
     "http://someone:SECRET/x@host",
+    "http://someone:12345/SECRET@host",
 ]
 NEITHER = [
     "postgresql//someone:SECRET@host/db",

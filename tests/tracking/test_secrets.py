@@ -44,6 +44,7 @@ SECRET_URIS = [
     f"mssql+pyodbc:///?Pwd={{a}}}}{SECRET}",
     f"{{mssql+pyodbc:///?Pwd={{a {SECRET}}}}}",
     f"postgresql://127.0.0.1:9/db?password=a%26{SECRET}&user=me",
+    f"mssql+pyodbc:///?odbc_connect=Driver%3Dx%3BServer%3D127.0.0.1%3BPWD%3Da%26{SECRET}",
     f"postgresql://someone:a/{SECRET}@127.0.0.1:9/db",
     f"postgresql://someone:it's{SECRET}@127.0.0.1:9/db",
     f"postgresql://someone:my {SECRET}@127.0.0.1:9/db",

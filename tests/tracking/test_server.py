@@ -278,6 +278,7 @@ def test_a_database_that_falls_silent_costs_a_minute_and_not_the_night(
 ) -> None:
     """Its library waits without an end, and heeds no signal meanwhile."""
     monkeypatch.setattr("optexport.tracking.postgresql._ANSWERS_IN", 3)
+    monkeypatch.setattr("optexport.tracking.postgresql._silent", False)
     monkeypatch.chdir(tmp_path)
     log_bundle(bundle(tmp_path), database, "silent")  # makes the tables
     start = time.monotonic()
