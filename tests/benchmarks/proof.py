@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    ways = {"standard": ("standard", False), "standard, float64 kept": ("standard", True), "quick": ("quick", False)}
+    ways = {"standard": ("standard", False), "standard, again": ("standard", True), "quick": ("quick", False)}
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), "standard", arguments.threads, kept=True)  # which keeps it
