@@ -65,7 +65,7 @@ def run_reference(job: Job, traced: Traced, call: Call, ids: Mapping[str, int]) 
     if effort != "quick":
         original, trace_of_it = graph_runner(job.loaded.model, call), graph_runner(traced.graph_module, call)
         times = _TIMES_EXHAUSTIVE if effort == "exhaustive" else 1
-        doubtful += parting_sizes(original, trace_of_it, job.example, signature, times)
+        doubtful += parting_sizes(original, trace_of_it, job.example, signature, doubtful, times)
     checked = cases(job.example, job.real, signature, doubtful, effort)
     checked += special_cases(
         job.example,

@@ -43,7 +43,12 @@ _PADDING = ("right", "none", "left")
 
 
 def parting_sizes(
-    original: Run, traced: Run, example: Batch, signature: Signature, times: int = 1
+    original: Run,
+    traced: Run,
+    example: Batch,
+    signature: Signature,
+    known: Sequence[Mapping[str, int]] = (),
+    times: int = 1,
 ) -> list[dict[str, int]]:
     """Sizes at which the original and its trace give something else, or the trace gives nothing; a few at most.
 
@@ -51,12 +56,15 @@ def parting_sizes(
 
     Args:
         original, traced: How to run them.
+        known: Sizes, of some dimensions, that the proof tries anyway.
         times: How many times as much may be tried.
     """
     found: list[dict[str, int]] = []
     left, each = _MOST_OPERATIONS * times, 0.0
     given = signature.sizes(example)
     for sizes in itertools.chain([given], itertools.islice(_to_try(signature.dims, given), _MOST_RUNS * times)):
+        if any(doubt.items() <= sizes.items() for doubt in known):
+            continue
         batch = with_padding(resize(example, signature, sizes), _PADDING)
         numbers = max((tensor.numel() for tensor in batch.values()), default=0)
         if each * numbers > _MOST_OF_ONE * _MOST_OPERATIONS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,9 @@ def test_a_way_that_shows_under_padding_alone_fails_the_proof_too(tmp_path: Path
         quick(Pads(), inputs, tmp_path / "bundle", dynamic=dynamic)
 
 
-def searched(model: nn.Module, x: torch.Tensor = X, times: int = 1) -> tuple[list[dict[str, int]], list[torch.Size]]:
+def searched(model: nn.Module, known: Sequence[dict[str, int]] = ()) -> tuple[list[dict[str, int]], list[torch.Size]]:
     """What is found, and the shapes that were tried."""
-    traced = trace(model.eval(), {"x": x}, DYNAMIC)
+    traced = trace(model.eval(), {"x": X}, DYNAMIC)
     tried = []
 
     def original(batch: Any) -> dict[str, torch.Tensor]:
@@ -94,7 +94,7 @@ def searched(model: nn.Module, x: torch.Tensor = X, times: int = 1) -> tuple[lis
     def graph(batch: Any) -> dict[str, torch.Tensor]:
         return {"output": traced.graph_module(**batch)}
 
-    return parting_sizes(original, graph, {"x": x}, traced.signature, times), tried
+    return parting_sizes(original, graph, {"x": X}, traced.signature, known), tried
 
 
 def test_of_a_model_of_one_way_nothing_is_found_at_many_sizes_and_each_is_tried_once() -> None:
@@ -123,3 +123,10 @@ def test_a_size_that_the_model_does_not_take_is_none_and_one_that_its_trace_does
 
     assert parting_sizes(fails, graph, {"x": X}, traced.signature) == []
     assert len(parting_sizes(graph, fails, {"x": X}, traced.signature)) == 4
+
+
+def test_sizes_that_are_known_are_neither_tried_nor_in_the_way_of_others() -> None:
+    model = Program(lambda m, x: x * {"7": 2, "12": 3}.get(str(x.shape[2]), 1))
+    found, tried = searched(model, [{"columns": 7}])
+    assert {sizes["columns"] for sizes in found} == {12}
+    assert 7 not in {shape[2] for shape in tried}
