@@ -284,7 +284,7 @@ def test_a_database_that_falls_silent_costs_a_minute_and_not_the_night(
     start = time.monotonic()
     with (
         falling_silent(database, 20_000) as uri,
-        pytest.raises(TrackingError, match="has not answered for 3 seconds") as caught,
+        pytest.raises(TrackingError, match=r"has not answered for [35] seconds") as caught,
     ):
         log_bundle(bundle(tmp_path), uri, "silent")
     assert time.monotonic() - start < 60
