@@ -21,7 +21,8 @@ from optexport.runtimes import Run
 from optexport.signature import Batch, as_arguments, flatten_outputs
 from optexport.state import apart, buffers_kept
 from optexport.tracing import draws
-from optexport.tracing.trace import Traced, check_writable, trace
+from optexport.tracing.trace import Traced, trace
+from optexport.tracing.writable import check_writable
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import one_pass
 
@@ -32,7 +33,7 @@ _TIMES_EXHAUSTIVE = 16
 def trace_original(job: Job) -> tuple[Traced, Call]:
     """Traces the model; says which outputs the rules leave, and how to run it, or a graph of it, for these."""
     traced = trace(job.loaded.to_trace, job.example, job.dynamic)
-    check_writable(traced)
+    check_writable(traced.graph_module.graph)
     wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
     everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
     draws.check_none(traced.graph_module, everything.output_names, kept.output_names)

@@ -55,7 +55,8 @@ def manifest_of_files(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
     if not (folder / MANIFEST).is_file():
-        parts = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}") if (folder / GENERATION).exists())
+        found = folder.glob(f"*/{MANIFEST}") if (folder / GENERATION).exists() else ()
+        parts = sorted(path.parent.name for path in found)
         mend = f"It is the folder of a generative model: name a part, {' or '.join(parts)}." if parts else None
         raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder), mend=mend)
     for path in sorted(folder.rglob("*")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 import warnings
@@ -37,6 +36,8 @@ def output_descriptor() -> int:
 @contextlib.contextmanager
 def prints_aside() -> Iterator[None]:
     """Within it, what is printed goes to standard error, from libraries in C too: a model's code may print anything."""
+    import ctypes  # not for --help
+
     with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undone:
         with contextlib.suppress(OSError):  # as where one of the two is closed
             output = os.dup(1)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch.predispatch import _vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -213,27 +212,6 @@ def _narrowed(
     undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
     narrowed = within_assertions(program, symbols, undeclared, sizes)
     return replace(signature, dims={**signature.dims, **narrowed})
-
-
-def check_writable(traced: Traced) -> None:
-    """Refuses a graph that holds what ``torch.vmap`` computes, which no file format does, or a choice among sizes.
-
-    Raises:
-        TraceError: It does.
-    """
-    for node in traced.graph_module.graph.find_nodes(op="call_function", target=_vmap_increment_nesting):
-        line = next((row.strip() for row in reversed((node.stack_trace or "").splitlines()) if "vmap(" in row), None)
-        raise TraceError(
-            f"it calls torch.vmap, which no file format holds{f': {line}' if line else ''}",
-            place="trace",
-            mend="Write it with an axis more, that of the batch, instead.",
-        )
-    if traced.graph_module.graph.find_nodes(op="call_function", target=torch.sym_ite):
-        raise TraceError(
-            "it calls torch.sym_ite on sizes, which torch.export decides as if none were 1 when files are made",
-            place="trace",
-            mend="Write it as arithmetic of tensors, or as an if.",
-        )
 
 
 def _held_error(held: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError:

@@ -37,7 +37,7 @@ _CUT_OFF = "table _alembic_tmp"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 # What the drivers of databases call the seconds that they wait for a server to take a connection.
 _IN_TIME = {
-    **dict.fromkeys(("psycopg2", "psycopg", "mysqldb", "pymysql", "mysqlconnector"), "connect_timeout"),
+    **dict.fromkeys(("psycopg", "mysqldb", "pymysql", "mysqlconnector"), "connect_timeout"),
     "pg8000": "timeout",
 }
 

@@ -9,7 +9,6 @@ from typing import Any
 from optexport.errors import ConfigError, OptexportError, first_line
 from optexport.tracking import aliases, store
 from optexport.tracking.finished import BUNDLE_TAG, Finished
-from optexport.tracking.store import import_mlflow
 
 # Of a version: the bundle that was made of it.
 EXPORTED_TAG = "optexport.exported"
@@ -36,9 +35,6 @@ def wanted(uri: str, folder: Path, query: str) -> tuple[list[Version], list[str]
         ConfigError: The store does not understand the filter.
         TrackingError: It cannot be reached.
     """
-    import_mlflow()
-    from mlflow.exceptions import MlflowException
-
     try:
         client = store.open_store(uri, folder)
         found, left = list[Version](), list[str]()
@@ -56,7 +52,7 @@ def wanted(uri: str, folder: Path, query: str) -> tuple[list[Version], list[str]
     except OptexportError:
         raise
     except Exception as error:  # mlflow, SQLAlchemy and requests each raise their own
-        if isinstance(error, MlflowException) and error.error_code == "INVALID_PARAMETER_VALUE":
+        if getattr(error, "error_code", None) == "INVALID_PARAMETER_VALUE":
             raise ConfigError(
                 f"MLflow does not understand it: {first_line(error)}",
                 place=f"--from-registry {query}",

@@ -12,7 +12,8 @@ from torch import fx, nn
 
 from optexport.errors import OptexportError, TraceError
 from optexport.testing import outputs, owned, written
-from optexport.tracing.trace import check_writable, symbolic_trace, trace
+from optexport.tracing.trace import symbolic_trace, trace
+from optexport.tracing.writable import check_writable
 from optexport.transformations import MergeLinears
 from tests import models
 from tests.models import randomise
@@ -320,4 +321,4 @@ def test_a_choice_among_sizes_that_files_would_not_hold_is_refused() -> None:
     model = Program(lambda m, x: x[:, torch.sym_ite(x.shape[0] == 1, 1, 0) :]).eval()
     traced = trace(model, {"x": torch.randn(3, 5)})
     with pytest.raises(TraceError, match="torch.sym_ite"):
-        check_writable(traced)
+        check_writable(traced.graph_module.graph)
