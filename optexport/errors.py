@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from optexport.redaction import redact_error
+from optexport.redaction import redact, redact_error
 
 if TYPE_CHECKING:
     from optexport.bundle.manifest import ParityRecord
@@ -69,6 +69,12 @@ def on_one_line(name: str) -> str:
     """
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
     return _COMMAND.sub(lambda found: f"{found[1] or ''}\\x{ord(found[0][-1]):02x}", shown)
+
+
+def short_line(text: str, longest: int = 2000) -> str:
+    """Of a foreign document: one line, cut; secrets go first, since a cut could hide that one is there."""
+    text = redact(text)
+    return on_one_line(text if len(text) <= longest else f"{text[: longest - 3]}...")
 
 
 def printable(text: str) -> str:

@@ -34,7 +34,6 @@ class OnesNoted(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._answer = SymNode.guard_bool
         self._asked: dict[sympy.Symbol, Any] = {}
 
     def __enter__(self) -> OnesNoted:

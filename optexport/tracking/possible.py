@@ -13,14 +13,11 @@ from optexport.bundle.measured import BenchRecord, FigureRecord
 from optexport.bundle.places import MANIFEST
 from optexport.config.decisions import MEASURES
 from optexport.config.file import ParityConfig
-from optexport.errors import BundleError, on_one_line
-from optexport.redaction import redact
+from optexport.errors import BundleError, short_line
 from optexport.tracking.finished import Finished
 
 # Figures of a manifest have three digits.
 _ROUNDING = 1.01
-# In characters: names are whoever's wrote the documents.
-_LONGEST = 2000
 
 
 class _Proven(BaseModel):
@@ -43,7 +40,7 @@ def check_possible(finished: Finished) -> None:
         *(f"{row.artifact} at {row.shape}: {row.low_ms:g} to {row.high_ms:g} ms" for row in _reversed(bench)),
     ]
     if wrong:
-        told = on_one_line(redact(wrong[0])[:_LONGEST])
+        told = short_line(wrong[0])
         raise BundleError(f"no bundle that passed says so: {told}", place=str(finished.folder / MANIFEST))
 
 

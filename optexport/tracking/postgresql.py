@@ -8,7 +8,7 @@ import select
 from typing import Any
 
 # In seconds: for a connection, unless the URI says another time, and for each part of an answer.
-_CONNECTS_IN = 5
+CONNECTS_IN = 5
 _ANSWERS_IN = 60
 # Once one was not answered, the next is given up as soon as a connection.
 _silent = False
@@ -31,7 +31,7 @@ def _connect(dialect: Any, record: Any, arguments: Any, options: dict[str, Any])
         return None
     from psycopg2 import extensions
 
-    options.setdefault("connect_timeout", _CONNECTS_IN)
+    options.setdefault("connect_timeout", CONNECTS_IN)
     extensions.set_wait_callback(None)
     try:
         return dialect.connect(*arguments, **options)
@@ -46,7 +46,7 @@ def _wait(connection: Any) -> None:
     while (state := connection.poll()) != extensions.POLL_OK:
         asked = [connection] if state == extensions.POLL_READ else []
         told = [connection] if state == extensions.POLL_WRITE else []
-        seconds = _CONNECTS_IN if _silent else _ANSWERS_IN
+        seconds = CONNECTS_IN if _silent else _ANSWERS_IN
         if not any(select.select(asked, told, [], seconds)):
             _silent = True
             raise OperationalError(f"the server has not answered for {seconds} seconds")

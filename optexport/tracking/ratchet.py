@@ -18,8 +18,7 @@ from optexport.bundle.manifest import (
 )
 from optexport.bundle.measured import FigureRecord, Measured
 from optexport.config.registering import RatchetConfig
-from optexport.errors import on_one_line
-from optexport.redaction import redact
+from optexport.errors import short_line
 from optexport.tracking.finished import Finished
 from optexport.tracking.possible import check_possible
 
@@ -28,7 +27,7 @@ _FREE = DimRecord(min=1, max=None)
 # What makes times comparable, among the measurements, and among those of bench.
 _MACHINE = ("host", "processor", "cpus")
 # In characters: names are the model's, and those of the champion are whoever's wrote its documents.
-_LONGEST, _LONGEST_SIDE = 2000, 800
+_LONGEST_SIDE = 800
 # A few units in the last place of float32, of the largest value: no difference.
 _LEAST = 2.0**-21
 
@@ -66,13 +65,7 @@ def compare(new: Finished, champion: Finished, allowed: RatchetConfig) -> Verdic
     ours, theirs = ({artifact.format for artifact in each.manifest.artifacts} for each in (new, champion))
     if only := sorted(ours ^ theirs):
         missing.append(f"{', '.join(only)}: only one of the two has the file")
-    return Verdict(tuple(map(shown, worse)), tuple(map(shown, missing)))
-
-
-def shown(text: str, longest: int = _LONGEST) -> str:
-    """A reason as one line that is not too long; secrets go first: a cut could hide what shows that one is there."""
-    text = redact(text)
-    return on_one_line(text if len(text) <= longest else f"{text[: longest - 3]}...")
+    return Verdict(tuple(map(short_line, worse)), tuple(map(short_line, missing)))
 
 
 def _interface(new: Manifest, champion: Manifest) -> Iterator[str]:
@@ -80,7 +73,7 @@ def _interface(new: Manifest, champion: Manifest) -> Iterator[str]:
     for what in ("inputs", "outputs"):
         ours, theirs = (_told(getattr(each, what)) for each in (new, champion))
         if ours != theirs:
-            yield f"{what}: {shown(ours, _LONGEST_SIDE)}, the champion's {shown(theirs, _LONGEST_SIDE)}"
+            yield f"{what}: {short_line(ours, _LONGEST_SIDE)}, the champion's {short_line(theirs, _LONGEST_SIDE)}"
     if _told(new.inputs) == _told(champion.inputs):
         yield from _ranges(new, champion)
         yield from _ties(new, champion)

@@ -10,7 +10,7 @@ from typing import Any
 
 from optexport.bundle.places import MANIFEST, MEASUREMENTS
 from optexport.config.registering import RegisterConfig
-from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line
+from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line, short_line
 from optexport.redaction import redact
 from optexport.tracking import aliases, ratchet
 from optexport.tracking.finished import BUNDLE, BUNDLE_TAG, Finished
@@ -233,7 +233,7 @@ def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, c
         except (BundleError, ValueError, ArithmeticError) as error:
             told = f"{error.place}: {error.cause}" if isinstance(error, BundleError) else first_line(error)
             why = f"version {champion} cannot be compared with: {told}".replace(f"{scratch}/", "")
-            return Verdict((ratchet.shown(why),), ())
+            return Verdict((short_line(why),), ())
 
 
 def _downloaded(client: Any, run_id: str | None, document: str, folder: str) -> str:

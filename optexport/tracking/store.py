@@ -263,6 +263,6 @@ def _check_database(uri: str) -> None:
 
         url = sqlalchemy.make_url(uri)
         limit = _IN_TIME.get(url.get_driver_name())
-        in_time = {limit: 5} if limit is not None and limit not in url.query else {}
+        in_time = {limit: postgresql.CONNECTS_IN} if limit is not None and limit not in url.query else {}
         with sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool, connect_args=in_time).connect():
             pass
