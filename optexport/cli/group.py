@@ -165,6 +165,8 @@ class Group(click.Group):
                 _fail(ctx, f"{redact_error(str(error)) or 'there is no more memory'}\n  {_room(number)}", 1)
             if isinstance(error, PermissionError) and error.filename is not None:
                 _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
+            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename is not None:
+                _fail(ctx, f"{error.filename}: the name is too long for its file system\n  Choose a shorter one.", 2)
             if isinstance(error, FileNotFoundError) and error.filename is None and not _has_working_directory():
                 _fail(ctx, "the working directory was removed\n  Change to one that is there, and run again.", 2)
             if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # as Python 3.11 says it

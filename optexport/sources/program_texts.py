@@ -240,6 +240,8 @@ def _terms(node: ast.AST) -> int:
             | ast.BinOp(op=ast.Pow())
         ):
             count = _of_power(operands, terms[0])
+        case ast.Call(func=ast.Name(id="Max" | "Min" | "FloorDiv" | "Mod" | "PythonMod")) if sum(terms) <= _MOST_TERMS:
+            count = max(terms, default=1)  # one of them, or a part of it: a product of such is not multiplied out
         case _:
             count = sum(terms)
     if count > _MOST_TERMS:

@@ -373,10 +373,13 @@ def _explained(
     suggestion = re.search(r"Suggested fixes:\n((?:[ \t]+\S.*\n?)+)", str(error))
     if suggestion and dynamic:
         wanted = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
+        at = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items() if dynamic.get(name))
         return TraceError(
-            f"what is traced does not hold at every size that is declared: it wants {wanted}{_of_recurrent(model)}",
+            f"what is traced, at {at}, does not hold at every size that is declared: it wants {wanted}"
+            f"{_of_recurrent(model)}",
             place="inputs.dynamic",
-            mend="Narrow the range, or leave the dimension out to have it fixed.",
+            mend="Narrow the range, from below where the model goes another way at small sizes, or leave the dimension"
+            " out to have it fixed.",
         )
     line = line_of_model(error)
     return UntraceableError(

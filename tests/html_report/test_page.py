@@ -136,6 +136,19 @@ def test_the_commands_are_lines_of_their_own_and_install_the_package_that_holds_
     assert " of-models==1.2" in lines[1]
 
 
+@pytest.mark.parametrize("generation", [None, {"max_length": 8}])
+def test_a_bundle_is_made_again_as_it_was_made(tmp_path: Path, generation: dict[str, Any] | None) -> None:
+    """``optexport run config.toml`` stood there, which makes another one where a rule was left out by ``--without``."""
+    folder = bundles.edit(
+        bundles.copied(tmp_path / "bundle"), lambda document: document["config"].update(generation=generation)
+    )
+    (again,) = [
+        line for line in contents.commands(bundles.manifest_of(folder), from_file=True) if "config.toml" in line
+    ]
+    assert again.startswith(".venv/bin/optexport " + ("run " if generation else "reproduce BUNDLE --folder "))
+    assert "--without" in again or not generation
+
+
 def test_a_bundle_without_times_says_so(tmp_path: Path) -> None:
     folder = bundles.copied(tmp_path / "bundle", measured=False)
     read = Page((folder / "report.html").read_text(encoding="utf-8"))

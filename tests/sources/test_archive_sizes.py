@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from optexport import export
 from optexport.errors import SourceError
+from optexport.signature import Dim
 from optexport.sources import archives, program_texts
 from tests.sources.altered_archives import give_sizes, refused, saved
 from tests.transformations.programs import Program
@@ -89,6 +91,28 @@ def test_sizes_that_are_fractions_are_arithmetic(tmp_path: Path) -> None:
     dynamic = {"x": {2: torch.export.Dim("height", max=64), 3: torch.export.Dim("width", max=64)}}
     path = saved(model, tmp_path / "model.pt2", dynamic, torch.rand(2, 3, 8, 8))
     assert archives.load_pt2(path).module()(x=torch.rand(2, 3, 6, 6)).shape == (2, 3, 9, 9)
+
+
+class Windows(nn.Module):
+    """Attention within windows: pads to a multiple of one, and cuts the padding off again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length, window = x.shape[1], 16
+        padded = nn.functional.pad(x, (0, 0, 0, (window - length % window) % window)).view(x.shape[0], -1, window, 8)
+        scores = (self.linear(padded) @ padded.transpose(-1, -2)).unsqueeze(2) + torch.ones(2, window, window)
+        return (scores.softmax(-1).mean(2) @ padded).flatten(1, 2)[:, :length]
+
+
+def test_sizes_of_a_model_with_windows_are_arithmetic(tmp_path: Path) -> None:
+    """Its strides are products of the greatest of quotients, of which each was counted as if it were multiplied out."""
+    dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 17, 300)}}
+    result = export(Windows().eval(), {"x": torch.rand(2, 20, 8)}, tmp_path / "out", formats=["pt2"], dynamic=dynamic)
+    assert result.passed
+    assert archives.load_pt2(tmp_path / "out" / "model.pt2").module()(x=torch.rand(2, 33, 8))[0].shape == (2, 33, 8)
 
 
 def test_a_size_that_is_piecewise_is_arithmetic_and_a_call_within_it_is_not() -> None:
