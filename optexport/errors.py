@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # How an error of TorchScript's begins, and how the line that says what it is.
 _TORCHSCRIPT = "The following operation failed in the TorchScript interpreter."
 _RAISED = re.compile(r"[\w.]+(?:Error|Exception): ")
+# Lines that are told where the first one ends in a colon.
+_ANNOUNCED = 5
 
 
 def first_line(error: BaseException) -> str:
@@ -34,7 +36,8 @@ def first_line(error: BaseException) -> str:
         lines = []
     if lines and lines[0] == _TORCHSCRIPT:
         return redact_error(next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1]))
-    return redact_error(lines[0]) if lines else type(error).__name__
+    said = lines[: _ANNOUNCED if lines and lines[0].endswith(":") else 1]  # which announces what follows
+    return redact_error(" ".join(said)) if lines else type(error).__name__
 
 
 @contextlib.contextmanager

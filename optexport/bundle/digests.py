@@ -114,7 +114,7 @@ def manifest_alone(folder: Path) -> Manifest:
         raise BundleError(
             f"its version is {version}, and this program reads 1",
             place=str(folder / MANIFEST),
-            mend="Upgrade optexport.",
+            mend="Upgrade optexport." if isinstance(version, int) and version > 1 else "Make the bundle again.",
         )
     return sealed_json.validated(Manifest, document, folder / MANIFEST)
 

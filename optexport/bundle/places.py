@@ -80,6 +80,8 @@ def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: b
         ConfigError: It does.
     """
     named = path.resolve()
+    if is_file and named.is_dir():
+        raise ConfigError("it is a folder", place=f"{option} {path}", mend="Name a file.")
     for place in places:
         if named.is_relative_to(place.resolve()) or (is_file and named in place.resolve().parents):
             raise ConfigError(f"it would change {place}", place=f"{option} {path}", mend="Name another place.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from optexport.bundle.manifest import ParityRecord
 from optexport.bundle.measured import BenchRecord
 from optexport.errors import on_one_line
+from optexport.plot_files import plot_file
 
 # Colours that stand for those of the page, whose style sheet knows them in light, in dark and on paper.
 _COLOURS = {"#010101": "var(--ink)", "#020202": "var(--muted)", "#030303": "var(--line)", "#040404": "var(--accent)",
@@ -173,10 +173,8 @@ def _inline(figure: Figure, name: str) -> Markup:
 
     Labels are escaped by matplotlib; the table beside the plot says the same to whoever cannot see it.
     """
-    written = io.StringIO()
     nothing: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(written, format="svg", metadata=nothing)
-    svg = written.getvalue()
+    svg = plot_file(figure, "svg", metadata=nothing).decode()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)  # whose style would be the whole page's
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>plot-{name}-", svg)

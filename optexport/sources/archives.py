@@ -38,6 +38,9 @@ _TORCHSCRIPT_MEMBER = re.compile(
 )
 # Of what is compressed, which in files of torch is code alone.
 _MOST_UNPACKED = 64 << 20
+_SAVE = (
+    "Save the model itself with torch.jit.save or torch.export.save, or load it in a function: python:MODULE:FUNCTION."
+)
 # The records at the end of an archive: 56, 20 and 22 bytes.
 _ENDS_SIZE = 98
 
@@ -231,6 +234,8 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
     """
     try:
         archive = _Archive.opened(path)
+        if not any(name.endswith("constants.pkl") for name in archive.sizes):
+            raise SourceError("torch.save wrote it, or nothing of torch: it is no program", place=path.name, mend=_SAVE)
         for name in archive.sizes:
             if not _TORCHSCRIPT_MEMBER.fullmatch(name):
                 raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=MEND)

@@ -56,7 +56,7 @@ def compare(new: Finished, champion: Finished, allowed: RatchetConfig) -> Verdic
     worse += _sizes(new.manifest, champion.manifest, allowed.size)
     missing = []
     if set(new.manifest.parity.cases) != set(champion.manifest.parity.cases):
-        missing.append("parity: the champion was proven on other batches")
+        missing.append("parity on the same batches: the champion was proven on others")
     if (reason := _incomparable_times(new.measured, champion.measured)) is None:
         worse += _latency(new.measured, champion.measured, allowed.latency)
         missing += _untimed(new.measured, champion.measured)

@@ -31,6 +31,7 @@ _LONGEST = 500
 # What MLflow's server says where it is called by a name that is neither localhost's nor a private address.
 _FOREIGN_HOST = "Invalid Host header"
 # What SQLite says of a file that it cannot open or write, beside one that others write at the time.
+_NO_RUN = re.compile("Run (?:with id=|')\\w+'? not found")
 _NO_FILE = re.compile("unable to open|readonly")
 # A table that MLflow makes as it changes another, and that a killed program leaves.
 _CUT_OFF = "table _alembic_tmp"
@@ -230,6 +231,8 @@ def when(error: Exception) -> str:
         return "Its tables were cut off as MLflow made them. When it is removed, or another one is named"
     if isinstance(error, ImportError) and error.name:
         return f"When {error.name} is installed, which its driver needs"
+    if _NO_RUN.search(str(error)):
+        return "This store does not know the run that was begun, which another may have. To begin one here"
     if _status(error) in (400, 404):
         return "When what it says is mended"
     return "When the store answers"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from optexport.bundle.places import REPORT
 from optexport.errors import BundleError, first_line
+from optexport.plot_files import plot_file
 from optexport.tracking import facts
 from optexport.tracking.datasets import datasets
 from optexport.tracking.figures import figures
@@ -62,9 +62,6 @@ def tell(finished: Finished) -> Told:
 
 
 def _others(finished: Finished) -> dict[str, bytes]:
-    found = {}
-    for name, figure in figures(finished).items():
-        figure.savefig(drawn := io.BytesIO(), format="png")
-        found[name] = drawn.getvalue()
+    found = {name: plot_file(figure, "png") for name, figure in figures(finished).items()}
     copied = [name for name in ("config.toml", REPORT) if (finished.folder / name).is_file()]
     return found | {name: (finished.folder / name).read_bytes() for name in copied}

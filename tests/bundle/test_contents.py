@@ -239,9 +239,12 @@ def test_anything_more_less_or_elsewhere_is_noticed_and_named(copied: Path, name
     assert str(caught.value.place).startswith(str(copied / place))
 
 
-def test_a_bundle_of_a_later_version_is_not_read_as_if_it_were_of_this(copied: Path) -> None:
-    exports.edit_json(copied / "manifest.json", lambda document: document.update(manifest_version=2))
-    with pytest.raises(BundleError, match="its version is 2, and this program reads 1"):
+@pytest.mark.parametrize(("version", "mend"), [(2, "Upgrade optexport"), (0, "Make the"), (None, "Make the")])
+def test_a_bundle_of_another_version_is_not_read_as_if_it_were_of_this(
+    copied: Path, version: int | None, mend: str
+) -> None:
+    exports.edit_json(copied / "manifest.json", lambda document: document.update(manifest_version=version))
+    with pytest.raises(BundleError, match=f"its version is {version}, and this program reads 1\n *{mend}"):
         digests.read_manifest(copied)
 
 

@@ -139,6 +139,11 @@ def test_who_reads_a_report_from_a_pipe_gets_one(tmp_path: Path) -> None:
         assert 'errors="0"' in read.result(timeout=60)
 
 
+def test_a_report_of_an_empty_name_is_refused_as_the_folder_that_it_is(call: Caller) -> None:
+    """It was said that it would change the bundle."""
+    assert "--junit .: it is a folder" in message(call("run", config(), "--junit", ""), 2)
+
+
 def test_a_report_beside_the_bundle_is_written(call: Caller, tmp_path: Path) -> None:
     report = tmp_path / "build" / "model.xml"
     assert call("run", config(), "--junit", str(report)).exit_code == 0

@@ -49,6 +49,11 @@ def test_labels_are_what_they_say(name: str) -> None:
     assert shown in read.text
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_name_in_letters_that_the_font_lacks_is_no_warning() -> None:
+    assert "分类" in figures.ratio_plot([Interval("分类", 1.2, 1.1, 1.3)], "times", "ratio")
+
+
 def test_a_page_may_hold_several_plots() -> None:
     plots = [figures.ratio_plot([Interval("a", 1, 0.9, 1.1)], "times", name) for name in ("one", "two")]
     ids = [e.attributes["id"] for plot in plots for e in Page(f"<body>{plot}</body>").elements if "id" in e.attributes]

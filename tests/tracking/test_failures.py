@@ -159,6 +159,14 @@ def test_a_database_that_is_read_only_is_told_to_be_so(tmp_path: Path) -> None:
     assert "When its folder is there, and this user may write to both: again" in told
 
 
+def test_a_store_that_does_not_know_the_run_is_told_to_be_another(tmp_path: Path) -> None:
+    """It said to mend what it said, of which nothing could be mended."""
+    client = store.open_store(stores.store(tmp_path), tmp_path)
+    with pytest.raises(MlflowException) as raised:
+        client.get_run("0123456789abcdef0123456789abcdef")
+    assert store.when(raised.value).startswith("This store does not know the run that was begun")
+
+
 def test_a_server_that_asks_to_be_called_much_later_is_not_waited_for(tmp_path: Path) -> None:
     place = bundle(tmp_path)
     start = time.monotonic()

@@ -361,7 +361,7 @@ def test_other_batches_and_files_are_named(tmp_path: Path) -> None:
         document["artifacts"] = [each for each in document["artifacts"] if each["format"] != "pt2"]
 
     assert verdict(tmp_path, {}, {"manifest": changed}).not_compared[::2] == (
-        "parity: the champion was proven on other batches",
+        "parity on the same batches: the champion was proven on others",
         "pt2: only one of the two has the file",
     )
 

@@ -268,3 +268,9 @@ def test_no_secret_of_the_tracking_uri_gets_out_of_a_run(
         assert SECRET.encode() not in path.read_bytes(), path.name
     written = capfd.readouterr()
     assert SECRET not in written.out + written.err
+
+
+def test_an_error_that_announces_what_follows_is_told_with_that() -> None:
+    """Of a tokenizer that needs a package it ended in the middle of the sentence."""
+    told = first_line(ValueError("Couldn't instantiate it from one of: \n(1) a file,\n(2) a class.\n3\n4\n5\n6"))
+    assert told == "Couldn't instantiate it from one of: (1) a file, (2) a class. 3 4"
