@@ -130,7 +130,8 @@ def named_rules(transformations: Transformation | Iterable[Transformation] | Non
     """
     if transformations is None:
         return preset()
-    listed = [transformations] if isinstance(transformations, Transformation | str) else [*transformations]
+    given: Any = transformations  # which may be anything: a class, where parentheses were forgotten
+    listed = [*given] if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
     for transformation in listed:
         if not isinstance(transformation, Transformation):
             raise ConfigError(
@@ -138,7 +139,7 @@ def named_rules(transformations: Transformation | Iterable[Transformation] | Non
                 place="transformations",
                 mend="Give instances, such as optexport.transformations.MergeLinears().",
             )
-    return NamedRule.of([each for each in listed if isinstance(each, Transformation)])
+    return NamedRule.of(listed)
 
 
 def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:

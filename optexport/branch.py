@@ -25,38 +25,54 @@ from optexport.precision import lowering
 from optexport.proof.parity import GRAPH, ONNX, ONNX_FLOAT32
 from optexport.proof.reference import Call
 from optexport.proof.suspects import Suspects
+from optexport.signature import Signature
 from optexport.stages import Stages
-from optexport.tracing.trace import Traced
-from optexport.transform import sharing_copy, transform
+from optexport.transform import Transformed, sharing_copy, transform
 from optexport.undoing import check_undo
 from optexport.writer import Writer
 
 
-def produce(
-    branch: Branch, traced: Traced, call: Call, suspects: Suspects, job: Job, draft: Path, stages: Stages
-) -> Made:
-    """Transforms a trace, exports it in the formats of a branch, and proves every step.
+def apply(branch: Branch, graph_module: fx.GraphModule, job: Job, stages: Stages) -> Transformed:
+    """Transforms a trace by the rules of a branch.
 
     Args:
-        traced: Changed in place, where no other branch needs it.
+        graph_module: Changed in place, where no other branch needs it.
+
+    Raises:
+        TransformationError, GateError: As for `optexport.transform.transform`.
+    """
+    formats, title = _names(branch, job)
+    with stages.stage(f"transform{formats}"):
+        given = graph_module if len(job.branches) == 1 else sharing_copy(graph_module)
+        transformed = transform(given, branch.rules, job.dump, title and f"{title}-")
+    if freeing.is_large(job.loaded.model):
+        freeing.collect()
+        _ = job.loaded.weights_sha256  # which reads all of them
+        freeing.page_out(_replaced(job.loaded.model, transformed.graph_module))
+    return transformed
+
+
+def produce(
+    branch: Branch,
+    transformed: Transformed,
+    signature: Signature,
+    call: Call,
+    suspects: Suspects,
+    job: Job,
+    draft: Path,
+    stages: Stages,
+) -> Made:
+    """Exports a transformed graph in the formats of a branch, and proves every step.
+
+    Args:
         suspects: Checks the graph and the files.
 
     Raises:
         ParityError: The graph, or a file, does not compute the same.
         OptexportError: Another of its kinds, as for `pipeline.run`.
     """
-    alone = len(job.branches) == 1
-    formats = "" if alone else f" for {', '.join(branch.formats)}"
-    title = "" if alone else "-".join(branch.formats)
-    graph_module = traced.graph_module if alone else sharing_copy(traced.graph_module)
-    with stages.stage(f"transform{formats}"):
-        transformed = transform(graph_module, branch.rules, job.dump, title and f"{title}-")
-        graph_module = transformed.graph_module
-    if freeing.is_large(job.loaded.model):
-        freeing.collect()
-        _ = job.loaded.weights_sha256  # which reads all of them
-        freeing.page_out(_replaced(job.loaded.model, graph_module))
-    proof = suspects.proof
+    formats, title = _names(branch, job)
+    proof, graph_module = suspects.proof, transformed.graph_module
     with stages.stage(f"check graph{formats}"):
         place, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
         if not suspects.check(place, runner, content=exports.of_graph(graph_module)).passed:
@@ -73,13 +89,20 @@ def produce(
         transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
     records.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
     device = job.config.model.device
-    writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied, device)
+    writer = Writer(transformed.graph_module, signature, job.example, job.loaded, transformed.applied, device)
     artifacts, kept = _write(branch, writer, suspects, job, draft, stages)
     if lowered is not None:
         artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
     with stages.stage("undo"):
         check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
     return Made(branch, transformed, tuple(artifacts), tuple(kept))
+
+
+def _names(branch: Branch, job: Job) -> tuple[str, str]:
+    """What stages and files of a branch are told apart by, where there are several."""
+    if len(job.branches) == 1:
+        return "", ""
+    return f" for {', '.join(branch.formats)}", "-".join(branch.formats)
 
 
 def _write(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from optexport import freeing
 from optexport.job import Job
 from optexport.kept import computation
-from optexport.proof import shards
+from optexport.proof import other_sizes, shards
 from optexport.proof.cases import cases
-from optexport.proof.other_sizes import parting_sizes
 from optexport.proof.reference import Call, Reference
 from optexport.proof.running import run_original
 from optexport.proof.special_values import special_cases
@@ -23,6 +23,7 @@ from optexport.state import apart, buffers_kept
 from optexport.tracing import draws
 from optexport.tracing.trace import Traced, trace
 from optexport.tracing.writable import check_writable
+from optexport.transform import Transformed
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import one_pass
 
@@ -44,7 +45,7 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
             outputs = apart(model, flatten_outputs(model(**as_arguments(copied))).values())
         names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
         named = dict(zip(names, outputs, strict=True))
-        return {name: named[name] for name in kept.output_names}
+        return {name: named[name].detach() for name in kept.output_names}  # a model may switch gradients on
 
     return replace(traced, signature=kept), call
 
@@ -59,15 +60,41 @@ def graph_runner(graph_module: nn.Module, call: Call) -> Run:
     return run
 
 
-def run_reference(job: Job, traced: Traced, call: Call, ids: Mapping[str, int]) -> Reference:
-    """Runs the original on all that is checked; how much that is depends on the effort."""
+def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: Call) -> list[dict[str, int]]:
+    """Sizes at which the original and a graph that was made of it part; none is looked for where effort is quick.
+
+    Nor is any of a large model, of which a single run is dear, and which is not to be held twice.
+
+    Args:
+        traced: Of which the graphs were made.
+    """
+    effort, model = job.config.parity.effort, job.loaded.model
+    if effort == "quick" or freeing.is_large(model):
+        return []
+    found = [*traced.doubtful]
+    for graph in graphs:
+        found += other_sizes.parting_sizes(
+            graph_runner(model, call),
+            graph_runner(graph.graph_module, call),
+            job.example,
+            traced.signature,
+            found,
+            times=_TIMES_EXHAUSTIVE if effort == "exhaustive" else 1,
+            rounded_anew=any(applied.report.changes for applied in graph.applied),
+        )
+    return found[len(traced.doubtful) :]
+
+
+def run_reference(
+    job: Job, traced: Traced, call: Call, ids: Mapping[str, int], doubtful: Sequence[dict[str, int]] = ()
+) -> Reference:
+    """Runs the original on all that is checked; how much that is depends on the effort.
+
+    Args:
+        doubtful: Sizes to check on beside those that the trace has doubts about.
+    """
     signature, effort = traced.signature, job.config.parity.effort
-    doubtful = [*traced.doubtful]
-    if effort != "quick":
-        original, trace_of_it = graph_runner(job.loaded.model, call), graph_runner(traced.graph_module, call)
-        times = _TIMES_EXHAUSTIVE if effort == "exhaustive" else 1
-        doubtful += parting_sizes(original, trace_of_it, job.example, signature, doubtful, times)
-    checked = cases(job.example, job.real, signature, doubtful, effort)
+    checked = cases(job.example, job.real, signature, [*traced.doubtful, *doubtful], effort)
     checked += special_cases(
         job.example,
         ids,

@@ -31,7 +31,7 @@ from optexport.html_report import page
 from optexport.inputs import preparing
 from optexport.installed import versions
 from optexport.job import Job, resolved, rules_of, unmeasured
-from optexport.original import run_reference, trace_original
+from optexport.original import run_reference, sizes_apart, trace_original
 from optexport.proof import decisions, floor
 from optexport.proof.parity import PlaceParity, Proof
 from optexport.proof.record import parity_record
@@ -114,12 +114,12 @@ class Result:
 
 @torch_settings.put_back()
 def run(
-    path: Path,
+    path: str | Path,
     *,
     without: Sequence[str] = (),
     tune: bool = False,
     baseline: bool = False,
-    dump: Path | None = None,
+    dump: str | Path | None = None,
     locked: bool = False,
     stages: Stages | None = None,
     keep: bool = True,
@@ -139,6 +139,7 @@ def run(
         OptexportError: One of its kinds, with the exit code of what went wrong.
     """
     stages = stages or Stages()
+    path, dump = Path(path), None if dump is None else Path(dump)
     config, folder = load_config(path, without), path.parent
     # As it is now: the work takes its time. A tracking URI may hold a password.
     text = without_secrets(path)
@@ -257,23 +258,30 @@ def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) 
             nodes_before = records.write_graph(draft / "graph_before.txt", traced.graph_module)
         with stages.stage("reference"):
             ids = vocabularies(traced.graph_module, signature)
-            reference = run_reference(job, traced, call, ids)
-            proof = make_proof(job, reference, signature)
+            proof = make_proof(job, run_reference(job, traced, call, ids), signature)
         tuned: tuple[Outcome, ...] = ()
         if job.config.tune is not None:
             job, tuned = tuner.tune(job, traced, call, proof, workloads, job.config.tune.seconds, scratch, stages)
+        graphs = [branch.apply(each, traced.graph_module, job, stages) for each in job.branches]
+        with stages.stage("other sizes"):
+            if doubtful := sizes_apart(job, traced, graphs, call):
+                traced, call = trace_original(job)
+                proof = make_proof(job, run_reference(job, traced, call, ids, doubtful), signature)
         suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
-        made = [branch.produce(each, traced, call, suspects, job, draft, stages) for each in job.branches]
+        made = [
+            branch.produce(each, graph, signature, call, suspects, job, draft, stages)
+            for each, graph in zip(job.branches, graphs, strict=True)
+        ]
         artifacts = [artifact for each in made for artifact in each.artifacts]
         kept = [f"export {name}" for each in made for name in each.kept] + [f"check {p}" for p in suspects.kept]
         found = parity_record(proof)
         bench = exports.measure_exports(job, workloads, artifacts, draft, scratch, found, stages, tuned=bool(tuned))
         with stages.stage("bundle"):
-            stored = contents.write_reference(draft / contents.REFERENCE, reference)
+            stored = contents.write_reference(draft / contents.REFERENCE, proof.reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
             if job.config.export.layout is not None:
-                artifacts = triton.lay_out(draft, job.config.export.output, artifacts, signature, reference)
+                artifacts = triton.lay_out(draft, job.config.export.output, artifacts, signature, proof.reference)
             application = describe(job.config.model.task, job.loaded, traced.signature, draft)
             manifest = records.manifest(job.config, job.loaded, traced, made, nodes_before, found, stored).model_copy(
                 update={"application": application, "artifacts": artifacts, "files": digests.file_records(draft)}

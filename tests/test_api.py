@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+import optexport
 from optexport import export
 from optexport.bundle.verification import verify
 from optexport.errors import ConfigError, OptexportError, ParityError, TraceError
@@ -25,7 +26,7 @@ from optexport.transformations import (
     SinkSelect,
     Transformation,
 )
-from tests import exports, models
+from tests import calling, exports, models
 from tests.exports import BATCH, X, quick, run
 from tests.models import randomise
 from tests.transformations.programs import Program
@@ -200,6 +201,8 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "sizes of nothing": {"dynamic": {"input": {0: Dim("batch", 0, 8)}}},
     "the name of a rule": {"transformations": "merge-linears"},
     "a class of rules": {"transformations": [MergeLinears]},
+    "a class for a rule": {"transformations": MergeLinears},
+    "a number for rules": {"transformations": 3},
     "a multiple that the model itself fails": {"multiple": 0.5},
     "no batch": {"inputs": []},
     "a batch of numbers": {"inputs": {"input": 3}},
@@ -232,3 +235,14 @@ def test_only_the_outputs_that_are_kept_are_proven_and_written(tmp_path: Path) -
     with torch.no_grad():
         want = models.model("bert")(**inputs).pooler_output
     torch.testing.assert_close(run(result, **inputs)["pooler_output"], want)
+
+
+def test_a_path_may_be_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "halves.py").write_text(calling.MODULE, encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(calling.config(), encoding="utf-8")
+    result = optexport.run("mine.toml", dump="dump")
+    assert optexport.verify(str(result.output)).passed
+    assert any((tmp_path / "dump").iterdir())
+    with pytest.raises(ConfigError, match="it has no such table"):
+        optexport.run_generation("mine.toml")

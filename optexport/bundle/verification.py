@@ -19,7 +19,7 @@ from optexport.proof.floor import Bound
 from optexport.proof.parity import Proof
 
 
-def verify(folder: Path) -> Proof:
+def verify(folder: str | Path) -> Proof:
     """Runs a bundle's files on its stored inputs and compares them with its stored outputs.
 
     The gates on decisions are checked again too, on the stored cases. A gate on a user's own metric is not: its code is
@@ -33,7 +33,7 @@ def verify(folder: Path) -> Proof:
         BundleError: A file is missing, added, changed, or cannot be loaded.
         DeviceError: There is no such device here as the files are for.
     """
-    return prove(folder, digests.read_manifest(folder))
+    return prove(Path(folder), digests.read_manifest(Path(folder)))
 
 
 def prove(folder: Path, manifest: Manifest) -> Proof:

@@ -174,6 +174,8 @@ class Group(click.Group):
             if isinstance(error, SystemExit):
                 _fail(ctx, "code of a model or a plugin called sys.exit, so the work is not done", 1)
             told = f"{type(error).__name__}: {redact_error(str(error))}"
+            if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+                _fail(ctx, f"code of a model or a plugin raised what is no error, so the work is not done: {told}", 1)
             try:
                 installed.check()
             except OptexportError as unmet:

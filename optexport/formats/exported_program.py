@@ -14,7 +14,8 @@ from torch._dynamo.exc import UserError
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._sympy.value_ranges import ValueRanges
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from optexport import transformers_exporters
 from optexport.errors import ExportError, first_line
@@ -77,6 +78,7 @@ def to_program(
             place="export",
             mend="Run again with --without RULE to find the transformation that it does not take.",
         ) from error
+    _check_ranges(program, signature)
     _widen(program, signature)
     drop_own_exclusions(program, graph_module)
     return program
@@ -121,6 +123,29 @@ def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:
         for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True)
         if isinstance(size, str)
     )
+
+
+def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
+    """Checks that the program holds at every size of the signature: where sizes have no names, torch.export narrows.
+
+    While it traces, it takes every dynamic size for 2 or more.
+
+    Raises:
+        ExportError: It holds at fewer.
+    """
+    for spec, placeholder in _inputs(program, signature):
+        for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True):
+            if size not in signature.dims or not isinstance(found, torch.SymInt):  # a sum's are those of its parts
+                continue
+            limits, dim = bound_sympy(found.node.expr, program.range_constraints), signature.dims[str(size)]
+            most = int_oo if dim.max is None else dim.max
+            if not (limits.lower <= max(dim.min, 2) and most <= limits.upper):
+                raise ExportError(
+                    f"as torch.export traces the graph again it holds for {size} {limits.lower} to {limits.upper}"
+                    f" alone, and {dim.min} to {'any' if dim.max is None else dim.max} are promised",
+                    place="export",
+                    mend="Run again with --without RULE to find the transformation that asks for the size.",
+                )
 
 
 def _inputs(program: ExportedProgram, signature: Signature) -> Iterator[tuple[TensorSpec, fx.Node]]:

@@ -71,7 +71,8 @@ def save(
         ExportError: It can be neither scripted nor traced.
         OSError: The disk is full.
     """
-    for name in (*(spec.name for spec in signature.inputs), *signature.output_names):
+    weights = dict.fromkeys([*program.graph_signature.parameters, *program.graph_signature.buffers])
+    for name in (*(spec.name for spec in signature.inputs), *signature.output_names, *weights):
         if not name.isascii():
             raise ExportError(
                 f"TorchScript cannot hold the name {name}",

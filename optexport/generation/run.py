@@ -29,7 +29,7 @@ from optexport.tracking import facts
 
 
 @torch_settings.put_back()
-def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | None = None) -> GenerationResult:
+def run_generation(path: str | Path, *, without: Sequence[str] = (), stages: Stages | None = None) -> GenerationResult:
     """Runs a config file that has a table ``[generation]``.
 
     Each part is tracked as a run of its own, once all is proven.
@@ -41,7 +41,7 @@ def run_generation(path: Path, *, without: Sequence[str] = (), stages: Stages | 
     Raises:
         OptexportError: One of its kinds, with the exit code of what went wrong.
     """
-    stages = stages or Stages()
+    stages, path = stages or Stages(), Path(path)
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
         raise ConfigError("it has no such table", place=f"{path}: generation", mend="Call optexport.run(path).")

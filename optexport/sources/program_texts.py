@@ -54,6 +54,9 @@ _CONTAINER = re.compile(
 _COUNTED = re.compile(r"(?!u|zuf).*|(?:u|zuf)[0-9]{1,6}", re.DOTALL)
 _EXPRESSIONS = ("expr_str", "guards_code")
 _NAME = re.compile(r"[\w.@:/ +-]*")
+# Of weights and modules, which stand in quotes in the code that torch writes, where Python would not take them bare.
+_WEIGHTS = ("parameter_name", "buffer_name", "tensor_constant_name", "fqn")
+_BARE_OF_QUOTES = re.compile(r"[^\"'\\]*")
 # Of values, which become variables in the code that torch writes: a dotted one would be an attribute of torch's own.
 _VARIABLES = ("name", "as_name")
 # What sizes and guards are made of: the classes of sympy and of torch that stand for arithmetic, and the inputs.
@@ -93,7 +96,7 @@ def check(value: Any, place: str, key: str = "") -> None:
     """
     if isinstance(value, dict) and key in _BY_NAME:
         for name, item in value.items():
-            check(name, place)
+            check(name, place, "fqn" if key == "config" else "")
             if key == "range_constraints" and not _COUNTED.fullmatch(name):
                 raise SourceError(f"{name} is a size beyond any that torch counts", place=place, mend=MEND)
             check(item, place)
@@ -137,6 +140,8 @@ def _is_of_texts(item: Any) -> bool:
 def _is_plain(text: str, key: str) -> bool:
     if key in _EXPRESSIONS:
         return _is_expression(text)
+    if key in _WEIGHTS:
+        return text.isprintable() and _BARE_OF_QUOTES.fullmatch(text) is not None
     return re.fullmatch(r"\w*" if key in _VARIABLES else _NAME, text) is not None
 
 

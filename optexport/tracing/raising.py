@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from optexport import overloads
 from optexport.sources.program_signature import take_tensors
+from optexport.tracing.gradient_switches import inline_switches
 
 aten = torch.ops.aten
 
@@ -192,6 +193,7 @@ def raise_graph(program: ExportedProgram) -> fx.GraphModule:
     output = graph.graph_copy(graph_module.graph, copies)
     graph.output(output)
     graph.set_codegen(graph_module.graph._codegen)
+    inline_switches(graph, graph_module)
     for node in graph.nodes:  # the copy shares meta dictionaries with its source
         node.meta = dict(node.meta)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import keyword
 import logging
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -144,11 +145,11 @@ def trace(
 def _check_names(model: nn.Module) -> None:
     """Checks that torch.fx can write the names of what a model holds between quotes, as it does with any name."""
     for name, _ in itertools.chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
-        if re.search(r'["\\\n\r]', name):
+        if re.search(r'["\\\n\r]', name) or any(map(keyword.iskeyword, name.split("."))):
             raise TraceError(
                 f"{name!r} is a name that the code of a graph cannot hold",
                 place=type(model).__name__,
-                mend="Name modules and parameters without quotes, backslashes and line breaks.",
+                mend="Name modules and parameters without quotes, backslashes and line breaks, and by no keyword.",
             )
 
 

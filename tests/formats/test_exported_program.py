@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
@@ -16,6 +17,8 @@ from optexport.errors import ExportError
 from optexport.formats import exported_program, torchscript
 from optexport.signature import Dim
 from optexport.tracing.trace import trace
+from optexport.transformations import Match, Rule
+from tests.exports import quick
 from tests.formats import files
 from tests.models import randomise
 from tests.transformations.programs import Program
@@ -204,3 +207,48 @@ def test_attention_of_lengths_that_only_running_tells_is_exported_again(tmp_path
     want = files.eager(made, batch)["output"]
     for name, opened in (("model.pt2", runtimes.open_pt2), ("model.pt", runtimes.open_torchscript)):
         torch.testing.assert_close(opened(tmp_path / name, ["output"])(batch)["output"], want)
+
+
+def test_names_of_weights_may_hold_what_is_no_quote(tmp_path: Path) -> None:
+    """As those of edges between kinds of nodes, which a file could not be opened for."""
+    kinds = nn.ModuleDict({"<author___writes>": nn.Linear(4, 4), "für": nn.BatchNorm1d(4)})
+    model = Program(lambda m, x: m.kinds["für"](m.kinds["<author___writes>"](x)), kinds=kinds)
+    result = quick(model, {"x": torch.randn(3, 4)}, tmp_path / "out")
+    assert result.passed
+
+
+class SplitsRows(Rule):
+    """Computes some rows and the others apart: exact at every size, but traced again it holds for fewer rows."""
+
+    def match(self, graph_module: fx.GraphModule, node: fx.Node) -> Match | None:
+        return Match((node,)) if node.target is torch.ops.aten.relu.default else None
+
+    def rewrite(self, graph_module: fx.GraphModule, match: Match) -> Any:
+        (node,) = match.nodes
+        x, call = node.args[0], graph_module.graph.call_function
+        with graph_module.graph.inserting_before(node):
+            ends = ((0, 40), (40, 2**63 - 1))
+            parts = [call(torch.ops.aten.slice.Tensor, (x, 0, *each)) for each in ends]
+            whole = call(torch.ops.aten.cat.default, ([call(torch.ops.aten.relu.default, (each,)) for each in parts],))
+        node.replace_all_uses_with(whole)
+        graph_module.graph.erase_node(node)
+        return [(whole, None)]
+
+
+@pytest.mark.parametrize("name", ["pt2", "onnx"])
+def test_a_file_that_would_hold_for_fewer_sizes_than_are_promised_is_none(name: str, tmp_path: Path) -> None:
+    """It passed where the ends of the range were too large to try, and its ONNX file gave 40 rows of 64."""
+    model, dynamic = (
+        Program(lambda m, x: torch.relu(m.linear(x)), linear=nn.Linear(4, 4)),
+        {"x": {0: Dim("batch", 1, 64)}},
+    )
+    with pytest.raises(ExportError, match="holds for batch 2 to 39 alone, and 1 to 64 are promised"):
+        quick(
+            model,
+            {"x": X},
+            tmp_path / "out",
+            dynamic=dynamic,
+            transformations=SplitsRows(),
+            formats=[name],
+            effort="quick",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,13 @@ def test_a_name_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
 
     made = files.prepare(Named(), {"größe": X}, {"größe": {0: Dim("batch", 1, 32)}})
     with pytest.raises(ExportError, match="TorchScript cannot hold the name größe"):
+        saved(made, tmp_path)
+
+
+def test_a_name_of_a_weight_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
+    """torch wrote a file that it does not read, of which was said that its code does more than compute."""
+    made = files.prepare(nn.Sequential(OrderedDict({"für": nn.Linear(4, 4)})), {"input": X}, {"input": {}})
+    with pytest.raises(ExportError, match="TorchScript cannot hold the name für.weight"):
         saved(made, tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from optexport.errors import ParityError
 from optexport.proof.other_sizes import parting_sizes
 from optexport.signature import Dim
 from optexport.tracing.trace import trace
+from optexport.transformations import Match, Rule
 from tests.exports import quick
 from tests.transformations.programs import Program
 
@@ -130,3 +132,53 @@ def test_sizes_that_are_known_are_neither_tried_nor_in_the_way_of_others() -> No
     found, tried = searched(model, [{"columns": 7}])
     assert {sizes["columns"] for sizes in found} == {12}
     assert 7 not in {shape[2] for shape in tried}
+
+
+class SumsInBlocks(Rule):
+    """Sums whole blocks and the rest apart; of a multiple of a block it takes the whole for the rest, too."""
+
+    def match(self, graph_module: fx.GraphModule, node: fx.Node) -> Match | None:
+        return Match((node,)) if node.target is torch.ops.aten.sum.dim_IntList else None
+
+    def rewrite(self, graph_module: fx.GraphModule, match: Match) -> Any:
+        (node,) = match.nodes
+        x, call = node.args[0], graph_module.graph.call_function
+        with graph_module.graph.inserting_before(node):
+            size = call(torch.ops.aten.sym_size.int, (x, 2))
+            whole = call(operator.sub, (size, call(operator.mod, (size, 8))))
+            start = call(operator.neg, (call(operator.mod, (size, 8)),))
+            parts = [call(torch.ops.aten.slice.Tensor, (x, 2, *ends)) for ends in ((0, whole), (start, 2**63 - 1))]
+            total = call(operator.add, tuple(call(torch.ops.aten.sum.dim_IntList, (part, [2])) for part in parts))
+        node.replace_all_uses_with(total)
+        graph_module.graph.erase_node(node)
+        return [(total, None)]
+
+
+def test_a_rule_that_is_wrong_at_sizes_between_fails_the_proof_and_is_to_blame(tmp_path: Path) -> None:
+    """The original was run beside its trace at all sizes, and beside no graph that a rule had changed."""
+    model, dynamic = Program(lambda m, x: m.linear(x.sum(2)), linear=nn.Linear(4, 4)), {"x": DYNAMIC["x"].copy()}
+    dynamic["x"].pop(1)
+    with pytest.raises(ParityError, match=r"columns (8|16|24)") as raised:
+        quick(model, {"x": X}, tmp_path / "bundle", dynamic=dynamic, transformations=SumsInBlocks())
+    assert "SumsInBlocks is to blame" in str(raised.value)
+
+
+def test_whole_numbers_that_hang_on_a_last_bit_do_not_part_from_what_is_computed_in_another_order() -> None:
+    traced = trace(Program(lambda m, x: x.argmax(-1)).eval(), {"x": X}, DYNAMIC)
+
+    def original(batch: Any) -> dict[str, torch.Tensor]:
+        return {"output": batch["x"].new_zeros(100, dtype=torch.int64)}
+
+    def graph(batch: Any) -> dict[str, torch.Tensor]:
+        return {"output": torch.arange(100) == 99}
+
+    def others(batch: Any) -> dict[str, torch.Tensor]:
+        return {"output": (torch.arange(100) > 50).long()}
+
+    def tie(batch: Any) -> dict[str, torch.Tensor]:
+        return {"output": (torch.arange(100) == 99).long()}
+
+    for candidate, found, strictly in ((tie, 0, 4), (others, 4, 4), (graph, 4, 4)):
+        for rounded_anew, expected in ((True, found), (False, strictly)):
+            parted = parting_sizes(original, candidate, {"x": X}, traced.signature, rounded_anew=rounded_anew)
+            assert len(parted) == expected

@@ -286,8 +286,9 @@ def test_a_module_that_is_moved_to_where_it_is_is_traced() -> None:
         torch.testing.assert_close(trace(model, inputs).graph_module(**inputs), model(**inputs))
 
 
-@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb"])
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "in", "class"])
 def test_a_name_that_the_code_of_a_graph_cannot_hold_is_refused(name: str) -> None:
+    """Of a keyword torch itself wrote code that Python does not take, which was called a defect."""
     model = nn.Sequential()
     model.add_module(name, nn.Linear(4, 4))
     with pytest.raises(TraceError, match="is a name that the code of a graph cannot hold"):
