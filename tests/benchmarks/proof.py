@@ -19,7 +19,7 @@ from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.toml"
 # The stages of a run that are there for the proof alone.
-PROOF = ("reference", "check graph", "check torchscript", "check onnx", "check pt2", "undo")
+PROOF = ("reference", "other sizes", "check graph", "check torchscript", "check onnx", "check pt2", "undo")
 
 
 def run(folder: Path, effort: str, threads: int, *, kept: bool) -> dict[str, float]:
