@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from optexport import freeing
 from optexport.job import Job
 from optexport.kept import computation
 from optexport.proof import other_sizes, shards
@@ -27,6 +26,8 @@ from optexport.transform import Transformed
 from optexport.transformations import KeepOutputs
 from optexport.transformers_exporters import one_pass
 
+# In bytes: of a model whose weights take more, a single run is dear, and what of it lies on disk again is left there.
+_TOO_LARGE = 1 << 30
 # How much more is tried where effort is no object.
 _TIMES_EXHAUSTIVE = 16
 
@@ -61,15 +62,13 @@ def graph_runner(graph_module: nn.Module, call: Call) -> Run:
 
 
 def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: Call) -> list[dict[str, int]]:
-    """Sizes at which the original and a graph that was made of it part; none is looked for where effort is quick.
-
-    Nor is any of a large model, of which a single run is dear, and which is not to be held twice.
+    """Sizes at which the original and a graph that was made of it part; none where effort is quick, or it is too large.
 
     Args:
         traced: Of which the graphs were made.
     """
     effort, model = job.config.parity.effort, job.loaded.model
-    if effort == "quick" or freeing.is_large(model):
+    if effort == "quick" or sum(parameter.nbytes for parameter in model.parameters()) >= _TOO_LARGE:
         return []
     found = [*traced.doubtful]
     for graph in graphs:

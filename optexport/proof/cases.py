@@ -127,11 +127,16 @@ def cut_to(
 
 def _numbers(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
     """How many numbers a batch would hold at other sizes."""
+    return sum(map(math.prod, shapes_at(batch, signature, sizes).values()))
+
+
+def shapes_at(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> dict[str, list[int]]:
+    """The shapes that the inputs of a batch would have at other sizes."""
     shapes = {name: list(tensor.shape) for name, tensor in batch.items()}
     for name, axes in signature.sizes_at(sizes).items():
         for axis, size in axes.items():
             shapes[name][axis] = size
-    return sum(math.prod(shape) for shape in shapes.values())
+    return shapes
 
 
 def _untraced_sizes(

@@ -8,6 +8,7 @@ wrong at some sizes.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from optexport.inputs.resizing import resize
 from optexport.proof import distances
-from optexport.proof.cases import with_padding
+from optexport.proof.cases import shapes_at, with_padding
 from optexport.runtimes import Run
 from optexport.signature import Batch, Dim, Signature
 
@@ -71,10 +72,10 @@ def parting_sizes(
     for sizes in itertools.chain([given], itertools.islice(_to_try(signature.dims, given), _MOST_RUNS * times)):
         if any(doubt.items() <= sizes.items() for doubt in known):
             continue
-        batch = with_padding(resize(example, signature, sizes), _PADDING)
-        numbers = max((tensor.numel() for tensor in batch.values()), default=0)
+        numbers = max(map(math.prod, shapes_at(example, signature, sizes).values()), default=0)
         if each * numbers > _MOST_OF_ONE * _MOST_OPERATIONS:
             continue
+        batch = with_padding(resize(example, signature, sizes), _PADDING)
         want = _outcome(original, batch)
         with _Counter() as counted:
             got = _outcome(graph, batch)
