@@ -126,9 +126,9 @@ def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:
 
 
 def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
-    """Checks that the program holds at every size of the signature: where sizes have no names, torch.export narrows.
+    """Checks that no range ends below that of the signature: where sizes have no names, torch.export narrows.
 
-    While it traces, it takes every dynamic size for 2 or more.
+    It may begin above: while it traces, torch takes every size for 2 or more, of results too.
 
     Raises:
         ExportError: It holds at fewer.
@@ -139,10 +139,10 @@ def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
                 continue
             limits, dim = bound_sympy(found.node.expr, program.range_constraints), signature.dims[str(size)]
             most = int_oo if dim.max is None else dim.max
-            if not (limits.lower <= max(dim.min, 2) and most <= limits.upper):
+            if limits.upper < most:
                 raise ExportError(
-                    f"as torch.export traces the graph again it holds for {size} {limits.lower} to {limits.upper}"
-                    f" alone, and {dim.min} to {'any' if dim.max is None else dim.max} are promised",
+                    f"as torch.export traces the graph again it holds for {size} up to {limits.upper} alone, and"
+                    f" {'any' if dim.max is None else dim.max} is promised",
                     place="export",
                     mend="Run again with --without RULE to find the transformation that asks for the size.",
                 )
