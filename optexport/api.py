@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from optexport import pipeline
 from optexport.arguments import flat_inputs
-from optexport.bundle import contents
+from optexport.bundle import contents, places
 from optexport.config.checks import check_formats
 from optexport.config.file import FORMATS, Effort, Layout, checked_settings
 from optexport.config.precision import check_precision
@@ -27,6 +27,13 @@ from optexport.sources.loading import Loaded
 from optexport.stages import Stages
 from optexport.transform import NamedRule
 from optexport.transformations import Transformation
+
+# How what is a mapping is written.
+_WRITTEN = {
+    "dynamic": '{"x": {0: "batch"}}',
+    "decisions": '{"cosine": 0.999}',
+    "precision": '{"onnx": "int8"}',
+}
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
 
@@ -79,9 +86,9 @@ def export(
         GateError: It computes the same as far as atol and rtol tell, but does not decide as the gates demand.
         ExportError: A file cannot be written in its format.
     """
-    _check_arguments(model, dynamic)
+    check_arguments(model, dynamic=dynamic, decisions=decisions, precision=precision)
     rules = named_rules(transformations)
-    output = Path(output).resolve()
+    output = places.as_path(output, "output").resolve()
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
         loaded = Loaded.of_program(model)
@@ -108,7 +115,7 @@ def export(
                 "effort": effort,
                 "decisions": None if decisions is None else dict(decisions),
             },
-            "export": {"formats": list(formats), "output": output.name, "opset": opset, "layout": layout},
+            "export": {"formats": listed(formats), "output": output.name, "opset": opset, "layout": layout},
             "precision": None if precision is None else dict(precision),
         },
         "export",
@@ -207,14 +214,27 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
                 )
 
 
+def listed(formats: Any) -> Any:
+    """Formats as a config has them, which is told of what is none."""
+    return list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else formats
+
+
 def _that_change(axes: Mapping[int, str | Dim]) -> dict[int, str | Dim]:
     """The axes that may have more than one size; the others are fixed."""
     return {axis: dim for axis, dim in axes.items() if isinstance(dim, str) or dim.min != dim.max}
 
 
-def _check_arguments(model: Any, dynamic: Any) -> None:
+def check_arguments(model: Any, **mappings: Any) -> None:
+    """Checks what is given in Python, where it may be anything.
+
+    Raises:
+        ConfigError: The model is none, or another argument is no mapping.
+    """
     if not isinstance(model, nn.Module | ExportedProgram):
         raise ConfigError(f"it is a {type(model).__name__}, not a module", place="model")
-    for name, axes in (dynamic or {}).items():
+    for name, given in mappings.items():
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(f"{given!r} is no mapping", place=name, mend=f"Write {_WRITTEN[name]}.")
+    for name, axes in (mappings.get("dynamic") or {}).items():
         if not isinstance(axes, Mapping):
             raise ConfigError(f"{axes!r} is no mapping", place=f"dynamic: {name}", mend='Write {0: "batch"}.')

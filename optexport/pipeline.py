@@ -139,7 +139,7 @@ def run(
         OptexportError: One of its kinds, with the exit code of what went wrong.
     """
     stages = stages or Stages()
-    path, dump = Path(path), None if dump is None else Path(dump)
+    path, dump = places.as_path(path, "path"), None if dump is None else places.as_path(dump, "dump")
     config, folder = load_config(path, without), path.parent
     # As it is now: the work takes its time. A tracking URI may hold a password.
     text = without_secrets(path)

@@ -203,6 +203,11 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "a class of rules": {"transformations": [MergeLinears]},
     "a class for a rule": {"transformations": MergeLinears},
     "a number for rules": {"transformations": 3},
+    "a name for axes": {"dynamic": "batch"},
+    "names for gates": {"decisions": ["cosine"]},
+    "a precision of no format": {"precision": "int8"},
+    "no formats": {"formats": None},
+    "a format by itself": {"formats": "onnx"},
     "a multiple that the model itself fails": {"multiple": 0.5},
     "no batch": {"inputs": []},
     "a batch of numbers": {"inputs": {"input": 3}},
@@ -246,3 +251,19 @@ def test_a_path_may_be_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert any((tmp_path / "dump").iterdir())
     with pytest.raises(ConfigError, match="it has no such table"):
         optexport.run_generation("mine.toml")
+
+
+@pytest.mark.parametrize("given", [None, 3, b"bundle", "a\0b"])
+def test_what_is_no_path_is_one_clear_error(given: Any) -> None:
+    calls: list[Callable[[Any], Any]] = [
+        optexport.run,
+        optexport.run_generation,
+        optexport.verify,
+        optexport.Bundle.load,
+        optexport.Generator.load,
+        lambda path: export(randomise(nn.Linear(4, 2)), X, path),
+        lambda path: optexport.export_generation(nn.Linear(4, 2), [], path),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="is no path"):
+            call(given)

@@ -19,6 +19,7 @@ from optexport import devices
 from optexport.applications import images, preprocessors, sounds
 from optexport.bundle.digests import read_manifest
 from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
+from optexport.bundle.places import as_path
 from optexport.errors import (
     BundleError,
     ConfigError,
@@ -52,7 +53,7 @@ class Bundle:
         self._folder, self._artifact, self._run = folder, artifact, run
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], format: str | None = None) -> Bundle:  # noqa: A002 - as in the config
+    def load(cls, path: str | Path, format: str | None = None) -> Bundle:  # noqa: A002 - as in the config
         """Opens a bundle, after checking that it is whole and unchanged.
 
         Args:
@@ -64,7 +65,7 @@ class Bundle:
             BundleError: A file is missing, added, changed, or cannot be loaded.
             DeviceError: There is no such device here as the file is for.
         """
-        folder = Path(path)
+        folder = as_path(path, "path")
         manifest = read_manifest(folder)
         held = {artifact.format: artifact for artifact in manifest.artifacts}
         wanted = format or ("onnx" if "onnx" in held else manifest.artifacts[0].format)

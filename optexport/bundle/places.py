@@ -58,6 +58,17 @@ def kept(output: Path) -> tuple[Path, ...]:
     return tuple(place for each in (output, beside(output, "baseline")) for place in (each, beside(each, "failure")))
 
 
+def as_path(given: object, name: str) -> Path:
+    """A path that was given in Python, where it may be anything.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(given, str | Path) or "\0" in str(given):
+        raise ConfigError(f"{given!r} is no path", place=name, mend="Give a str or a pathlib.Path.")
+    return Path(given)
+
+
 def cache() -> Path | None:
     """Where results are kept: ``OPTEXPORT_CACHE``, or ``optexport`` among the user's caches; None where it is empty."""
     named = os.environ.get("OPTEXPORT_CACHE")

@@ -11,7 +11,7 @@ from pathlib import Path
 from optexport import runtimes
 from optexport.bundle import contents, digests
 from optexport.bundle.manifest import BoundRecord, GateRecord, Manifest
-from optexport.bundle.places import MANIFEST
+from optexport.bundle.places import MANIFEST, as_path
 from optexport.config.decisions import MEASURES, METRIC
 from optexport.errors import BundleError, ExportError
 from optexport.proof.decisions import CaseDecision, Gate, pooled
@@ -33,7 +33,8 @@ def verify(folder: str | Path) -> Proof:
         BundleError: A file is missing, added, changed, or cannot be loaded.
         DeviceError: There is no such device here as the files are for.
     """
-    return prove(Path(folder), digests.read_manifest(Path(folder)))
+    folder = as_path(folder, "folder")
+    return prove(folder, digests.read_manifest(folder))
 
 
 def prove(folder: Path, manifest: Manifest) -> Proof:

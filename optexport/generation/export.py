@@ -14,7 +14,7 @@ from torch import nn
 from optexport import api, pipeline
 from optexport.bundle import drafts, sealed_json
 from optexport.bundle.parts import PARTS
-from optexport.bundle.places import GENERATION, MANIFEST, SIGNED, check_place, check_replaceable
+from optexport.bundle.places import GENERATION, MANIFEST, SIGNED, as_path, check_place, check_replaceable
 from optexport.config.file import FORMATS, Effort, checked_settings
 from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
@@ -88,12 +88,13 @@ def export_generation(
         ParityError: What was made does not compute the same, or goes on with other tokens.
         ExportError: A file cannot be written in its format.
     """
-    rules = api.named_rules(transformations)
+    api.check_arguments(model)
+    rules, output = api.named_rules(transformations), as_path(output, "output").resolve()
     config = checked_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
             "parity": {"multiple": multiple, "effort": effort},
-            "export": {"formats": list(formats), "output": Path(output).name, "opset": opset},
+            "export": {"formats": api.listed(formats), "output": output.name, "opset": opset},
         },
         "export_generation",
     )
@@ -102,7 +103,7 @@ def export_generation(
         return Job(config, Loaded(part.module), part.batches[0], part.batches, part.dynamic, rules, place)
 
     given = [prompts] if isinstance(prompts, Mapping) else prompts
-    return produce(model, given, Path(output).resolve(), make_job, new_tokens, stages or Stages())
+    return produce(model, given, output, make_job, new_tokens, stages or Stages())
 
 
 def produce(

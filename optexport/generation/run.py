@@ -41,7 +41,7 @@ def run_generation(path: str | Path, *, without: Sequence[str] = (), stages: Sta
     Raises:
         OptexportError: One of its kinds, with the exit code of what went wrong.
     """
-    stages, path = stages or Stages(), Path(path)
+    stages, path = stages or Stages(), places.as_path(path, "path")
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
         raise ConfigError("it has no such table", place=f"{path}: generation", mend="Call optexport.run(path).")

@@ -18,7 +18,7 @@ from optexport import runtimes
 from optexport.applications.bundle import as_input
 from optexport.bundle.manifest import Manifest, TensorRecord
 from optexport.bundle.parts import read_generation
-from optexport.bundle.places import GENERATION
+from optexport.bundle.places import GENERATION, as_path
 from optexport.errors import ConfigError, first_line
 from optexport.generation.names import next_past
 from optexport.runtimes import Run
@@ -109,7 +109,7 @@ class Generator:
             ConfigError: The folder is no such export, or holds no file of that format.
             BundleError: A file is missing, added or changed.
         """
-        folder = Path(folder)
+        folder = as_path(folder, "folder")
         if not (folder / GENERATION).is_file():
             raise ConfigError(f"it holds no {GENERATION}", place=str(folder), mend="Give what export_generation wrote.")
         document, manifests = read_generation(folder)

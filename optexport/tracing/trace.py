@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import keyword
 import logging
@@ -88,19 +89,21 @@ def symbolic_trace(
         disable_check: Accepted for the sake of code written for ``transformers.utils.fx.symbolic_trace``. There it
             let unlisted architectures pass; here every architecture may be traced.
         example_inputs: Tensors by input name, or a tuple of them in order. Without them, inputs of a transformers model
-            are made from its config, and any other module goes through ``torch.fx.symbolic_trace``.
+            are made from its config, and any other module goes through ``torch.fx.symbolic_trace``, with all inputs.
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. By default, every axis that the
             model leaves dynamic; those that it fixes are logged.
 
     Raises:
         TraceError: The model cannot be traced, or fixes an axis that was declared dynamic.
     """
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"it is a {type(model).__name__}, not a module", place="model")
     example = None if example_inputs is None else named_inputs(model, example_inputs)
     if example is None:
         if isinstance(model, fx.GraphModule):
             return _copy(model)
         if not transformers_exporters.holds_transformers(model):
-            return _symbolic_trace_module(model)
+            return _symbolic_trace_module(model, input_names or ())
         example = dummy_inputs(model, input_names)
     elif input_names is not None:
         missing = [name for name in input_names if name not in example]
@@ -256,7 +259,11 @@ def _copy(model: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _symbolic_trace_module(model: nn.Module) -> fx.GraphModule:
+def _symbolic_trace_module(model: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:
+    taken = inspect.signature(model.forward).parameters
+    if not all(name in taken for name in input_names):
+        told = f"forward takes {', '.join(taken)}, and not {', '.join(map(str, input_names))}"
+        raise TraceError(told, place="input_names")
     try:
         return fx.symbolic_trace(model)
     except Exception as error:  # the tracer runs the model's own code, which may raise anything

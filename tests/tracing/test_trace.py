@@ -286,6 +286,13 @@ def test_a_module_that_is_moved_to_where_it_is_is_traced() -> None:
         torch.testing.assert_close(trace(model, inputs).graph_module(**inputs), model(**inputs))
 
 
+def test_what_is_no_module_and_inputs_that_it_does_not_take_are_told() -> None:
+    with pytest.raises(TraceError, match="it is a str, not a module"):
+        symbolic_trace("bert-base-uncased")  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="forward takes input, and not x"):
+        symbolic_trace(nn.Linear(4, 4), ["x"])
+
+
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "in", "class"])
 def test_a_name_that_the_code_of_a_graph_cannot_hold_is_refused(name: str) -> None:
     """Of a keyword torch itself wrote code that Python does not take, which was called a defect."""
