@@ -283,7 +283,9 @@ def _compare(
         wrong = bool((distance > allowed).any())
         failure = None
         if wrong and original.is_floating_point():
-            failure = f"{farthest:.3g} from the reference, {limit:.3g} allowed"
+            worst_at = torch.where(distance > allowed, distance, -1.0).argmax()
+            apart, most = (float(each.expand_as(distance).flatten()[worst_at]) for each in (distance, allowed))
+            failure = f"{apart:.3g} from the reference, {most:.3g} allowed"
         elif wrong:
             failure = _other_numbers(candidate, original, exact)
         elif case.name in uncounted and original.is_floating_point() and not bound.fixed:

@@ -209,9 +209,17 @@ def _is_large(node: ast.AST) -> bool:
             return abs(number) >= _LARGEST_NUMBER
         case ast.Constant(value=str() as word):
             return re.fullmatch(r"-?\d{21,}", word) is not None
-        case ast.Call(func=ast.Name(id="Max" | "Min" | "max" | "min"), args=compared):
-            return len(compared) > _MOST_COMPARED
+        case ast.Call(func=ast.Name(id="Max" | "Min" | "max" | "min")):
+            return _compared(node) > _MOST_COMPARED
     return False
+
+
+def _compared(node: ast.AST) -> int:
+    """How many arguments sympy compares: those of a Max within another are the other's."""
+    match node:
+        case ast.Call(func=ast.Name(id="Max" | "Min" | "max" | "min"), args=arguments):
+            return sum(map(_compared, arguments))
+    return 1
 
 
 def _terms(node: ast.AST) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,19 @@ def test_a_rule_that_is_wrong_at_sizes_between_fails_the_proof_and_is_to_blame(t
     with pytest.raises(ParityError, match=r"columns (8|16|24)") as raised:
         quick(model, {"x": X}, tmp_path / "bundle", dynamic=dynamic, transformations=SumsInBlocks())
     assert "SumsInBlocks is to blame" in str(raised.value)
+
+
+@pytest.mark.parametrize("mark", [-1e9, torch.finfo(torch.float32).min, -1e4])
+def test_marks_hide_no_rule_that_is_wrong_at_sizes_between(mark: float, tmp_path: Path) -> None:
+    """What was let pass was a share of the median, which of more marks than results is the mark."""
+    marked = torch.tensor([True, True, True, False])
+    model = Program(lambda m, x: m.linear(x.sum(2)).masked_fill(m.marked, mark), linear=nn.Linear(4, 4))
+    model.register_buffer("marked", marked)
+    dynamic = {"x": {0: Dim("batch", 1, 8), 2: Dim("columns", 1, 31)}}
+    with pytest.raises(ParityError, match=r"columns (8|16|24)") as raised:
+        quick(model, {"x": X}, tmp_path / "bundle", dynamic=dynamic, transformations=SumsInBlocks())
+    (far, allowed) = re.findall(r"([\d.e+-]+) from the reference, ([\d.e+-]+) allowed", str(raised.value))[0]
+    assert float(far) > float(allowed)
 
 
 def test_whole_numbers_that_hang_on_a_last_bit_do_not_part_from_what_is_computed_in_another_order() -> None:

@@ -64,6 +64,7 @@ def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None
         f"Mul({', '.join(f'Add({SIZE}, Integer({number}))' for number in range(40))})",
         f"Pow(Add({', '.join([SIZE] * 13)}), Integer(60))",
         f"Max({', '.join(f'Add({SIZE}, Integer({number}))' for number in range(17))})",
+        f"Max({', '.join(f'Max({SIZE}, Integer({number}))' for number in range(9))})",
         f"Add({', '.join([SIZE] * 5001)})",
     ],
 )
