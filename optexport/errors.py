@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # How an error of TorchScript's begins, and how the line that says what it is.
 _TORCHSCRIPT = "The following operation failed in the TorchScript interpreter."
 _RAISED = re.compile(r"[\w.]+(?:Error|Exception): ")
-# Lines that are told where the first one ends in a colon.
+# Lines that are told where the first one announces a list.
 _ANNOUNCED = 5
 
 
@@ -36,8 +36,8 @@ def first_line(error: BaseException) -> str:
         lines = []
     if lines and lines[0] == _TORCHSCRIPT:
         return redact_error(next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1]))
-    said = lines[: _ANNOUNCED if lines and lines[0].endswith(":") else 1]  # which announces what follows
-    return redact_error(" ".join(said)) if lines else type(error).__name__
+    listed = [line for line in lines[1:_ANNOUNCED] if lines[0].endswith(":") and lines[1].startswith("(")]
+    return redact_error(" ".join([lines[0], *listed])) if lines else type(error).__name__
 
 
 @contextlib.contextmanager
