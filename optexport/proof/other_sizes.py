@@ -20,26 +20,28 @@ from torch.utils.flop_counter import flop_registry
 
 from optexport.inputs.resizing import resize
 from optexport.proof import distances
-from optexport.proof.cases import shapes_at, with_padding
+from optexport.proof.cases import is_padding_mask, shapes_at, with_padding
 from optexport.runtimes import Run
 from optexport.signature import Batch, Dim, Signature
 
 # What it may cost: so many runs, and so many operations of arithmetic; a call of an operator, and an element that one
 # writes, count as many as are done in that time.
 _MOST_RUNS = 1024
-_MOST_OPERATIONS = 5e10
+_MOST_OPERATIONS = 4e10
 _OPERATIONS_PER_CALL = 2e5
 _OPERATIONS_PER_ELEMENT = 20
+_TIMES_HALF = 4
 # What takes more than this share of it is left out.
 _MOST_OF_ONE = 1 / 16
 # Of one dimension, and of a range that nobody ended as often as the traced size.
 _MOST_SIZES = 512
 _TIMES_TRACED = 4
 _DRAWN = 64
-# One set of sizes shows a way; a few show that there are several.
+# One set of sizes shows a way; a few show that there are several. Those that part the farthest: of half precision more
+# part by rounding.
 _ENOUGH = 4
 # The same operators give next to the same; what results differ by in truth is for the proof to tell. Of whole numbers
-# that share may hang on a last bit where a rule computes in another order.
+# that share may hang on a last bit where a rule computes in another order, and is tried with other values.
 # Where terms cancel, a value is rounded as others are: as one of the smallest quarter, since more may be no results.
 _TOLERANCE = 1e-4
 _SMALL = 4
@@ -68,27 +70,31 @@ def parting_sizes(
         times: How many times as much may be tried.
         rounded_anew: Whether the graph computes in another order.
     """
-    found: list[dict[str, int]] = []
-    left, each = _MOST_OPERATIONS * times, 0.0
-    given = signature.sizes(example)
-    for sizes in itertools.chain([given], itertools.islice(_to_try(signature.dims, given), _MOST_RUNS * times)):
+    found: list[tuple[float, dict[str, int]]] = []
+    left, cost, before = _MOST_OPERATIONS * times, 0.0, math.inf
+    to_try = itertools.islice(_to_try(signature.dims, signature.sizes(example)), _MOST_RUNS * times)
+    numbers = {tuple(sizes.items()): _numbers(example, signature, sizes) for sizes in to_try}
+    for items in sorted(numbers, key=numbers.__getitem__):  # the cheapest first: of these the most are tried
+        sizes = dict(items)
         if any(doubt.items() <= sizes.items() for doubt in known):
             continue
-        numbers = max(map(math.prod, shapes_at(example, signature, sizes).values()), default=0)
-        if each * numbers > _MOST_OF_ONE * _MOST_OPERATIONS:
-            continue
+        if cost * numbers[items] / before > _MOST_OF_ONE * _MOST_OPERATIONS:
+            break  # of a model that compares all with all the next is next to as dear, too
         batch = with_padding(resize(example, signature, sizes), _PADDING)
         want = _outcome(original, batch)
         with _Counter() as counted:
             got = _outcome(graph, batch)
-        # What the original does not take may be whatever it is.
-        if want is not None and not _agree(got, want, _TIES if rounded_anew else 0.0):
-            found.append(sizes)
-        each = max(each, counted.operations / max(1, numbers))  # which grows where all is compared with all
+        apart = _apart(got, want)
+        if 0 < apart <= 1 and rounded_anew:  # of other values it is others that hang on a last bit
+            batch = _other_values(batch)
+            apart *= _apart(_outcome(graph, batch), _outcome(original, batch)) > 0
+        if apart:
+            found.append((apart, sizes))
+        cost, before = counted.operations, max(1, numbers[items])
         left -= 2 * (counted.operations + _OPERATIONS_PER_CALL * counted.calls)
-        if left < 0 or len(found) == _ENOUGH:
+        if left < 0:
             break
-    return found
+    return [sizes for _, sizes in sorted(found, key=lambda each: each[0], reverse=True)[:_ENOUGH]]
 
 
 def _to_try(dims: Mapping[str, Dim], traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -132,11 +138,14 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        elements = sum(value.numel() for value in tree_leaves(result) if isinstance(value, torch.Tensor))
+        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        elements = sum(value.numel() for value in made)
+        is_half = any(value.dtype in (torch.float16, torch.bfloat16) for value in made)
         self.calls += 1
-        self.operations += _OPERATIONS_PER_ELEMENT * elements
+        operations = _OPERATIONS_PER_ELEMENT * elements
         if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.operations += count(*args, **(kwargs or {}), out_val=result)
+            operations += count(*args, **(kwargs or {}), out_val=result)
+        self.operations += operations * (_TIMES_HALF if is_half else 1)
         return result
 
 
@@ -148,17 +157,42 @@ def _outcome(run: Run, batch: Batch) -> Mapping[str, torch.Tensor] | None:
         return None
 
 
-def _agree(got: Mapping[str, torch.Tensor] | None, want: Mapping[str, torch.Tensor], ties: float) -> bool:
-    return got is not None and all(_is_near(got[name], expected, ties) for name, expected in want.items())
+def _apart(got: Mapping[str, torch.Tensor] | None, want: Mapping[str, torch.Tensor] | None) -> float:
+    """How many times as far two results are apart as rounding has them; up to 1 where it may yet be ties, 0 where not.
+
+    What the original does not take may be whatever it is.
+    """
+    if want is None:
+        return 0.0
+    return math.inf if got is None else max((_times(got[name], each) for name, each in want.items()), default=0.0)
 
 
-def _is_near(one: torch.Tensor, other: torch.Tensor, ties: float) -> bool:
+def _times(one: torch.Tensor, other: torch.Tensor) -> float:
     if distances.why_incomparable(one, other) is not None:
-        return False
+        return math.inf
     apart, magnitude = distances.distance(one, other), distances.finite(other).abs()
     if not other.is_floating_point() or not other.numel():
-        return int(apart.count_nonzero()) <= ties * apart.numel()
+        return float(apart.count_nonzero()) / (_TIES * max(1, apart.numel()))
     tolerance = max(_TOLERANCE, _ULPS * torch.finfo(other.dtype).eps)
     results = magnitude[~distances.marks(other, other)]
     small = results.kthvalue(1 + results.numel() // _SMALL).values if results.numel() else 0.0
-    return bool((apart <= tolerance * (magnitude + small)).all())
+    times = distances.largest(torch.where(apart > 0, apart / (tolerance * (magnitude + small)), 0.0))
+    return times if times > 1 else 0.0
+
+
+def _other_values(batch: Batch) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: tensor if is_padding_mask(name, tensor) else _others(tensor, generator) for name, tensor in batch.items()
+    }
+
+
+def _others(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if tensor.is_floating_point():
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        return tensor + noise * distances.finite(tensor).abs().mean()
+    return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view(tensor.shape)
+
+
+def _numbers(example: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
+    return max(map(math.prod, shapes_at(example, signature, sizes).values()), default=0)

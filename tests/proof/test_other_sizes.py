@@ -177,6 +177,17 @@ def test_marks_hide_no_rule_that_is_wrong_at_sizes_between(mark: float, tmp_path
     assert float(far) > float(allowed)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_of_half_precision_does_not_stand_before_what_is_wrong(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The first four sizes at which it parted were looked at, and none after."""
+    layers = nn.Sequential(nn.Linear(8, 96), nn.GELU(), nn.Linear(96, 256))
+    model = Program(lambda m, x: m.layers(x).sum(2), layers=layers).to(dtype)
+    inputs = {"x": torch.randn(3, 1, 11, 8, generator=torch.Generator().manual_seed(0)).to(dtype)}
+    dynamic = {"x": {0: Dim("batch", 1, 8), 2: Dim("columns", 1, 31)}}
+    with pytest.raises(ParityError, match=r"columns (8|16|24)"):
+        quick(model, inputs, tmp_path / "bundle", dynamic=dynamic, transformations=SumsInBlocks())
+
+
 def test_whole_numbers_that_hang_on_a_last_bit_do_not_part_from_what_is_computed_in_another_order() -> None:
     traced = trace(Program(lambda m, x: x.argmax(-1)).eval(), {"x": X}, DYNAMIC)
 
@@ -189,10 +200,13 @@ def test_whole_numbers_that_hang_on_a_last_bit_do_not_part_from_what_is_computed
     def others(batch: Any) -> dict[str, torch.Tensor]:
         return {"output": (torch.arange(100) > 50).long()}
 
-    def tie(batch: Any) -> dict[str, torch.Tensor]:
+    def one(batch: Any) -> dict[str, torch.Tensor]:
         return {"output": (torch.arange(100) == 99).long()}
 
-    for candidate, found, strictly in ((tie, 0, 4), (others, 4, 4), (graph, 4, 4)):
+    def tie(batch: Any) -> dict[str, torch.Tensor]:
+        return {"output": ((torch.arange(100) == 99) & (batch["x"].flatten()[0] == X[0, 0, 0])).long()}
+
+    for candidate, found, strictly in ((tie, 0, 4), (one, 4, 4), (others, 4, 4), (graph, 4, 4)):
         for rounded_anew, expected in ((True, found), (False, strictly)):
             parted = parting_sizes(original, candidate, {"x": X}, traced.signature, rounded_anew=rounded_anew)
             assert len(parted) == expected
