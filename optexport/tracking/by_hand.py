@@ -54,6 +54,7 @@ def _asking(uri: str, name: str) -> Iterator[tuple[Any, _Standing]]:
         model_name(name)
     except ValueError as error:
         raise ConfigError(str(error), place="NAME") from error
+    store.check_not_new(uri, Path())
     standing = _Standing()
     try:
         client = store.open_store(uri, Path())

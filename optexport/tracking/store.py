@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from optexport import telemetry
 from optexport.bundle.drafts import locked_for_a_moment
-from optexport.errors import TrackingError, first_line
+from optexport.errors import ConfigError, TrackingError, first_line
 from optexport.redaction import keep_secret, redact
 from optexport.tracking import postgresql
 
@@ -137,6 +137,16 @@ def open_store(uri: str, folder: Path) -> Any:
     with locked_for_a_moment(_database(uri).resolve().parent):  # of two that make the tables at a time one would fail
         _make_tables(mlflow, uri)
         return mlflow.MlflowClient(uri)
+
+
+def check_not_new(uri: str, folder: Path) -> None:
+    """Checks that a store of which something is asked is none that would only be made.
+
+    Raises:
+        ConfigError: It is a database that is not there.
+    """
+    if (uri := resolved_uri(uri, folder)).startswith(_SQLITE) and _is_new(_database(uri).resolve()):
+        raise ConfigError("there is no such database", place=redact(uri), mend="Name the store that holds the model.")
 
 
 def _make_tables(mlflow: Any, uri: str) -> None:

@@ -47,6 +47,18 @@ def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) ->
     assert store.holder == "1"
 
 
+def test_a_database_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
+    """It was made, and then held no such model."""
+    uri = f"sqlite:///{tmp_path / 'typo.db'}"
+    for ask in (
+        lambda: by_hand.promote(uri, "block", "1", "champion"),
+        lambda: by_hand.rollback(uri, "block", "champion"),
+    ):
+        with pytest.raises(ConfigError, match="there is no such database"):
+            ask()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("writes", range(6))
 def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(store: Registry, writes: int) -> None:
     for _ in range(3):
