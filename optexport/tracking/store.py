@@ -142,10 +142,14 @@ def open_store(uri: str, folder: Path) -> Any:
 def check_not_new(uri: str, folder: Path) -> None:
     """Checks that a store of which something is asked is none that would only be made.
 
+    One whose folder is not there may be on a disk that is not there now.
+
     Raises:
         ConfigError: It is a database that is not there.
     """
-    if (uri := resolved_uri(uri, folder)).startswith(_SQLITE) and _is_new(_database(uri).resolve()):
+    if not (uri := resolved_uri(uri, folder)).startswith(_SQLITE):
+        return
+    if (database := _database(uri).resolve()).parent.is_dir() and _is_new(database):
         raise ConfigError("there is no such database", place=redact(uri), mend="Name the store that holds the model.")
 
 
