@@ -22,9 +22,9 @@ _MADV_PAGEOUT = 21
 _LEAST_BYTES = 1 << 20
 
 
-def is_large(model: nn.Module) -> bool:
-    """Whether it is worth some time to hold a model's weights once less."""
-    return sum(parameter.nbytes for parameter in model.parameters()) >= LARGE_MODEL
+def is_large(model: nn.Module, least: int = LARGE_MODEL) -> bool:
+    """Whether a model's weights take so many bytes; by default, that it is worth some time to hold them once less."""
+    return sum(parameter.nbytes for parameter in model.parameters()) >= least
 
 
 def page_out(tensors: Iterable[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from optexport import freeing
 from optexport.job import Job
 from optexport.kept import computation
 from optexport.proof import other_sizes, shards
@@ -68,7 +69,7 @@ def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: C
         traced: Of which the graphs were made.
     """
     effort, model = job.config.parity.effort, job.loaded.model
-    if effort == "quick" or sum(parameter.nbytes for parameter in model.parameters()) >= _TOO_LARGE:
+    if effort == "quick" or freeing.is_large(model, _TOO_LARGE):
         return []
     found = [*traced.doubtful]
     for graph in graphs:

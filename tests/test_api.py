@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import onnx
@@ -248,6 +248,7 @@ def test_a_path_may_be_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "mine.toml").write_text(calling.config(), encoding="utf-8")
     result = optexport.run("mine.toml", dump="dump")
     assert optexport.verify(str(result.output)).passed
+    assert optexport.verify(PurePath(result.output)).passed  # type: ignore[arg-type]  # as any that os.fspath takes
     assert any((tmp_path / "dump").iterdir())
     with pytest.raises(ConfigError, match="it has no such table"):
         optexport.run_generation("mine.toml")

@@ -53,7 +53,7 @@ class Bundle:
         self._folder, self._artifact, self._run = folder, artifact, run
 
     @classmethod
-    def load(cls, path: str | Path, format: str | None = None) -> Bundle:  # noqa: A002 - as in the config
+    def load(cls, path: str | os.PathLike[str], format: str | None = None) -> Bundle:  # noqa: A002 - as in the config
         """Opens a bundle, after checking that it is whole and unchanged.
 
         Args:

@@ -64,9 +64,10 @@ def as_path(given: object, name: str) -> Path:
     Raises:
         ConfigError: It is none.
     """
-    if not isinstance(given, str | Path) or "\0" in str(given):
+    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(path, str) or "\0" in path:
         raise ConfigError(f"{given!r} is no path", place=name, mend="Give a str or a pathlib.Path.")
-    return Path(given)
+    return Path(path)
 
 
 def cache() -> Path | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import keyword
 import logging
@@ -29,6 +28,7 @@ from optexport.signature import (
     Signature,
     as_argument,
     as_arguments,
+    call_signature,
     named_inputs,
 )
 from optexport.state import tensors_kept
@@ -260,7 +260,7 @@ def _copy(model: fx.GraphModule) -> fx.GraphModule:
 
 
 def _symbolic_trace_module(model: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:
-    taken = inspect.signature(model.forward).parameters
+    taken = call_signature(model).parameters
     if not all(name in taken for name in input_names):
         told = f"forward takes {', '.join(taken)}, and not {', '.join(map(str, input_names))}"
         raise TraceError(told, place="input_names")
