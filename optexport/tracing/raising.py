@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from optexport import overloads
+from optexport.errors import TraceError
 from optexport.sources.program_signature import take_tensors
 from optexport.tracing.gradient_switches import inline_switches
 
@@ -177,7 +178,14 @@ _KINDS: dict[Any, _Kind] = {
 
 def unlift(program: ExportedProgram) -> fx.GraphModule:
     """A program as a module that takes every tensor by name, whichever way it was exported with."""
-    module = program.module(check_guards=False)
+    try:
+        module = program.module(check_guards=False)
+    except SyntaxError as error:  # a module that is called as a keyword: torch exports it, and writes it bare
+        raise TraceError(
+            "one of its modules has a name that the code of a graph cannot hold",
+            place=(error.text or "").strip() or None,
+            mend="Name modules and parameters by no keyword, and export it again.",
+        ) from error
     assert isinstance(module, fx.GraphModule)
     # A new GraphModule leaves behind the hook that insists on the way that inputs were given.
     graph_module = fx.GraphModule(module, module.graph).eval()

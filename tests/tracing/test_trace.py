@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from optexport.errors import OptexportError, TraceError
+from optexport.sources.loading import Loaded
 from optexport.testing import outputs, owned, written
 from optexport.tracing.trace import symbolic_trace, trace
 from optexport.tracing.writable import check_writable
@@ -300,6 +301,14 @@ def test_a_name_that_the_code_of_a_graph_cannot_hold_is_refused(name: str) -> No
     model.add_module(name, nn.Linear(4, 4))
     with pytest.raises(TraceError, match="is a name that the code of a graph cannot hold"):
         trace(model, {"input": torch.randn(2, 4)})
+
+
+def test_a_program_with_a_keyword_for_a_name_is_refused() -> None:
+    model = nn.Sequential()
+    model.add_module("in", nn.Linear(4, 4))
+    program = torch.export.export(model, (torch.randn(2, 4),))
+    with pytest.raises(TraceError, match="has a name that the code of a graph cannot hold"):
+        Loaded.of_program(program)
 
 
 class Remembers(nn.Module):
