@@ -22,9 +22,14 @@ _MADV_PAGEOUT = 21
 _LEAST_BYTES = 1 << 20
 
 
-def is_large(model: nn.Module, least: int = LARGE_MODEL) -> bool:
-    """Whether a model's weights take so many bytes; by default, that it is worth some time to hold them once less."""
-    return sum(parameter.nbytes for parameter in model.parameters()) >= least
+def weight_bytes(model: nn.Module) -> int:
+    """How many bytes a model's parameters take."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def is_large(model: nn.Module) -> bool:
+    """Whether it is worth some time to hold a model's weights once less."""
+    return weight_bytes(model) >= LARGE_MODEL
 
 
 def page_out(tensors: Iterable[torch.Tensor]) -> None:

@@ -69,7 +69,7 @@ def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: C
         traced: Of which the graphs were made.
     """
     effort, model = job.config.parity.effort, job.loaded.model
-    if effort == "quick" or freeing.is_large(model, _TOO_LARGE):
+    if effort == "quick" or freeing.weight_bytes(model) >= _TOO_LARGE:
         return []
     found = [*traced.doubtful]
     for graph in graphs:
