@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from optexport import interrupts
+
+# For threads that a model's code started to end by themselves, once the command is done.
+_PATIENCE_SECONDS = 10.0
 
 
 def main() -> None:
     """Runs the command line; what it is made of is imported once a signal can no longer leave a traceback there."""
     interrupts.end_at_once()
+    leave = os._exit
     _never_end_as_if_done()
     _keep_descriptors()
     from optexport.cli.main import main as program
 
     try:
         program()
+    except SystemExit as ended:
+        threading.Thread(target=_end_anyway, args=(leave, ended.code), daemon=True).start()
+        raise
     finally:
         _end_output()
+
+
+def _end_anyway(leave: Callable[[int], NoReturn], code: object) -> None:
+    """Ends the process where Python would wait for ever for a thread that a model's code left running."""
+    time.sleep(_PATIENCE_SECONDS)
+    waited_for = [thread for thread in threading.enumerate() if not thread.daemon]
+    left = ", ".join(ascii(thread.name) for thread in waited_for if thread is not threading.main_thread())
+    if left:
+        with contextlib.suppress(OSError):
+            os.write(2, f"Ended, though a model's code left threads running: {left}\n".encode())
+        leave(code if isinstance(code, int) else int(code is not None))
 
 
 def _keep_descriptors() -> None:

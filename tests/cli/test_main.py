@@ -373,29 +373,3 @@ def test_the_module_is_the_program(tmp_path: Path) -> None:
     assert shown.returncode == 2
     assert "Traceback" in shown.stderr
     assert shown.stderr.endswith(bad.stderr)
-
-
-def test_a_model_whose_code_ends_the_program_ends_it_with_1(tmp_path: Path) -> None:
-    """It was 0, which says that all is done."""
-    (tmp_path / "leaving.py").write_text("import os\n\ndef load():\n    os._exit(0)\n")
-    (tmp_path / "mine.toml").write_text('[model]\nsource = "python:leaving:load"\n[export]\noutput = "build"\n')
-    done = python("-m", "optexport", "run", "mine.toml", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.endswith("Error: a model's code ended the program\n")
-
-
-def test_a_reader_that_goes_away_is_no_defect() -> None:
-    """As in ``optexport transformations | head -0``."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "optexport", "transformations"],
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-    finally:
-        os.close(writing)
-    assert "defect" not in done.stderr

@@ -1,0 +1,62 @@
+"""How the program ends, whatever a model's own code does and whoever reads what it prints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.calling import MODULE, config
+from tests.cli.test_main import ROOT, python
+
+LEAVES_A_THREAD = """
+import threading
+
+import halves
+
+def load():
+    threading.Thread(target=threading.Event().wait, name="sends figures").start()
+    return halves.{makes}
+"""
+
+
+def test_a_model_whose_code_ends_the_program_ends_it_with_1(tmp_path: Path) -> None:
+    """It was 0, which says that all is done."""
+    (tmp_path / "leaving.py").write_text("import os\n\ndef load():\n    os._exit(0)\n")
+    (tmp_path / "mine.toml").write_text('[model]\nsource = "python:leaving:load"\n[export]\noutput = "build"\n')
+    done = python("-m", "optexport", "run", "mine.toml", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.endswith("Error: a model's code ended the program\n")
+
+
+def test_a_reader_that_goes_away_is_no_defect() -> None:
+    """As in ``optexport transformations | head -0``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "optexport", "transformations"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+    finally:
+        os.close(writing)
+    assert "defect" not in done.stderr
+
+
+@pytest.mark.parametrize(("makes", "code"), [("load()", 0), ("Forks()", 3)])
+def test_a_thread_that_a_models_code_leaves_running_does_not_keep_it_from_ending(
+    makes: str, code: int, tmp_path: Path
+) -> None:
+    """Python waits for such a thread for ever, and so did whoever ran the step."""
+    (tmp_path / "halves.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "leaving.py").write_text(LEAVES_A_THREAD.format(makes=makes), encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(config("leaving:load"), encoding="utf-8")
+    done = python("-W", "default", "-m", "optexport", "run", "mine.toml", cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.endswith("Ended, though a model's code left threads running: 'sends figures'\n")
