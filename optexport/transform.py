@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from optexport import registry
-from optexport.errors import GateError, OptexportError, TransformationError, first_line
+from optexport.errors import GateError, OptexportError, TransformationError, first_line, printable
 from optexport.transformations import DeepCopy, ReversibleTransformation, Rule, Transformation
 from optexport.transformations.rule import Report, run
 
@@ -146,8 +146,8 @@ def transform(
         _check_expectation(rule, report)
         if dump is not None:
             name = f"{title}{index + 1:02d}-{rule.name.replace(':', '-').replace('/', '-')}"
-            (dump / f"{name}-before.txt").write_text(f"{before}\n", encoding="utf-8")
-            (dump / f"{name}-after.txt").write_text(f"{graph_module.graph}\n", encoding="utf-8")
+            (dump / f"{name}-before.txt").write_text(printable(f"{before}\n"), encoding="utf-8")
+            (dump / f"{name}-after.txt").write_text(printable(f"{graph_module.graph}\n"), encoding="utf-8")
         if report.changes and applied[-1].reversible:
             undoable.append(rule)
         elif report.changes:

@@ -25,6 +25,7 @@ from optexport.bundle.manifest import (
     TransformationRecord,
 )
 from optexport.config.file import Config
+from optexport.errors import printable
 from optexport.installed import versions
 from optexport.job import Made
 from optexport.machine import machine
@@ -36,8 +37,8 @@ from optexport.transform import Applied
 
 
 def write_graph(path: Path, graph_module: fx.GraphModule) -> int:
-    """Writes a graph as text, node by node; returns the number of nodes."""
-    path.write_text(f"{graph_module.graph}\n", encoding="utf-8")
+    """Writes a graph as text, node by node, for a terminal too; returns the number of nodes."""
+    path.write_text(printable(f"{graph_module.graph}\n"), encoding="utf-8")
     return len(graph_module.graph.nodes)
 
 

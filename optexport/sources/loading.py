@@ -198,6 +198,13 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
             place=f"model.source: python:{location}",
             mend="Call model.eval() at its end: dropout and batch norms compute something else in training.",
         )
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if (unfilled := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
+        raise SourceError(
+            f"the factory returned a model whose {unfilled} holds no values: it is on the meta device",
+            place=f"model.source: python:{location}",
+            mend="Call model.to_empty(device='cpu') and load_state_dict, or make it outside of torch.device('meta').",
+        )
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return Loaded(model.eval(), pretrained=Pretrained(name, {}) if name else None)
 

@@ -91,8 +91,12 @@ def test_a_run_and_its_bundle_say_hostile_names_as_plain_text(tmp_path: Path, mo
     rules = 'transformations = [{ use = "python:hostile_names:Skips" }]'
     text = config("hostile_names:Named", more=rules)
     (tmp_path / "mine.toml").write_text(text.replace('["pt2"]', '["onnx"]'))  # .pt2 files take no such names
-    code, told = _call(tmp_path, monkeypatch, "run", "mine.toml")
+    code, told = _call(tmp_path, monkeypatch, "run", "mine.toml", "--dump", "graphs")
     assert (code, "u202e" in told) == (0, True), told
+    graphs = [*(tmp_path / "build" / "model").glob("graph_*.txt"), *(tmp_path / "graphs").iterdir()]
+    assert len(graphs) == 4
+    for graph in graphs:  # their names went into terminals as they are
+        assert is_harmless(graph.read_text(encoding="utf-8")), graph
     assert _call(tmp_path, monkeypatch, "verify", "build/model")[0] == 0
     assert _call(tmp_path, monkeypatch, "bench", "build/model", "--rounds", "1")[0] == 0
 

@@ -49,6 +49,10 @@ def partly_training(part=nn.BatchNorm1d):
 def with_another_activation():
     return partly_training(lambda width: nn.GELU())
 
+def without_values():
+    with torch.device("meta"):
+        return nn.Linear(4, 3)
+
 def raising():
     raise RuntimeError("no weights today")
 
@@ -297,6 +301,12 @@ def test_a_part_that_was_left_in_training_mode_is_not_taken_for_one_in_eval_mode
     with pytest.raises(SourceError, match="a model in eval mode, and 1 in it is in training mode"):
         load("python:source_factories:partly_training", factories)
     assert not load("python:source_factories:with_another_activation", factories).model[1].training
+
+
+def test_a_model_without_values_is_told_as_one(factories: Path) -> None:
+    """The inputs were to blame, which lie on another device."""
+    with pytest.raises(SourceError, match="weight holds no values: it is on the meta device"):
+        load("python:source_factories:without_values", factories)
 
 
 def test_a_hub_id_is_not_found_offline_and_says_what_to_check(tmp_path: Path) -> None:
