@@ -116,15 +116,20 @@ def run(transformation: Transformation, graph_module: GraphModule) -> tuple[Grap
     """Applies any transformation, a rule or not, and says what it did.
 
     Of a transformation that is not a rule, the changes are the nodes that it marked, or else those that differ.
+
+    Raises:
+        TransformationError: It left a tensor that no copy can be made of.
     """
     if isinstance(transformation, Rule):
         with restored_on_failure(graph_module):
             report = apply(transformation, graph_module)
             graph_module.graph.lint()
             graph_module.recompile()
+            _check_leaves(transformation, graph_module)
         return graph_module, report
     before = {node.name: node.format_node() for node in graph_module.graph.nodes}
     graph_module = transformation(graph_module)
+    _check_leaves(transformation, graph_module)
     changed = transformation.get_transformed_nodes(graph_module) or [
         node for node in graph_module.graph.nodes if before.get(node.name) != node.format_node()
     ]
@@ -220,7 +225,14 @@ def undo(rules: Sequence[ReversibleRule], graph_module: GraphModule) -> None:
         _write_journal(graph_module, rule, 0)
 
 
-def _wrong(rule: Rule, cause: str, mend: str) -> TransformationError:
+def _check_leaves(rule: Transformation, graph_module: GraphModule) -> None:
+    """Raises where a tensor of the model remembers what it was computed from, with which torch copies no module."""
+    for name, tensor in (*graph_module.named_parameters(), *graph_module.named_buffers()):
+        if not tensor.is_leaf:
+            raise _wrong(rule, f"it left {name} with a history of gradients", "Compute weights under torch.no_grad().")
+
+
+def _wrong(rule: Transformation, cause: str, mend: str) -> TransformationError:
     return TransformationError(cause, place=type(rule).__name__, mend=mend)
 
 

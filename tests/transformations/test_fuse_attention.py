@@ -226,6 +226,10 @@ def test_what_is_left_alone(scores: Any, reason: str) -> None:
         lambda m, x: m.q(x).softmax(-1) @ m.k(x).mT,
         lambda m, x: m.v(x).mT @ (m.q(x) @ m.k(x).mT).softmax(-1),
         lambda m, x: (m.q(x) * x.mean()).softmax(-1) @ m.v(x).mT,
+        # As of Gemma 2: what is added is a choice of numbers, in which scores were looked for.
+        lambda m, x: (
+            ((m.q(x) @ m.k(x).mT).tanh() * 50 + torch.where(_causal(x), torch.zeros(5, 5), -1e9)).softmax(-1) @ m.v(x)
+        ),
     ],
 )
 def test_what_is_no_attention(body: Any) -> None:

@@ -183,3 +183,20 @@ def test_an_attribute_that_cannot_be_compared_is_one_clear_error() -> None:
 
     with pytest.raises(TransformationError, match="Locks: its attributes cannot tell it from others of its kind"):
         Locks()(_sums())
+
+
+class ScalesWeights(Transformation):
+    """Computes weights without ``torch.no_grad``."""
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for module in graph_module.modules():
+            if isinstance(module, nn.Linear):
+                module._parameters["weight"] = module.weight * 2  # type: ignore[assignment]
+        return graph_module
+
+
+def test_a_weight_that_remembers_how_it_was_computed_is_laid_to_the_rule_that_left_it() -> None:
+    """It was an error of torch's own, of a copy that was made much later, and named no rule."""
+    with pytest.raises(TransformationError, match=r"q\.weight with a history of gradients") as caught:
+        run(ScalesWeights(), _sums())
+    assert caught.value.place == "ScalesWeights"

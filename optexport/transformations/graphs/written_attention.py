@@ -315,6 +315,8 @@ def _masking(graph_module: GraphModule, node: Node, depth: int = 0) -> tuple[Nod
             mask, fill, x, kept = *args, False
         case _:
             return None
+    if not isinstance(x, Node):  # a number for what is masked: neither side of it is a tensor of scores
+        return None
     number = fill if type(fill) in (int, float) else _filled(graph_module, fill)
     if number is None or math.isnan(number) or not isinstance(mask, Node) or _dtype(mask) is not torch.bool:
         return None
