@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -156,6 +156,8 @@ def _untraced_sizes(
     if effort == "quick":
         return [], [smallest, prime, {**longer, head: smallest[head]}]
     ends = [smallest, {**largest, head: smallest[head]}, {**smallest, head: largest[head]}]
+    if len(tail) > 1:  # all of them at their largest may have to be cut
+        ends += [{**smallest, name: largest[name]} for name in tail]
     others = [
         prime,
         {**longer, head: smallest[head]},
@@ -198,29 +200,45 @@ def _prime_after(number: int) -> int:
 # How the rows of a batch are padded, in turn.
 PADDINGS = ("right", "left", "whole")
 UNTRACED_PADDING = ("none", "right", "left", "none", "whole")
-
-
-def with_padding(batch: Batch, kinds: Sequence[str]) -> Batch:
-    """Pads the rows of a batch that has masks of [batch, sequence], in turn: at the right, at the left, or wholly.
-
-    Padding that is there already stays. Rows of fewer than three tokens are left alone.
-    """
-    masks = {name: tensor.clone() for name, tensor in batch.items() if is_padding_mask(name, tensor)}
-    for mask in masks.values():
-        for row, kind in zip(mask, itertools.cycle(kinds), strict=False):
-            kept = row.nonzero().flatten()
-            if (length := len(kept)) >= _LEAST_PADDED:
-                row[{"right": kept[(length + 1) // 2 :], "left": kept[: length // 3], "whole": kept}.get(kind, [])] = 0
-    return {**batch, **masks}
-
-
 _LEAST_PADDED = 3
+
+IsMask = Callable[[str, torch.Tensor], bool]
 
 
 def is_padding_mask(name: str, tensor: torch.Tensor) -> bool:
     """Whether it says which tokens are padding: of all that is called a mask, what holds a 1 for each other token."""
     named = name == "mask" or name.endswith("attention_mask")
-    return named and tensor.dim() == 2 and bool(((tensor == 0) | (tensor == 1)).all())
+    return named and tensor.dim() == 2 and is_mask(name, tensor)
+
+
+def is_mask(name: str, tensor: torch.Tensor) -> bool:
+    """Whether it says of each of its places, by 0 or 1, if it counts, as far as its name and its values tell."""
+    return "mask" in name and tensor.dim() >= 2 and bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def with_padding(batch: Batch, kinds: Sequence[str], padded: IsMask = is_padding_mask) -> Batch:
+    """Pads the rows of a batch that has masks of [batch, sequence], in turn: at the right, at the left, or wholly.
+
+    Padding that is there already stays. Rows of fewer than three tokens are left alone. No two masks are padded alike,
+    so that one does not stand for the other.
+
+    Args:
+        padded: Whether an input is such a mask. Of those with more axes no row is padded wholly, of the last axis: a
+            mask of an image, or of what is seen from each token, leaves something everywhere.
+    """
+    masks = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in batch.items()
+        if padded(name, tensor)
+    }
+    for index, mask in enumerate(masks.values()):
+        usual = [kind for kind in kinds if kind != "whole" or mask.dim() == 2]
+        in_turn = itertools.islice(itertools.cycle(usual), index, None)
+        for row, kind in zip(mask.flatten(0, -2), in_turn, strict=False):
+            kept = row.nonzero().flatten()
+            if (length := len(kept)) >= _LEAST_PADDED:
+                row[{"right": kept[(length + 1) // 2 :], "left": kept[: length // 3], "whole": kept}.get(kind, [])] = 0
+    return {**batch, **masks}
 
 
 def at_least_two(batch: Batch) -> Batch:

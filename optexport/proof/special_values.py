@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from optexport.config.file import Effort, TensorConfig
-from optexport.proof.cases import PADDINGS, Case, with_padding
+from optexport.proof.cases import PADDINGS, Case, is_mask, with_padding
 from optexport.signature import Batch
 
 # Normal numbers times 64 reach 200: beyond what exp takes in float32, and beyond every clamp of usual activations.
@@ -57,6 +57,9 @@ def special_cases(
         times = max(_times(tensor.dtype) for tensor in values.values())
         found.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
         found.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
+    if constant := {name: tensor for name, tensor in values.items() if tensor.numel() > 1 and _is_constant(tensor)}:
+        noise = {name: _noise(tensor, seed) for name, tensor in constant.items()}
+        found.append(Case(f"noise as {' and '.join(noise)}", {**example, **noise}, optional=True))
     if not sized_by_values:
         for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
             found += _whole_numbers(example, name, effort, _ends(example[name].dtype, declared.get(name)))
@@ -69,14 +72,20 @@ def special_cases(
 
 
 def _padded(example: Batch) -> list[Case]:
-    """The traced batch with every kind of padding: as one case, or as several where it has fewer rows than kinds."""
+    """The traced batch with every kind of padding: as one case, or as several where it has fewer rows than kinds.
+
+    Where it has several masks each of them gets every kind, in another order, and none at all once.
+    """
     found: list[Case] = []
     rows = max(1, next((tensor.shape[0] for tensor in example.values() if tensor.dim()), 1))
-    for start in range(0, len(PADDINGS), rows):
-        kinds = PADDINGS[start : start + rows]
-        padded = with_padding(example, (*kinds, "none"))
-        if any(padded[name] is not tensor for name, tensor in example.items()):
-            found.append(Case(f"padded {', '.join(kinds)}", padded, optional=True))
+    turns = (*PADDINGS, "none")
+    several = sum(is_mask(name, tensor) for name, tensor in example.items()) > 1
+    for start in range(0, len(turns) if several else len(PADDINGS), rows):
+        kinds = (*turns[start:], *turns[:start])
+        padded = with_padding(example, kinds, is_mask)
+        if any(is_mask(name, tensor) and not torch.equal(padded[name], tensor) for name, tensor in example.items()):
+            told = ", ".join(kinds[:rows]).removesuffix(", none")
+            found.append(Case(f"padded {told}", padded, optional=True))
     return found
 
 
@@ -99,6 +108,17 @@ def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
 def _holds_values(name: str, tensor: torch.Tensor) -> bool:
     """Whether it holds real numbers: not a mask, of which 0 and the smallest number are marks."""
     return tensor.is_floating_point() and "mask" not in name and bool(torch.isfinite(tensor).all())
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    return bool((tensor == tensor.flatten()[0]).all())
+
+
+def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers about the one that a tensor holds, of its sign, since a model may take no others; about a half for 0."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+    return torch.where(tensor == 0, drawn, tensor.double() * (drawn + 0.5)).to(tensor.dtype)
 
 
 def _holds_whole_numbers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:

@@ -108,6 +108,16 @@ def test_both_ends_of_every_declared_range_are_checked(checks: Checks) -> None:
         assert dim.max is None or dim.max in sizes
 
 
+def test_each_end_is_checked_alone_where_all_ends_at_once_are_too_large() -> None:
+    """An image of 1024 by 1024 was cut to 512 by 512, and nothing else was as wide or as high as was declared."""
+    dims = [Dim("batch", 1, 8), Dim("height", 16, 1024), Dim("width", 16, 1024)]
+    batch = {"x": torch.randn(2, 3, 32, 48)}
+    spec = TensorSpec("x", "float32", ("batch", 3, "height", "width"))
+    signature = Signature((spec,), (spec,), {dim.name: dim for dim in dims})
+    found = {tuple(case.batch["x"].shape) for case in cases(batch, [], signature)}
+    assert {(1, 3, 1024, 16), (1, 3, 16, 1024)} <= found
+
+
 @given(checked())
 def test_inputs_that_share_a_dimension_keep_one_size(checks: Checks) -> None:
     for case in cases(*checks):

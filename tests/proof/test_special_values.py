@@ -81,6 +81,41 @@ def test_every_kind_of_padding_is_checked_at_the_traced_size(
         assert kinds_of_padding([case.batch[name] for case in found]) == {"right", "left", "whole"}
 
 
+@given(st.sampled_from([torch.int64, torch.float32, torch.bool]), st.sampled_from([(3, 6), (2, 4, 5), (2, 3, 4, 4)]))
+def test_masks_by_any_name_are_padded_at_the_traced_size_and_images_nowhere_wholly(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """One that was called ``padding_mask`` was whole in every case, so that nothing showed if it was used."""
+    example = {"x": torch.ones(2, 3), "key_padding_mask": torch.ones(shape, dtype=dtype)}
+    made = [case.batch["key_padding_mask"] for case in special_cases(example, {}, "quick", 0)]
+    assert made
+    assert all(mask.dtype is dtype for mask in made)
+    assert any(not mask.all() for mask in made)
+    if len(shape) > 2:
+        assert all(mask.any(-1).all() for mask in made)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_no_two_masks_are_padded_alike(rows: int) -> None:
+    """A rule that took the mask of one text for that of another passed."""
+    example = {f"{name}_attention_mask": torch.ones(rows, 6, dtype=torch.int64) for name in ("query", "document")}
+    for case in special_cases(example, {}, "quick", 0):
+        query, document = case.batch.values()
+        assert all(not torch.equal(*pair) for pair in zip(query, document, strict=True))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
+def test_of_an_input_of_one_number_noise_is_tried(value: float) -> None:
+    """Ones show neither which of several is taken nor how far they are apart."""
+    example = {"image": torch.full((2, 3, 4), value), "other": torch.randn(2, 4)}
+    (case,) = [case for case in special_cases(example, {}, "standard", 0) if "noise" in case.name]
+    made = case.batch["image"]
+    assert made.std() > 0.1
+    assert bool((made >= 0).all() if value >= 0 else (made < 0).all())
+    assert torch.equal(case.batch["other"], example["other"])
+    assert not case.extreme
+
+
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_every_kind_of_padding_is_checked_at_sizes_that_were_never_traced(effort: Effort) -> None:
     example = text(4, 9)
