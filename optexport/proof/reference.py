@@ -20,6 +20,8 @@ Call = Callable[[nn.Module, Batch], Outputs]
 
 # The way of running that shows no row to have a say in another's result.
 HALVES = "half the rows at a time"
+# The way of running that shows what the model's own code rounds to float32 in float64, too.
+THROUGHOUT = "in float64 throughout"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from optexport.kept import content, results, store
 from optexport.machine import free_memory
 from optexport.proof import distances, upcasting
 from optexport.proof.cases import Case
-from optexport.proof.reference import HALVES, Call, Outputs, Reference, kept, rounding
+from optexport.proof.reference import HALVES, THROUGHOUT, Call, Outputs, Reference, kept, rounding
 from optexport.signature import Batch
 from optexport.state import buffers_kept
 
@@ -146,10 +146,11 @@ def _run_in_float64(
     reference = own
     try:
         if own.fallback is None:
-            in_float64, exact = _in_float64(run, model, own, upcast=upcast)
-            if upcast and any(_holds_nan(e) and not _holds_nan(o) for e, o in zip(exact, own.outputs, strict=True)):
+            in_float64, reference = _in_float64(run, model, own, upcast=upcast)
+            exact = zip(reference.exact, own.outputs, strict=True)
+            if upcast and any(_holds_nan(e) and not _holds_nan(o) for e, o in exact):
                 raise FloatingPointError("there may be code that found no weights")
-            reference = _guided(replace(own, exact=exact))
+            reference = _guided(reference)
     except Exception as error:  # a model's own code may raise anything; it may also hold a dtype of its own
         if upcast:
             return _run_in_float64(run, model, replace(own, fallback=_why_no_room(model)), batched)
@@ -157,12 +158,13 @@ def _run_in_float64(
     return reference if batched is None else _run_in_other_ways(run, model, in_float64, reference, batched)
 
 
-def _in_float64(run: Call, model: nn.Module, own: Reference, *, upcast: bool) -> tuple[_Run, tuple[Outputs, ...]]:
+def _in_float64(run: Call, model: nn.Module, own: Reference, *, upcast: bool) -> tuple[_Run, Reference]:
     """How to run the original in float64, and what it gives.
 
     Where that is something else than the original gives, what the model's own code makes float32 is float64 too, if
     they are then alike: float32 does not hold the smallest float64, and attention of torch 2.13 in float64 makes
-    something else of a mask in float32.
+    something else of a mask in float32. Where it is not, what that code rounds to float32 is rounded as the original
+    rounds it, and not as a file may: how much that is shows where it is float64 too, and counts as a way of its own.
     """
     double = upcasting.upcasting(model) if upcast else upcasting.copied(model)
 
@@ -170,17 +172,40 @@ def _in_float64(run: Call, model: nn.Module, own: Reference, *, upcast: bool) ->
         return run(double, in_double(batch))
 
     def throughout(batch: Batch) -> Outputs:
-        with upcasting.FloatIsDouble():
+        with upcasting.float64_throughout():
             return plain(batch)
 
-    exact = tuple(kept(case, plain(case.batch)) for case in own.cases)
-    if not _is_lost(exact[0], own.outputs[0]):
-        return plain, exact
+    first, *others = own.cases
+    try:
+        with upcasting.NotesFloat32() as float32:
+            traced = kept(first, plain(first.batch))
+    except Exception as error:  # a model's own code may raise anything, as where it multiplies float32 by float64
+        again = tuple(kept(case, throughout(case.batch)) for case in own.cases)
+        if _is_lost(again[0], own.outputs[0]):
+            raise error from None
+        return throughout, replace(own, exact=again)
+    reference = replace(own, exact=(traced, *(kept(case, plain(case.batch)) for case in others)))
+    is_lost = _is_lost(traced, own.outputs[0])
+    if not is_lost and not float32.found:
+        return plain, reference
     try:
         again = tuple(kept(case, throughout(case.batch)) for case in own.cases)
-    except Exception:  # a model's own code may raise anything, where it wants float32
-        return plain, exact
-    return (plain, exact) if _is_lost(again[0], own.outputs[0]) else (throughout, again)
+    except Exception:  # where it wants float32
+        return plain, reference
+    if _is_lost(again[0], own.outputs[0]):
+        return plain, reference
+    if is_lost:
+        return throughout, replace(own, exact=again)
+    noise = [
+        {
+            name: rounding(throughout[name], tensor)
+            for name, tensor in exact.items()
+            if tensor.is_floating_point()
+            and (case.extreme or not _is_lost({name: throughout[name]}, {name: outputs[name]}))
+        }
+        for case, throughout, exact, outputs in zip(own.cases, again, reference.exact, own.outputs, strict=True)
+    ]
+    return plain, replace(reference, ways=(THROUGHOUT,), other_noise=tuple(noise))
 
 
 def _is_lost(exact: Outputs, original: Outputs) -> bool:
@@ -196,8 +221,8 @@ def _is_lost(exact: Outputs, original: Outputs) -> bool:
 def _run_in_other_ways(
     run: Call, model: nn.Module, in_float64: _Run | None, reference: Reference, batched: Collection[str]
 ) -> Reference:
-    ways: list[str] = []
-    noise: list[dict[str, float]] = [{} for _ in reference.cases]
+    ways = [*reference.ways]
+    noise = [dict(known) for known in reference.other_noise or [{} for _ in reference.cases]]
 
     def in_own(batch: Batch) -> Outputs:
         return run(model, batch)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Parameters of fewer bytes are copied.
 _LARGE_PARAMETER = 1 << 20
@@ -76,6 +78,35 @@ class FloatIsDouble(TorchFunctionMode):
 
 def _double_for_float(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Within it, code that asks for float32 is given float64, and so is what asks for no dtype of floating point."""
+    before = torch.get_default_dtype()
+    if before is torch.float32:
+        torch.set_default_dtype(torch.float64)
+    try:
+        with FloatIsDouble():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class NotesFloat32(TorchDispatchMode):
+    """Notes whether anything is computed in float32 within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = pytree.tree_leaves(result)
+        self.found |= any(isinstance(each, torch.Tensor) and each.dtype is torch.float32 for each in made)
+        return result
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from optexport.errors import ParityError, TraceError
 from optexport.proof import running
 from optexport.proof.cases import Case
 from optexport.proof.floor import FALLBACK_ULPS, bounds
+from optexport.proof.parity import Proof
+from optexport.proof.reference import THROUGHOUT
 from optexport.proof.running import run_original
-from optexport.signature import Batch
+from optexport.signature import Batch, Dim
+from tests.exports import quick
 from tests.models import randomise
 from tests.proof.measuring import EPS, Tensors, call, network
 
@@ -68,10 +72,14 @@ def test_a_model_that_does_not_run_on_the_device_is_refused(monkeypatch: pytest.
 
 
 class Stubborn(nn.Module):
-    """A model that float64 cannot go through: one operand is always float32."""
+    """A model that float64 cannot go through: one operand is always float32, and is no buffer of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.full((6, 3), 0.3)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ torch.full((6, 3), 0.3, dtype=torch.float32)
+        return x @ self.held[0]
 
 
 def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
@@ -102,6 +110,75 @@ def test_a_mask_of_numbers_that_float32_has_not_leaves_a_floor() -> None:
     expected = torch.softmax(cases[0].batch["x"].double(), -1) / 3
     torch.testing.assert_close(known.exact[0]["y"], expected, rtol=1e-14, atol=0)
     assert 0 < bounds(known, 4.0)["y"].floor < EPS
+
+
+class TimesFloat32(nn.Module):
+    """Multiplies what it makes in float32 by its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.float() * torch.arange(6))
+
+
+def test_a_model_that_multiplies_float32_by_its_weights_runs_in_float64_where_it_makes_that_float64_too() -> None:
+    """Nothing but its own rounding was there to compare with."""
+    model, batch = TimesFloat32(), {"x": torch.randn(2, 6)}
+    known = run_original(call, model, [Case("only", batch)])
+    assert known.fallback is None
+    weight, bias = model.linear.weight.detach().double(), model.linear.bias.detach().double()
+    expected = (batch["x"].double() * torch.arange(6)) @ weight.T + bias
+    torch.testing.assert_close(known.exact[0]["y"], expected, rtol=1e-14, atol=1e-14)
+
+
+class Sinusoids(nn.Module):
+    """Waves whose lengths are computed from whole numbers, and so in float32 whatever the weights are."""
+
+    def __init__(self, base: float = 1e4) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.exp(torch.arange(8) * (-math.log(self.base) / 8))
+        return x[..., None] + (torch.arange(x.shape[1])[:, None] * lengths).sin()
+
+
+def test_what_a_model_makes_in_float32_in_float64_too_is_part_of_its_floor(tmp_path: Path) -> None:
+    """A length that is one unit in the last place longer moves the wave at place 2,000 by 2,000 of them."""
+    checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 2000)})]
+    known = run_original(call, Sinusoids(), checked)
+    assert known.ways == ("in float64 throughout",)
+    places, steps = torch.arange(2000, dtype=torch.float64), torch.arange(8, dtype=torch.float64)
+    waves = (places[:, None] * torch.exp(steps * (-math.log(1e4) / 8))).sin()
+    assert known.noise[1]["y"] == pytest.approx(float((waves - known.exact[1]["y"][0]).abs().max()), rel=1e-6)
+    assert 16 * EPS < bounds(known, 4.0)["y"].floor < 4000 * EPS
+    dynamic = {"x": {0: "batch", 1: Dim("places", 2, 2048)}}
+    x = torch.linspace(-1, 1, 18).reshape(2, 9)
+    assert quick(Sinusoids(), {"x": x}, tmp_path / "waves", dynamic=dynamic, formats=["onnx"]).passed
+
+
+def test_a_wrong_wave_is_found_all_the_same() -> None:
+    checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 400)})]
+    known = run_original(call, Sinusoids(), checked)
+    proof = Proof(known, bounds(known, 4.0))
+    assert not proof.check("here", lambda batch: call(Sinusoids(1.01e4), dict(batch))).passed
+
+
+def test_whole_numbers_that_drown_a_wave_are_no_fault_of_the_file(tmp_path: Path) -> None:
+    """Steps of a diffusion were checked at 16,777,216, where the exporter was said to have changed the numbers."""
+
+    class Steps(nn.Module):
+        def forward(self, step: torch.Tensor) -> torch.Tensor:
+            return (step[:, None].float() * torch.exp(-math.log(1e4) * torch.arange(8) / 8)).cos()
+
+    assert quick(Steps(), {"step": torch.tensor([1, 17, 400, 999])}, tmp_path / "steps", formats=["onnx"]).passed
+
+
+def test_a_model_of_float64_alone_is_not_run_once_more() -> None:
+    model, cases = network()
+    assert THROUGHOUT not in run_original(call, model, cases).ways
 
 
 class MaskedInFloat32(nn.Module):
