@@ -17,6 +17,7 @@ from optexport.config.checks import check_formats
 from optexport.config.file import FORMATS, Effort, Layout, checked_settings
 from optexport.config.precision import check_precision
 from optexport.errors import ConfigError, TraceError
+from optexport.inputs import dtypes
 from optexport.job import Job, preset
 from optexport.pipeline import Result
 from optexport.proof import cases
@@ -176,6 +177,7 @@ def _own(batch: Mapping[str, torch.Tensor]) -> Batch:
                 place=f"inputs: {name}",
                 mend="Give an ordinary tensor on the CPU: tensor.to_dense().cpu().",
             )
+    dtypes.check(batch, "inputs")
     return {name: tensor.detach().clone() for name, tensor in batch.items()}
 
 

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optexport.redaction import redact, redact_error
@@ -208,3 +209,14 @@ class BundleError(OptexportError):
     """A bundle is damaged, incomplete, or not one of ours."""
 
     exit_code = 4
+
+
+def unreadable(error: Exception, path: str | Path, mend: str | None = None) -> OptexportError:
+    """Why a file of a bundle cannot be read: no bundle is damaged since this user may not read it."""
+    if isinstance(error, PermissionError):
+        return ConfigError(
+            "this user may not read it",
+            place=str(path),
+            mend="Let this user read all files of the bundle, and run again.",
+        )
+    return BundleError(f"it cannot be read: {error}", place=str(path), mend=mend)

@@ -63,6 +63,13 @@ def test_a_tensor_that_no_file_takes_is_an_error_that_names_it(tensor: torch.Ten
         quick(randomise(nn.Linear(4, 3)), {"input": tensor}, tmp_path / "bundle")
 
 
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.uint16, torch.float8_e4m3fn, torch.complex128])
+def test_a_dtype_that_no_file_holds_is_an_error_that_names_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Some of them ended in errors of torch's own, as the proof made inputs of them."""
+    with pytest.raises(ConfigError, match=f"inputs: input is of {str(dtype).removeprefix('torch.')}, which"):
+        quick(randomise(nn.Linear(4, 3)), {"input": torch.ones(3, 4).to(dtype)}, tmp_path / "bundle")
+
+
 @pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0, False)])
 def test_constants_that_are_equal_and_of_other_kinds_are_other_constants(one: Any, other: Any, tmp_path: Path) -> None:
     batches = [{"x": X, "times": one}, {"x": X, "times": other}]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optexport.batch.ended import Ended
+from optexport.config import text as config_text
 from optexport.config.file import parse_config
 from optexport.config.source import NAME, VERSION
 from optexport.errors import ConfigError, on_one_line
@@ -61,10 +62,7 @@ def configs(template: Path, query: str) -> Asked:
         ConfigError: The template is wrong, or lacks one of the two where both must stand; or the filter is none.
         TrackingError: The store cannot be reached.
     """
-    try:
-        text = template.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"it cannot be read: {error}", place=str(template)) from error
+    text = config_text.read(template)
     store = parse_config(_filled(text, Version("name", "1")), template).tracking.uri
     document = tomllib.loads(text)
     for table, key in (("model", "source"), ("export", "output")):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optexport.bundle import places
-from optexport.config.file import Config, load_config
+from optexport.config import text as config_text
+from optexport.config.file import Config, parse_config
 from optexport.errors import ConfigError
 
 
@@ -71,11 +72,12 @@ def tasks_of(given: Sequence[str]) -> list[Task]:
 def _task(name: str) -> Task:
     path = Path(os.path.abspath(name))  # where a link lies is what paths in the config are relative to
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        digest = ""
+        text = config_text.read(path)
+    except ConfigError:
+        return Task(name, path, "", None)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     try:
-        config = load_config(path)
+        config = parse_config(text, path)
     except (ConfigError, OSError, ValueError):
         config = None
     return Task(name, path, digest, config)

@@ -15,7 +15,7 @@ from optexport.bundle import sealed_json
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.places import MANIFEST, MEASUREMENTS, check_place
 from optexport.bundle.places import REFERENCE as REFERENCE
-from optexport.errors import BundleError, ConfigError
+from optexport.errors import BundleError, ConfigError, unreadable
 from optexport.proof.cases import Case
 from optexport.proof.reference import Outputs, Reference
 
@@ -91,7 +91,7 @@ def read_reference(
         with safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
-        raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
+        raise unreadable(error, path) from error
 
     def part(index: int, kind: str) -> dict[str, torch.Tensor]:
         prefix = f"{index}.{kind}."

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from optexport.bundle import external_data, sealed_json
 from optexport.bundle.manifest import SUFFIXES, FileRecord, Manifest
 from optexport.bundle.places import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED
-from optexport.errors import BundleError, ConfigError
+from optexport.errors import BundleError, ConfigError, unreadable
 
 _LINK = "Remove it; and get the bundle again, if it stands for a file of its own."
 
@@ -131,7 +131,7 @@ def check_file(path: Path, record: FileRecord) -> None:
         if path.stat().st_size != record.size or sha256(path) != record.sha256:
             raise BundleError("it was changed since the bundle was written", place=str(path))
     except OSError as error:
-        raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
+        raise unreadable(error, path) from error
 
 
 def _check_report(folder: Path, digest: object) -> None:
@@ -144,7 +144,7 @@ def _check_report(folder: Path, digest: object) -> None:
     try:
         found = sha256(path) if path.is_file() else None
     except OSError as error:
-        raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
+        raise unreadable(error, path) from error
     if found not in (digest if isinstance(digest, list) else [digest]):
         what = "missing" if found is None else "of no run" if digest is None else "not the one that was written"
         raise BundleError(

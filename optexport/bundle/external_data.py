@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from optexport.errors import BundleError, first_line
+from optexport.errors import BundleError, first_line, unreadable
 
 _KEY = "location"
 
@@ -29,7 +29,7 @@ def check_locations(path: Path) -> None:
         if not _holds(path, _KEY.encode()):
             return  # which spares reading the structure of large files
     except OSError as error:
-        raise BundleError(f"it cannot be read: {error}", place=str(path)) from error
+        raise unreadable(error, path) from error
     try:
         import onnx
 

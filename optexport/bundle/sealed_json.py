@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from optexport.errors import BundleError
+from optexport.errors import BundleError, unreadable
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise BundleError("it is missing", place=str(path), mend=_MEND) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise BundleError(f"it cannot be read: {error}", place=str(path), mend=_MEND) from error
+        raise unreadable(error, path, _MEND) from error
     if not whole:
         raise BundleError("it does not match its own digest", place=str(path), mend=_MEND)
     assert isinstance(document, dict)

@@ -19,6 +19,7 @@ from optexport.applications import images, tokenizer_growth
 from optexport.applications.processing import as_whole_numbers, check_images
 from optexport.config.file import InputsConfig, TensorConfig
 from optexport.errors import ConfigError, did_you_mean, first_line, panics_as_errors
+from optexport.inputs import dtypes
 from optexport.inputs.data_lines import read_lines, stack_records, texts_of
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.dummy_of_program import program_inputs
@@ -293,14 +294,7 @@ def _from_file(path: Path, model: nn.Module, pretrained: Pretrained | None, max_
     batch = _read(path, place, model, pretrained, max_length)
     if not batch or any(not tensor.numel() for tensor in batch.values()):
         raise ConfigError("it holds no numbers" if batch else "it holds no inputs", place=place)
-    for name, tensor in batch.items():
-        if tensor.dtype in (torch.complex128, torch.complex32):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"{name} is of {dtype}, which the files of a bundle do not hold",
-                place=place,
-                mend="Give complex64, or the real and the imaginary part as inputs of their own.",
-            )
+    dtypes.check(batch, place)
     return batch
 
 

@@ -17,7 +17,7 @@ from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.parts import read_bundles
 from optexport.bundle.places import GENERATION, MANIFEST, MEASUREMENTS, REPORT, SBOM, SIGNATURE, SIGNED, STATEMENT
-from optexport.errors import BundleError, ConfigError, first_line, on_one_line
+from optexport.errors import BundleError, ConfigError, first_line, on_one_line, unreadable
 from optexport.trust import keys, sbom, statement
 
 _SHOWN = 5
@@ -43,7 +43,7 @@ class _Hashing(hashing.Config):
             there = None if files_to_hash is None else [p for p in files_to_hash if Path(os.fsdecode(p)).is_file()]
             manifest = super().hash(model_path, files_to_hash=there)
         except OSError as error:
-            raise BundleError(f"it cannot be read: {error.strerror}", place=str(error.filename or SIGNATURE)) from error
+            raise unreadable(error, error.filename or SIGNATURE) from error
         self.found = {each.identifier: each.digest.digest_hex for each in manifest.resource_descriptors()}
         return manifest
 

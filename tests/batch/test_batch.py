@@ -255,6 +255,13 @@ def test_what_cannot_be_meant_is_told_before_anything_is_run(tmp_path: Path) -> 
     assert call("a.toml", "--folder", "unwritable").exit_code == 2
 
 
+@pytest.mark.parametrize("given", ["pipe", "/dev/zero"])
+def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(given: str) -> None:
+    os.mkfifo("pipe")
+    (task,) = tasks_of([given])
+    assert (task.digest, task.config) == ("", None)
+
+
 def test_a_journal_that_cannot_be_written_any_more_stops_no_config(tmp_path: Path) -> None:
     tasks = tasks_of([str(fleets.config(tmp_path, name)) for name in ("a", "b")])
 

@@ -227,9 +227,10 @@ def test_arrays_that_are_no_inputs_are_refused(arrays: dict[str, Any], made: Mak
     made.refusal(Rows(), data="data.npz", dynamic={"batch": [1, 8]})
 
 
-def test_numbers_that_no_file_of_a_bundle_holds_are_refused(made: Maker) -> None:
-    np.savez(made.folder / "data.npz", x=np.zeros((2, 4), "complex128"), y=np.zeros((2, 4)))
-    assert "x is of complex128, which the files of a bundle do not hold" in made.refusal(Rows(), data="data.npz")
+@pytest.mark.parametrize("dtype", ["complex128", "uint64"])
+def test_numbers_that_no_file_of_a_bundle_holds_are_refused(dtype: str, made: Maker) -> None:
+    np.savez(made.folder / "data.npz", x=np.zeros((2, 4), dtype), y=np.zeros((2, 4)))
+    assert f"x is of {dtype}, which the files of a bundle do not hold" in made.refusal(Rows(), data="data.npz")
 
 
 def test_arrays_that_do_not_fit_into_memory_are_refused_before_they_are_read(

@@ -1,0 +1,30 @@
+"""The dtypes that an input may have: those that torch computes with, and all files of a bundle hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from optexport.errors import ConfigError
+
+_TAKEN = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+)
+
+
+def check(batch: Mapping[str, torch.Tensor], place: str) -> None:
+    """Checks the dtypes of inputs.
+
+    Raises:
+        ConfigError: There is one that is not taken.
+    """
+    for name, tensor in batch.items():
+        if tensor.dtype in _TAKEN:
+            continue
+        mend = "Give it as a dtype that holds its numbers, such as int64 or float32."
+        if tensor.dtype.is_complex:
+            mend = "Give complex64, or the real and the imaginary part as inputs of their own."
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ConfigError(f"{name} is of {dtype}, which the files of a bundle do not hold", place=place, mend=mend)
