@@ -154,9 +154,6 @@ _AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteui
         ("report.html", "diff"),
         *((name, "verify") for name in ("manifest.json", "measurements.json", "graph_before.txt")),
         ("reference.safetensors", "verify"),
-            (name, "verify")
-            for name in ("manifest.json", "measurements.json", "graph_before.txt", "reference.safetensors")
-        ),
     ],
 )
 def test_a_file_that_may_not_be_read_is_named_and_no_bundle_is_to_blame(copied: Path, name: str, command: str) -> None:
