@@ -77,8 +77,8 @@ def bounds(
         always_empty: The outputs that hold no element whatever the inputs are, of which nothing can be wrong.
 
     Raises:
-        ParityError: The limit of an output is no small part of its values, or it has none in any ordinary case, so that
-            nothing could be proven.
+        ParityError: The limit of an output is no small part of its values, or it has none, or none that is finite, in
+            any ordinary case, so that nothing could be proven.
     """
     ordinary = [outputs for case, outputs in zip(reference.cases, reference.outputs, strict=True) if not case.extreme]
     for name in reference.outputs[0]:
@@ -87,6 +87,12 @@ def bounds(
                 "nothing can be proven: the model gives no element of it on any of the inputs",
                 place=f"output {name}",
                 mend="Give inputs on which it gives some, as inputs.data, or leave the output out (keep-outputs).",
+            )
+        if name not in always_empty and not any(bool(torch.isfinite(outputs[name]).any()) for outputs in ordinary):
+            raise ParityError(
+                "nothing can be proven: the model itself gives nothing but NaN or infinity on all of the inputs",
+                place=f"output {name}",
+                mend="Look for NaN, or numbers that are too large, in the inputs and the weights.",
             )
     return {name: _bound(name, reference, multiple, atol, rtol) for name in reference.outputs[0]}
 

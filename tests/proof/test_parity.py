@@ -53,6 +53,13 @@ def test_an_output_without_an_element_in_any_ordinary_case_proves_nothing() -> N
     assert compare(reference(nothing, found), nothing, found).passed
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_output_of_nothing_finite_proves_nothing_and_no_trace_is_to_blame(value: float) -> None:
+    """The results were said to differ, though they were those of the original, and its sizes to be baked in."""
+    with pytest.raises(ParityError, match="nothing can be proven: the model itself gives nothing but NaN or infinity"):
+        bounds(reference(torch.full((2, 4), value)), 4.0)
+
+
 def test_a_file_that_is_checked_only_where_the_original_gives_no_element_is_not_proven() -> None:
     known = reference(torch.zeros(0, 4), torch.ones(2, 4))
     cases = (known.cases[0], Case("wider", {"index": torch.tensor([1])}))
