@@ -118,8 +118,11 @@ def _numbers(value: Any, spec: TensorRecord, place: str) -> npt.NDArray[Any]:
     try:
         array = np.asarray(value)
         if array.dtype.kind in ("biu" if np.dtype(spec.dtype).kind in "biu" else "biuf"):
-            held = array.astype(spec.dtype)
-            if held.dtype.kind == "f" or bool((held == array).all()):  # numbers beyond the dtype's would wrap around
+            with np.errstate(over="ignore"):
+                held = array.astype(spec.dtype)
+            # Numbers beyond the dtype's would wrap around, or be infinity.
+            is_same = np.isfinite(held) | ~np.isfinite(array) if held.dtype.kind == "f" else held == array
+            if bool(is_same.all()):
                 return held
     except (TypeError, ValueError) as error:
         raise ConfigError(f"it is no row of {spec.dtype}", place=place) from error

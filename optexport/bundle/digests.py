@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from optexport.bundle import external_data, sealed_json
 from optexport.bundle.manifest import SUFFIXES, FileRecord, Manifest
-from optexport.bundle.places import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED
+from optexport.bundle.places import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED, check_utf8
 from optexport.errors import BundleError, ConfigError, unreadable
 
 _LINK = "Remove it; and get the bundle again, if it stands for a file of its own."
@@ -48,12 +48,13 @@ def manifest_of_files(folder: Path) -> Manifest:
     """Reads the manifest of a folder that holds nothing but files and folders, which may have been changed.
 
     Raises:
-        ConfigError: The folder is no bundle.
+        ConfigError: The folder is no bundle, or its path is not UTF-8.
         BundleError: It holds a link or what is no file, or the manifest was changed or names what lies elsewhere, or an
             ONNX file keeps its weights elsewhere.
     """
     if not folder.is_dir():
         raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
+    check_utf8(folder)
     if not (folder / MANIFEST).is_file():
         found = folder.glob(f"*/{MANIFEST}") if (folder / GENERATION).exists() else ()
         parts = sorted(path.parent.name for path in found)

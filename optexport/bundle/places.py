@@ -70,6 +70,21 @@ def as_path(given: object, name: str) -> Path:
     return Path(path)
 
 
+def check_utf8(folder: Path) -> None:
+    """Checks that the libraries that are not written in Python can read and write files in a folder.
+
+    Raises:
+        ConfigError: Its path is not UTF-8.
+    """
+    path = os.path.abspath(folder)
+    if path != path.encode("utf-8", "replace").decode("utf-8"):
+        raise ConfigError(
+            "the path of the folder is not UTF-8, and torch and ONNX Runtime open no file there",
+            place=path,
+            mend="Rename the folder.",
+        )
+
+
 def cache() -> Path | None:
     """Where results are kept: ``OPTEXPORT_CACHE``, or ``optexport`` among the user's caches; None where it is empty."""
     named = os.environ.get("OPTEXPORT_CACHE")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from optexport.bundle.places import check_utf8
 from optexport.config.mistakes import Mistakes, dotted
 from optexport.errors import ConfigError
 from optexport.redaction import redact
@@ -38,13 +38,7 @@ def read(path: Path) -> str:
     Raises:
         ConfigError: It cannot be read, is larger than any config, or lies where torch cannot write.
     """
-    folder = os.path.abspath(path.parent)
-    if folder != folder.encode("utf-8", "replace").decode("utf-8"):
-        raise ConfigError(
-            "the path of its folder is not UTF-8, and torch writes no file there",
-            place=str(path),
-            mend="Rename the folder.",
-        )
+    check_utf8(path.parent)
     try:
         if not path.exists():
             raise ConfigError("there is no such file", place=str(path), mend="optexport init writes one.")

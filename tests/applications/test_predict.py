@@ -123,10 +123,11 @@ def test_inputs_by_name_are_read_from_a_file(tmp_path: Path) -> None:
     expected = exports.run(exports.exported(), **batch)["hidden"].numpy()
     hidden = np.array([result["outputs"]["hidden"] for result in found["results"]])
     np.testing.assert_allclose(hidden, expected, atol=1e-5)
-    (tmp_path / "rows.jsonl").write_text('{"x": "a", "mask": [1]}')
-    refused = called(exports.exported().output, "--data", tmp_path / "rows.jsonl")
-    assert refused.exit_code == 2
-    assert 'line 1, "x": it is no row of float32' in refused.stderr
+    for value in ('"a"', "1e39", "[[1e39]]", "1" + 400 * "0"):  # of 1e39 float32 makes infinity
+        (tmp_path / "rows.jsonl").write_text(f'{{"x": {value}, "mask": [1]}}')
+        refused = called(exports.exported().output, "--data", tmp_path / "rows.jsonl")
+        assert refused.exit_code == 2
+        assert 'line 1, "x": it is no row of float32' in refused.stderr
 
 
 def test_what_cannot_be_meant_ends_with_one_message_and_its_code(tmp_path: Path) -> None:

@@ -142,6 +142,17 @@ def test_a_report_elsewhere_that_cannot_be_written_to_its_end_leaves_an_earlier_
     assert "<html" in (tmp_path / "pages" / "linked.html").read_text()
 
 
+@pytest.mark.parametrize("command", ["verify", "report", "diff"])
+def test_a_bundle_whose_folder_is_no_text_is_not_called_changed(copied: Path, command: str, tmp_path: Path) -> None:
+    """Its comparison as a page was a defect, and its stored outputs were said not to be readable."""
+    folder = tmp_path / os.fsdecode(b"zwei-\xfc")
+    shutil.copytree(copied, folder)
+    more = [str(copied), "--html", str(tmp_path / "page.html")] if command == "diff" else []
+    done = CliRunner().invoke(cli, [command, str(folder), *more])
+    assert done.exit_code == 2, done.stderr
+    assert "the path of the folder is not UTF-8" in done.stderr
+
+
 # Root reads everything, unless it gives that up.
 _AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
 

@@ -66,7 +66,7 @@ def test_a_folder_whose_name_is_no_text_is_refused_before_anything_is_run(
     for place in (folder, Path()):
         done = CliRunner().invoke(cli, ["check", str(place / "mine.toml")])
         assert done.exit_code == 2, done.stdout
-        assert "the path of its folder is not UTF-8" in done.stderr
+        assert "the path of the folder is not UTF-8" in done.stderr
         monkeypatch.chdir(folder)
     monkeypatch.chdir(tmp_path)
     named = tmp_path / os.fsdecode(b"drei-\xfc.toml")
