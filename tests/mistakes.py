@@ -159,6 +159,11 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "parity.decisions.argmax_agreement",
         'Write processing.outputs = "probabilities"',
     ),
+    "real numbers for images that are scaled": (
+        table("processing", "normalize = true", "[inputs.tensors.pixel_values]", 'shape = ["batch", 3, 8, 8]'),
+        "inputs.tensors.pixel_values",
+        'dtype = "uint8"',
+    ),
     "processing of parts": (table("processing", "normalize = true", "[generation]"), "processing", "[generation]"),
     # kinds of inputs
     "two kinds of inputs": (table("inputs", 'texts = ["a"]', 'data = "a.npz"'), "inputs", "texts and data exclude"),

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from optexport.config.processing import IMAGES
 from optexport.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from optexport.sources.loading import Pretrained
-
-IMAGES = "pixel_values"
 
 # Height and width of the images that a processor is tried on, and how far from its own numbers, as a part of the
 # largest, its scale may bring it: some units in the last place of float32.

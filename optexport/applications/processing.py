@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx, nn
 
-from optexport.applications.image_scale import IMAGES, ImageScale, image_scale
-from optexport.config.processing import DEFAULT_K, LABELS, OF_LABELS, PROBABILITIES, ProcessingConfig
+from optexport.applications.image_scale import ImageScale, image_scale
+from optexport.config.processing import DEFAULT_K, IMAGES, LABELS, OF_LABELS, PROBABILITIES, ProcessingConfig
 from optexport.errors import ConfigError
 from optexport.signature import call_signature, flatten_outputs
 

@@ -123,7 +123,7 @@ def file_size(path: Path, file_format: str) -> int:
         names |= locations(read_onnx(path))
     try:
         return sum((path.parent / name).stat().st_size for name in names)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter of names that no file has
         raise BenchError(f"it lacks its weights: {error}", place=str(path)) from error
 
 

@@ -195,6 +195,7 @@ def init(source: str, output: Path, force: bool) -> None:
     mlflow:models:/NAME@ALIAS, a .pt2 file, or a TorchScript file (.pt, .ts, .jit).
     """
     from optexport.cli.starter import GUESS, GUESSED_SIZE, starter_config
+    from optexport.config.checks import check_extras
     from optexport.config.file import parse_config
     from optexport.config.source import missing_model, source_folder
 
@@ -207,7 +208,7 @@ def init(source: str, output: Path, force: bool) -> None:
     if output.parent != Path() and os.path.exists(source) and not os.path.isabs(source):
         source = os.path.relpath(source, output.parent)  # the caller's shell knows it from here, the config from there
     text = starter_config(source, output.parent)
-    parse_config(text, output)
+    config = parse_config(text, output)
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -218,6 +219,10 @@ def init(source: str, output: Path, force: bool) -> None:
     lies = source_folder(source, output.parent)
     if lies is not None and (missing := missing_model(lies)) is not None:
         echo(f"{source} {missing[0]}: edit model.source. {missing[1]}")
+    try:
+        check_extras(config, output)
+    except ConfigError as error:  # which is no fault of what was written
+        echo(str(error))
 
 
 @cli.command()

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 DEFAULT_K = 5
 
+# The input that holds images.
+IMAGES: Final = "pixel_values"
+
 # The outputs that stand in place of the logits.
 PROBABILITIES: Final = "probabilities"
 LABELS: Final = "labels"
@@ -53,7 +56,8 @@ def check_processing(config: Config, folder: Path, place: str) -> None:
         place: The config's name.
 
     Raises:
-        ConfigError: The source is a program that is exported as it is, or a gate would be on labels.
+        ConfigError: The source is a program that is exported as it is, images would be no whole numbers, or a gate
+            would be on labels.
     """
     table = config.processing
     if table is None:
@@ -65,6 +69,13 @@ def check_processing(config: Config, folder: Path, place: str) -> None:
                 place=f"{place}: processing.{key}",
                 mend="Give the model that it was made of as model.source, or leave it out.",
             )
+    images = (config.inputs.tensors or {}).get(IMAGES)
+    if table.normalize and images is not None and images.dtype != "uint8":
+        raise ConfigError(
+            f"it is {images.dtype}, and with processing.normalize the files take images as they are, in uint8",
+            place=f"{place}: inputs.tensors.{IMAGES}",
+            mend='Write dtype = "uint8", low = 0, high = 256.',
+        )
     for measure, gate in (config.parity.decisions or {}).items():
         if table.outputs in OF_LABELS and measure in MEASURES and gate.output in (None, PROBABILITIES, LABELS):
             raise ConfigError(

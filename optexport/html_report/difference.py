@@ -199,14 +199,14 @@ def _signature(manifest: Manifest) -> dict[str, Cell]:
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A document as dotted keys with values."""
-    if isinstance(value, Mapping) and value:
+    """A document as dotted keys with values; what is empty holds none."""
+    if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _flat(each, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
         for place, each in enumerate(value):
             yield from _flat(each, f"{prefix}[{place}]")
-    else:
+    elif value != []:
         yield prefix, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -202,7 +202,10 @@ def test_an_image_processor_that_does_something_else_is_refused(
 
 def test_images_that_are_scaled_already_are_refused(tmp_path: Path) -> None:
     source = save_images(tmp_path / "vit")
-    given = '[inputs.tensors.pixel_values]\nshape = ["batch", 3, 16, 16]'
+    np.savez(
+        tmp_path / "images.npz", pixel_values=np.linspace(0, 1, 2 * 3 * 16 * 16, dtype="float32").reshape(2, 3, 16, 16)
+    )
+    given = f"data = '{tmp_path / 'images.npz'}'"
     with pytest.raises(ConfigError, match="inputs: pixel_values: it is float32, and with processing.normalize"):
         export(source, "normalize = true", inputs=given)
 

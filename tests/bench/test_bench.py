@@ -20,11 +20,12 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 
 from optexport.bench import race as racing
-from optexport.bench.artifact import Artifact, open_target
+from optexport.bench.artifact import Artifact, file_size, open_target
 from optexport.bench.command import bench
 from optexport.bench.measuring import measure, pairs_of
 from optexport.bench.race import Settings, race
 from optexport.bench.worker import _samples
+from optexport.errors import BenchError
 from tests import exports
 from tests.bench.calling import BRIEF, call, workload
 from tests.bench.files import WIDTH, chain, lookup
@@ -88,6 +89,13 @@ def test_a_bare_file_is_not_called_proven_and_what_was_made_up_is_told(tmp_path:
     assert "nobody said what length is: 128" in result.stdout
     assert "ids are 0 and 1 at random" in result.stdout
     assert "Not proven to compute what a model computes" in result.stdout
+
+
+def test_weights_in_what_is_no_name_of_a_file_are_missing(tmp_path: Path) -> None:
+    path = chain(tmp_path / "far.onnx", 1, external=True)
+    path.write_bytes(path.read_bytes().replace(b"far.onnx.data", b"far.onnx\0data"))
+    with pytest.raises(BenchError, match="it lacks its weights"):
+        file_size(path, "onnx")
 
 
 def test_external_weights_are_part_of_the_size(tmp_path: Path) -> None:

@@ -263,6 +263,17 @@ def test_an_extra_that_is_missing_is_told_before_anything_is_made(
     assert {path.suffix for path in {*tmp_path.iterdir()} - before} == {".toml"}
 
 
+def test_init_tells_of_the_extra_that_its_config_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said to run what check refused."""
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    bert = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 9, "max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps(bert), encoding="utf-8")
+    (tmp_path / "modules.json").write_text("[]")
+    done = CliRunner().invoke(cli, ["init", str(tmp_path), "-o", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 0
+    assert "it needs the extra sentence-transformers, of which" in done.stdout
+
+
 def test_modules_of_another_kind_and_a_transformer_alone_need_no_extra(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,15 @@ def test_times_without_intervals_tell_nothing(one: Path, tmp_path: Path) -> None
     assert row["intervals"] == "not known"
 
 
+def test_a_list_that_is_empty_in_one_is_told_by_what_it_holds_in_the_other(one: Path, tmp_path: Path) -> None:
+    """Of measured shapes a row said that the one that has them has none."""
+    places = [Path(shutil.copytree(one, tmp_path / name)) for name in ("a", "b")]
+    for place, shapes in zip(places, ([], [{"batch": 3}]), strict=True):
+        bundles.edit(place, lambda manifest: manifest["config"].update(bench={"shapes": shapes}))  # noqa: B023
+    rows = [list(row.values()) for row in document(*places)["sections"]["Config"]["rows"]]
+    assert rows == [["bench.shapes[0].batch", "not there", "3"]]
+
+
 def test_versions_and_dimensions_that_differ_are_told(one: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(one, tmp_path / "other"))
 
