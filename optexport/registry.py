@@ -293,6 +293,14 @@ def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Tra
     return made
 
 
+def _how_to_import(module_name: str, error: BaseException) -> str:
+    top = module_name.partition(".")[0]
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing == top:
+        return f"Install it, or put {top}.py beside the config."
+    return f"Install {missing}." if missing else f"It is there: look where python -c 'import {module_name}' fails."
+
+
 def import_from(location: str, folder: Path, place: str, wanted: Callable[[Any], bool] = callable) -> Any:
     """Imports ``module:name``, looking beside the config first.
 
@@ -318,7 +326,7 @@ def import_from(location: str, folder: Path, place: str, wanted: Callable[[Any],
         raise ConfigError(
             f"{module_name} cannot be imported: {type(error).__name__}: {error}",
             place=place,
-            mend=f"Install it, or put {module_name.partition('.')[0]}.py beside the config.",
+            mend=_how_to_import(module_name, error),
         ) from error
     if not hasattr(module, name):
         public = [n for n, value in vars(module).items() if not n.startswith("_") and wanted(value)]

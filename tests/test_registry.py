@@ -162,7 +162,9 @@ def test_a_plugin_that_cannot_be_used_is_explained(tmp_path: Path) -> None:
     assert refusal(f"{name}:Half", tmp_path) == "here: Half must define match and rewrite"
     assert "depht" in refusal(f"{name}:Mine", tmp_path, depht=5)
     assert "no Transformation" in refusal(f"{name}:dataclass", tmp_path)
-    assert "not_there cannot be imported" in refusal("not_there:Mine", tmp_path)
+    told = refusal("not_there:Mine", tmp_path)
+    assert "not_there cannot be imported" in told
+    assert told.endswith("Install it, or put not_there.py beside the config.")
 
 
 @pytest.mark.parametrize("value", ["number", "made"])
@@ -178,7 +180,10 @@ def test_a_plugin_that_is_no_class_is_explained(value: str, tmp_path: Path) -> N
 def test_a_module_that_does_not_import_is_explained(text: str, tmp_path: Path) -> None:
     name = plugin(tmp_path, text)
     before = list(sys.path)
-    assert f"{name} cannot be imported" in refusal(f"{name}:Mine", tmp_path)
+    told = refusal(f"{name}:Mine", tmp_path)
+    assert f"{name} cannot be imported" in told
+    assert "beside the config" not in told  # where it lies
+    assert told.endswith("Install not_there." if "not_there" in text else f"where python -c 'import {name}' fails.")
     assert sys.path == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import warnings
@@ -53,9 +54,11 @@ def prints_aside() -> Iterator[None]:
 def clean_warnings() -> None:
     """Has warnings printed like all other text: a TorchScript program may warn of anything, in any words.
 
-    Only their first line begins at the margin: the others could be taken for what the program itself says.
+    Only their first line begins at the margin: the others could be taken for what the program itself says. Where a user
+    has no home, matplotlib tells of it where it would keep its fonts, which is nothing to whoever wants a report.
     """
     warnings.formatwarning = _printable_warning
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 
 _written = warnings.formatwarning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -16,6 +17,7 @@ from typing import Any
 import mlflow
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from optexport.tracking.later import log_bundle
 from tests import exports, stores
@@ -65,6 +67,19 @@ def test_the_example_client_gets_the_originals_numbers(served: Served) -> None:
     for name, _, distance in found:
         # The limit is for the distance from float64, and the original itself is a floor away from that.
         assert float(distance) <= limits[name].limit + limits[name].floor
+
+
+def test_the_client_ends_with_1_where_another_model_is_served(served: Served, tmp_path: Path) -> None:
+    """It said how far the answers were, and ended as if they were right."""
+    other = Path(shutil.copytree(served.bundle, tmp_path / "other"))
+    stored = load_file(other / "reference.safetensors")
+    save_file({k: v + 1 if k == "0.outputs.hidden" else v for k, v in stored.items()}, other / "reference.safetensors")
+    for place, told in ((other, "hidden: no answers of the model in"), (tmp_path / "no", "it is no bundle")):
+        command = [sys.executable, str(CLIENT), served.server.uri, str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
