@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,15 @@ class Result:
     """
 
     output: Path
-    parity: tuple[PlaceParity, ...]
-    manifest: Manifest
+    parity: tuple[PlaceParity, ...] = field(repr=False)  # a page by itself, and so are the others
+    manifest: Manifest = field(repr=False)
     run_id: str | None = None
     run_page: str | None = None
     tracking_failure: TrackingError | None = None
     registered: Registered | None = None
     baseline: Path | None = None
-    bench: Report | None = None
-    tuned: tuple[Outcome, ...] = ()
+    bench: Report | None = field(default=None, repr=False)
+    tuned: tuple[Outcome, ...] = field(default=(), repr=False)
     kept: tuple[str, ...] = ()
 
     @property

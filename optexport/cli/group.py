@@ -162,7 +162,7 @@ class Group(click.Group):
             if isinstance(error, OptexportError):
                 _fail(ctx, str(error), error.exit_code, error)
             if (number := _no_room(error)) is not None:
-                _fail(ctx, f"{redact_error(str(error)) or 'there is no more memory'}\n  {_room(number)}", 1)
+                _fail(ctx, f"{redact_error(str(error)) or 'there is no more memory'}\n  {_room(number, error)}", 1)
             if isinstance(error, PermissionError) and error.filename is not None:
                 _fail(ctx, f"{error.filename}: this user may not do that: {error.strerror}", 2)
             if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename is not None:
@@ -204,14 +204,16 @@ def _no_room(error: BaseException) -> int | None:
     return next((number for number in numbers if os.strerror(number) in str(error)), None)
 
 
-def _room(number: int) -> str:
-    """Where to make room: a library that finds none does not say where."""
+def _room(number: int, error: BaseException | None = None) -> str:
+    """Where to make room: an error of Python's names the file, a library that finds none does not say where."""
     if number == errno.EFBIG:
         return "Raise the limit on the size of files (ulimit -f), and run again."
     if number in TOO_MANY:
         return "Raise the limit on open files (ulimit -n), and run again."
     if number == errno.ENOMEM:
         return "Raise the limit on memory (ulimit -v), or give the machine more, and run again."
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        return f"Make room where {os.path.dirname(os.path.abspath(error.filename))} lies, and run again."
     places = [str(place) for place in (cache(), tempfile.gettempdir()) if place is not None]
     return f"Make room where standard output goes, or where the output, {' or '.join(places)} lies, and run again."
 

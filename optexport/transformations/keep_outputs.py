@@ -24,6 +24,7 @@ class KeepOutputs(Rule):
     the outputs that stay are the same for the same seed. So does code that is not PyTorch's own.
 
     Exact:   to the bit, for the outputs that stay.
+    Skips:   nothing.
     Inverse: none, because what they did not need is gone.
 
     Attributes:
