@@ -1,0 +1,89 @@
+"""Padding: that every mask gets every kind of it, and no two the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optexport.config.file import Effort
+from optexport.proof.cases import cases
+from optexport.proof.special_values import special_cases
+from optexport.signature import Dim
+from tests.proof.test_special_values import EFFORTS, IDS, signature, text
+
+
+def kinds_of_padding(masks: list[torch.Tensor]) -> set[str]:
+    found = set()
+    for row in (row for mask in masks for row in mask):
+        if not row.any():
+            found.add("whole")
+        elif row[0] == 1 and row[-1] == 0:
+            found.add("right")
+        elif row[0] == 0 and row[-1] == 1:
+            found.add("left")
+    return found
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("decoder", [False, True])
+@settings(max_examples=20)
+@given(rows=st.integers(1, 9), columns=st.integers(3, 40))
+def test_every_kind_of_padding_is_checked_at_the_traced_size(
+    effort: Effort, decoder: bool, rows: int, columns: int
+) -> None:
+    example = text(rows, columns, decoder=decoder)
+    found = special_cases(example, {}, effort, 0)
+    for name in [name for name in example if "mask" in name]:
+        assert all(case.batch[name].shape == example[name].shape for case in found)
+        assert kinds_of_padding([case.batch[name] for case in found]) == {"right", "left", "whole"}
+
+
+@given(st.sampled_from([torch.int64, torch.float32, torch.bool]), st.sampled_from([(3, 6), (2, 4, 5), (2, 3, 4, 4)]))
+def test_masks_by_any_name_are_padded_at_the_traced_size_and_images_nowhere_wholly(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """One that was called ``padding_mask`` was whole in every case, so that nothing showed if it was used."""
+    example = {"x": torch.ones(2, 3), "key_padding_mask": torch.ones(shape, dtype=dtype)}
+    made = [case.batch["key_padding_mask"] for case in special_cases(example, {}, "quick", 0)]
+    assert made
+    assert all(mask.dtype is dtype for mask in made)
+    assert any(not mask.all() for mask in made)
+    if len(shape) > 2:
+        assert all(mask.any(-1).all() for mask in made)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_no_two_masks_are_padded_alike(rows: int) -> None:
+    """A rule that took the mask of one text for that of another passed."""
+    example = {f"{name}_attention_mask": torch.ones(rows, 6, dtype=torch.int64) for name in ("query", "document")}
+    for case in special_cases(example, {}, "quick", 0):
+        query, document = case.batch.values()
+        assert all(not torch.equal(*pair) for pair in zip(query, document, strict=True))
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_every_kind_of_padding_is_checked_at_sizes_that_were_never_traced(effort: Effort) -> None:
+    example = text(4, 9)
+    found = cases(example, [], signature(example, Dim("batch", 1, 64), Dim("sequence", 1, 64)), effort=effort)
+    masks = [case.batch["attention_mask"] for case in found if case.batch["input_ids"].shape != (4, 9)]
+    assert kinds_of_padding(masks) == {"right", "left", "whole"}
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**20))
+def test_padding_only_takes_tokens_away(rows: int, columns: int, seed: int) -> None:
+    example = text(rows, columns)
+    example["attention_mask"] = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    for case in special_cases(example, {"input_ids": IDS}, "standard", 0):
+        if case.name == "boundary ids":
+            continue
+        assert bool((case.batch["attention_mask"] <= example["attention_mask"]).all())
+        assert torch.equal(case.batch["input_ids"], example["input_ids"])
+
+
+def test_what_is_no_padding_mask_is_left_alone() -> None:
+    example = {"scale": torch.ones(4, 5), "attention_mask": torch.zeros(4, 1, 5, 5), "position_ids": torch.ones(4, 5)}
+    for case in special_cases(example, {}, "quick", 0):
+        assert all(torch.equal(case.batch[name], tensor) for name, tensor in example.items())
+    assert special_cases(example, {}, "quick", 0) == []
