@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -27,22 +27,44 @@ _MOST_NUMBERS = 6
 LARGEST = 2**20
 
 
-def is_broken(condition: Any, sizes: dict[sympy.Symbol, int]) -> bool:
+def is_broken(condition: Any, sizes: Mapping[sympy.Symbol, int]) -> bool:
     """Whether a condition is known not to hold at sizes."""
-    evaluate = _evaluator(condition)
-    try:
-        if evaluate is not None:
-            with contextlib.suppress(NameError):  # in a branch that no size before this one led to
-                return not evaluate(sizes)
-        return bool(condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) == sympy.false)
-    except ZeroDivisionError:
-        return True  # what divides by zero does not hold
+    known = _evaluator(condition)
+    return known.is_broken([sizes[symbol] for symbol in known.free])
 
 
 def is_broken_at(condition: Any, sizes: Mapping[str, int]) -> bool:
     """The same, of a condition whose symbols have the names of dimensions."""
-    return is_broken(condition, {symbol: sizes[symbol.name] for symbol in condition.free_symbols})
+    known = _evaluator(condition)
+    return known.is_broken([sizes[name] for name in known.names])
 
+
+class _Evaluator:
+    """A condition with its symbols, which sympy looks for anew each time that it is asked.
+
+    Attributes:
+        evaluate: The condition as a function of Python, hundreds of times faster than sympy is; None where it cannot
+            be one.
+    """
+
+    def __init__(self, condition: Any) -> None:
+        self.condition = condition
+        self.free = sorted(condition.free_symbols, key=str)
+        self.names = [symbol.name for symbol in self.free]
+        self.evaluate = _function(condition, self.free)
+
+    def is_broken(self, sizes: Sequence[int]) -> bool:
+        try:
+            if self.evaluate is not None:
+                with contextlib.suppress(NameError):  # in a branch that no size before this one led to
+                    return not self.evaluate(*sizes)
+            given = {symbol: sympy.Integer(size) for symbol, size in zip(self.free, sizes, strict=True)}
+            return bool(self.condition.xreplace(given) == sympy.false)
+        except ZeroDivisionError:
+            return True  # what divides by zero does not hold
+
+
+_evaluator = functools.lru_cache(maxsize=1024)(_Evaluator)
 
 _ARITHMETIC = {
     "__builtins__": {function.__name__: function for function in (abs, bool, float, int, max, min, round)},
@@ -50,10 +72,7 @@ _ARITHMETIC = {
 }
 
 
-@functools.lru_cache(maxsize=1024)
-def _evaluator(condition: Any) -> Callable[[Mapping[sympy.Symbol, int]], Any] | None:
-    """A condition as a function of Python, hundreds of times faster than sympy is; None where it cannot be one."""
-    free = list(condition.free_symbols)
+def _function(condition: Any, free: Sequence[sympy.Symbol]) -> Callable[..., Any] | None:
     plain = {symbol: sympy.Symbol(f"z{i}", integer=True, positive=True) for i, symbol in enumerate(free)}
     text = PythonPrinter().doprint(condition.xreplace(plain))
     try:
@@ -64,7 +83,8 @@ def _evaluator(condition: Any) -> Callable[[Mapping[sympy.Symbol, int]], Any] | 
         pass
     except Exception:  # a function that Python does not have: sympy knows it
         return None
-    return lambda sizes: evaluate(*(sizes[symbol] for symbol in free))
+    function: Callable[..., Any] = evaluate
+    return function
 
 
 def candidates(

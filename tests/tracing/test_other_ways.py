@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from optexport import export
 from optexport.formats import exported_program
 from optexport.signature import Dim
 from optexport.sources.loading import Loaded
@@ -64,3 +65,26 @@ def test_a_size_that_torch_takes_for_excluded_where_a_result_has_one_row_is_expo
     for sizes in ((2, 3, 8, 9), (1, 3, 4, 4), (3, 3, 40, 4)):
         x = torch.rand(sizes)
         torch.testing.assert_close(run(result, x=x)["output"], model(x), atol=0.01, rtol=0.01)
+
+
+def in_windows(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Attention within windows of 4 by 4, of an image that is padded to whole ones."""
+    batch, height, width, channels = x.shape
+    padded = nn.functional.pad(x, (0, 0, 0, -width % 4, 0, -height % 4))
+    rows, columns = padded.shape[1] // 4, padded.shape[2] // 4
+    windows = padded.view(batch, rows, 4, columns, 4, channels).transpose(2, 3).reshape(-1, 16, channels)
+    query, key, value = m.qkv(windows).chunk(3, -1)
+    made = (query @ key.mT / channels**0.5).softmax(-1) @ value
+    whole = made.view(batch, rows, columns, 4, 4, channels).transpose(2, 3).reshape(padded.shape)
+    return x + whole[:, :height, :width]
+
+
+@pytest.mark.nightly
+def test_attention_in_windows_of_two_dynamic_axes_is_exported_in_a_minute_or_so(tmp_path: Path) -> None:
+    """It took more than five: sympy looked for the symbols of every condition at every size."""
+    model = Program(in_windows, qkv=nn.Linear(8, 24))
+    dynamic = {"x": {0: Dim("batch", 1, 8), 1: Dim("h", 5, 64), 2: Dim("w", 5, 64)}}
+    result = export(model.eval(), {"x": torch.randn(2, 8, 12, 8)}, tmp_path / "out", dynamic=dynamic, formats=["onnx"])
+    for sizes in ((1, 5, 5, 8), (3, 16, 33, 8)):
+        x = torch.randn(sizes)
+        torch.testing.assert_close(run(result, x=x)["output"], model(x), atol=1e-5, rtol=1e-4)
