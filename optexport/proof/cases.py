@@ -33,6 +33,7 @@ class Case:
         extreme: Whether its values are unlike data, so that its rounding says nothing of that of other cases.
         optional: Whether nobody declared its values, so that a model may refuse them.
         data: Whether it is the user's data.
+        otherwise: What to check on instead, in turn, where the model refuses the batch: with less padding.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     extreme: bool = False
     optional: bool = False
     data: bool = False
+    otherwise: tuple[Batch, ...] = ()
 
 
 def cases(
@@ -82,7 +84,10 @@ def cases(
         if sizes not in seen:
             seen.append(sizes)
             name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
-            found.append(Case(name, with_padding(resize(example, signature, sizes), UNTRACED_PADDING)))
+            batch = resize(example, signature, sizes)
+            padded, less = with_padding(batch, UNTRACED_PADDING), with_padding(batch, LESS_PADDING)
+            is_padded = any(padded[given] is not tensor for given, tensor in batch.items())
+            found.append(Case(name, padded, otherwise=(less, batch) if is_padded else ()))
     return found
 
 
@@ -200,6 +205,8 @@ def _prime_after(number: int) -> int:
 # How the rows of a batch are padded, in turn.
 PADDINGS = ("right", "left", "whole")
 UNTRACED_PADDING = ("none", "right", "left", "none", "whole")
+# What every model of padded rows takes.
+LESS_PADDING = ("right", "none")
 _LEAST_PADDED = 3
 
 IsMask = Callable[[str, torch.Tensor], bool]

@@ -1,4 +1,4 @@
-"""Runs the original: in its own precision, in float64, and in the other ways that show how it rounds."""
+"""Runs the original: in float64 too, and in the other ways that show how it rounds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from optexport.kept import content, results, store
 from optexport.machine import free_memory
 from optexport.proof import distances, upcasting
 from optexport.proof.cases import Case
+from optexport.proof.own_precision import run_in_own_precision
 from optexport.proof.reference import HALVES, THROUGHOUT, Call, Outputs, Reference, kept, rounding
 from optexport.signature import Batch
 from optexport.state import buffers_kept
 
 _Run = Callable[[Batch], Outputs]
 
-# The results of more of the user's data than this are not kept, and compared: every place has as many, in files.
-_DATA_BYTES = 1 << 30
 # Noise this many times that of a quiet case that leaves fewer than half the digits is no noise: float64 goes another
 # way there. The noise of a trained encoder was seen to differ by 120 times between sizes.
 _UNGUIDED_TIMES = 64
@@ -65,7 +64,7 @@ def run_original(
     """
     with torch.no_grad(), buffers_kept(model):
         before = upcasting.versions(model)
-        own = _run_in_own_precision(run, model, cases, declared=declared)
+        own = run_in_own_precision(run, model, cases, declared=declared)
         writes = before is None or before != upcasting.versions(model)
         if not any(tensor.is_floating_point() for tensor in [*model.parameters(), *own.outputs[0].values()]):
             return own
@@ -101,39 +100,6 @@ def _name(model: nn.Module, own: Reference, *ways: object) -> str:
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     computed = content.of_tensors([tensors, *(case.batch for case in own.cases), *own.outputs])
     return store.name("reference", computed, [(case.name, case.extreme) for case in own.cases], *ways)
-
-
-def _run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, declared: bool) -> Reference:
-    """Runs the original on all cases that it takes, and has its results stand in for those in float64."""
-    checked: list[Case] = []
-    outputs: list[Outputs] = []
-    left_out: list[str] = []
-    data_bytes = 0
-    for case in cases:
-        if case.data and data_bytes > _DATA_BYTES:
-            continue
-        try:
-            results = run(model, case.batch) if checked else _repeated(run, model, case.batch)
-        except TraceError:
-            raise
-        except Exception as error:  # a model's own code may raise anything
-            if checked and (case.optional or not declared):
-                left_out.append(f"{case.name}: the model itself fails, {type(error).__name__}: {first_line(error)}")
-                continue
-            raise TraceError(
-                f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
-                place=type(model).__name__,
-                mend="Declare in inputs.dynamic only the sizes that it takes."
-                if checked
-                else "Give inputs of the dtypes, ranges and sizes that it takes.",
-            ) from error
-        if case.extreme and checked and _is_finite(outputs[0]) and not _is_finite(results):
-            left_out.append(f"{case.name}: the model itself gives NaN or infinity")
-            continue
-        data_bytes += case.data * sum(tensor.nbytes for tensor in results.values())
-        checked.append(case)
-        outputs.append(kept(case, results))
-    return Reference(tuple(checked), tuple(outputs), tuple(outputs), left_out=tuple(left_out))
 
 
 def _run_in_float64(
@@ -228,7 +194,9 @@ def _with_float32(reference: Reference, throughout: _Run) -> Reference:
 
 def _least(tensor: torch.Tensor) -> float:
     """The least floor of an output."""
-    return distances.LEAST_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * distances.largest(distances.finite(tensor).abs())
+    return (
+        distances.LEAST_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * distances.largest(distances.finite(tensor).abs())
+    )
 
 
 def _is_lost(exact: Outputs, original: Outputs) -> bool:
@@ -296,10 +264,6 @@ def _run_on(device: Device, run: Call, model: nn.Module, reference: Reference) -
     return replace(reference, ways=(*reference.ways, f"on {device}"), other_noise=tuple(noise))
 
 
-def _is_finite(outputs: Outputs) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in outputs.values())
-
-
 def _holds_nan(outputs: Outputs) -> bool:
     return any(bool(torch.isnan(tensor).any()) for tensor in outputs.values())
 
@@ -360,39 +324,6 @@ def _guided(reference: Reference) -> Reference:
 def _relative_noise(original: torch.Tensor, exact: torch.Tensor) -> float:
     scale = distances.largest(distances.finite(original).abs()[~distances.marks(original, exact)])
     return rounding(original, exact) / scale if scale else 0.0
-
-
-def _repeated(run: Call, model: nn.Module, batch: Batch) -> Outputs:
-    """Refuses a model that gives other results on the same input: its floor would be its own randomness."""
-    with buffers_kept(model) as changed:
-        first = run(model, batch)
-        state = " and ".join(changed())
-    place = type(model).__name__
-    if other := _other(first, run(model, batch)):
-        raise TraceError(
-            f"the model gives other results when it is run again on the same input ({other})",
-            place=place,
-            mend="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
-        )
-    if state and (other := _other(first, run(model, batch))):
-        raise TraceError(
-            f"the model gives other results at the next call ({other}), by the state that it keeps in {state}",
-            place=place,
-            mend=f"A proof is of single calls: have the model take {state} as input and give its next value as output; "
-            "or leave out what depends on it (keep-outputs).",
-        )
-    return first
-
-
-def _other(first: Outputs, second: Outputs) -> str | None:
-    """The first output that differs by more than rounding, and by how much; None where none does."""
-    for name, tensor in first.items():
-        distance = distances.largest(distances.distance(tensor, second[name]))
-        scale = distances.largest(distances.finite(tensor).abs())
-        ulps = distances.LEAST_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * scale if tensor.is_floating_point() else 0.0
-        if distance > 16 * ulps:
-            return f"{name} by {distance:.2g}"
-    return None
 
 
 def in_double(batch: Batch) -> Batch:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from optexport.config.file import Effort, TensorConfig
-from optexport.proof.cases import PADDINGS, Case, is_mask, with_padding
+from optexport.proof.cases import LESS_PADDING, PADDINGS, Case, is_mask, with_padding
 from optexport.signature import Batch
 
 # Normal numbers times 64 reach 200: beyond what exp takes in float32, and beyond every clamp of usual activations.
@@ -57,9 +57,12 @@ def special_cases(
         times = max(_times(tensor.dtype) for tensor in values.values())
         found.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
         found.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
-    if constant := {name: tensor for name, tensor in values.items() if tensor.numel() > 1 and _is_constant(tensor)}:
+    if constant := {name: tensor for name, tensor in values.items() if _is_constant(tensor)}:
         noise = {name: _noise(tensor, seed) for name, tensor in constant.items()}
         found.append(Case(f"noise as {' and '.join(noise)}", {**example, **noise}, optional=True))
+    for name, tensor in example.items():
+        if "mask" in name and all(torch.equal(case.batch[name], tensor) for case in found) and _is_constant(tensor):
+            found.append(_turned(example, name))
     if not sized_by_values:
         for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
             found += _whole_numbers(example, name, effort, _ends(example[name].dtype, declared.get(name)))
@@ -85,7 +88,8 @@ def _padded(example: Batch) -> list[Case]:
         padded = with_padding(example, kinds, is_mask)
         if any(is_mask(name, tensor) and not torch.equal(padded[name], tensor) for name, tensor in example.items()):
             told = ", ".join(kinds[:rows]).removesuffix(", none")
-            found.append(Case(f"padded {told}", padded, optional=True))
+            less = with_padding(example, LESS_PADDING, is_mask)
+            found.append(Case(f"padded {told}", padded, optional=True, otherwise=(less,)))
     return found
 
 
@@ -111,7 +115,18 @@ def _holds_values(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:
-    return bool((tensor == tensor.flatten()[0]).all())
+    return tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all())
+
+
+def _turned(example: Batch, name: str) -> Case:
+    """A mask that hides nothing and cannot be padded, with every second place turned: 0 hides where there are ones, 1
+    where whole numbers are zeros, and the least number where real ones are, which are added.
+    """
+    mask = example[name]
+    places = sum(torch.arange(size).reshape(-1, *[1] * (mask.dim() - axis - 1)) for axis, size in enumerate(mask.shape))
+    hides = 0.0 if mask.flatten()[0] else torch.finfo(mask.dtype).min if mask.is_floating_point() else 1
+    turned = torch.where(torch.as_tensor(places) % 2 == 0, mask, torch.tensor(hides, dtype=mask.dtype))
+    return Case(f"{name} turned at every second place", {**example, name: turned}, extreme=True, optional=True)
 
 
 def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:

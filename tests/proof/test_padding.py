@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from optexport.config.file import Effort
 from optexport.proof.cases import cases
 from optexport.proof.special_values import special_cases
 from optexport.signature import Dim
+from tests.exports import quick
 from tests.proof.test_special_values import EFFORTS, IDS, signature, text
 
 
@@ -76,7 +80,7 @@ def test_padding_only_takes_tokens_away(rows: int, columns: int, seed: int) -> N
     example = text(rows, columns)
     example["attention_mask"] = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(seed))
     for case in special_cases(example, {"input_ids": IDS}, "standard", 0):
-        if case.name == "boundary ids":
+        if not case.name.startswith("padded"):
             continue
         assert bool((case.batch["attention_mask"] <= example["attention_mask"]).all())
         assert torch.equal(case.batch["input_ids"], example["input_ids"])
@@ -87,3 +91,45 @@ def test_what_is_no_padding_mask_is_left_alone() -> None:
     for case in special_cases(example, {}, "quick", 0):
         assert all(torch.equal(case.batch[name], tensor) for name, tensor in example.items())
     assert special_cases(example, {}, "quick", 0) == []
+
+
+@pytest.mark.parametrize(
+    ("mask", "hides"),
+    [
+        (torch.zeros(4, 8), torch.finfo(torch.float32).min),
+        (torch.zeros(2, 1, 3, 3), torch.finfo(torch.float32).min),
+        (torch.zeros(4, 8, dtype=torch.int64), 1),
+        (torch.ones(4, 2, dtype=torch.int64), 0),
+        (torch.ones(4), 0),
+        (torch.full((4, 8), 0.5), 0),
+    ],
+    ids=["added", "added to scores", "of what is hidden", "short", "of rows", "soft"],
+)
+def test_a_mask_that_no_padding_changes_is_turned_at_every_second_place(mask: torch.Tensor, hides: float) -> None:
+    """Rules that left such masks out passed, since nothing was ever hidden."""
+    (case,) = [case for case in special_cases({"any_mask": mask}, {}, "standard", 0) if "turned" in case.name]
+    made = case.batch["any_mask"]
+    assert made.dtype is mask.dtype
+    assert set(made.unique().tolist()) == {hides, float(mask.flatten()[0])}
+    assert abs(int((made == mask).sum()) - mask.numel() / 2) <= 1
+
+
+class Positions(nn.Module):
+    """Counts from the first token that is no padding, and so has no position for one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(64, 3)
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return x[..., None] + self.places(attention_mask.cumsum(1) - 1)
+
+
+def test_a_model_that_refuses_some_padding_is_checked_with_less_and_that_is_told(tmp_path: Path) -> None:
+    """It was said to fail at a size, which it takes."""
+    inputs = {"x": torch.randn(4, 7), "attention_mask": torch.ones(4, 7, dtype=torch.int64)}
+    dynamic = {name: {0: Dim("batch", 1, 8), 1: Dim("sequence", 2, 32)} for name in inputs}
+    result = quick(Positions(), inputs, tmp_path / "out", dynamic=dynamic)
+    told = [what for what in result.manifest.parity.left_out if "the model itself fails as it is padded" in what]
+    assert any(what.startswith("batch 1, sequence 2") or "sequence" in what for what in told)
+    assert {"batch 8, sequence 2", "padded right, left, whole"} <= set(result.manifest.parity.cases)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optexport import pipeline
-from optexport.proof import running
+from optexport.proof import own_precision
 from optexport.proof.cases import Case
 from optexport.proof.shards import shards, why_unchecked
 from optexport.proof.spilling import spilled
@@ -106,7 +106,7 @@ def test_all_rows_are_checked_unless_effort_is_spared(tmp_path: Path) -> None:
 
 
 def test_rows_whose_results_would_not_fit_on_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_DATA_BYTES", 300)
+    monkeypatch.setattr(own_precision, "_DATA_BYTES", 300)
     found = run(tmp_path, "standard").manifest.parity
     assert [case for case in found.cases if case.startswith("data")] == ["data 1"]
     assert found.left_out == ["data: 50 of 100 rows are checked"]
