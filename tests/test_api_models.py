@@ -36,6 +36,14 @@ def test_train_mode_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_hook_that_looks_for_positional_inputs_is_told_how_to_be_registered(tmp_path: Path) -> None:
+    """The inputs were to blame."""
+    model = nn.Sequential(nn.Linear(4, 3)).eval()
+    model.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    with pytest.raises(TraceError, match="given all inputs by name: register them with with_kwargs=True"):
+        quick(model, {"input": torch.randn(2, 4)}, tmp_path / "bundle")
+
+
 def test_outputs_as_large_as_float64_holds_are_recorded(tmp_path: Path) -> None:
     masked = Program(lambda m, x: x.masked_fill(x > 0, torch.finfo(x.dtype).min)).eval()
     made = export(masked, {"x": torch.randn(3, 4).double()}, tmp_path / "b", formats=["torchscript"], effort="quick")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def configs(template: Path, query: str) -> Asked:
     written, refused = {}, []
     asking, left = wanted.wanted(store, template.parent, query)
     for version in asking:
-        if not version.name.isprintable() or version.name.startswith(".") or set(version.name) & set("\"'\\/"):
+        if not version.name.isprintable() or version.name.startswith(".") or set(version.name) & set("\"'\\/?@"):
             uri = f"models:/{version.name}/{version.version}"
             refused.append(Ended(uri, uri, "", ConfigError.exit_code, "a name with such characters fits no config"))
             continue
@@ -86,7 +87,9 @@ def configs(template: Path, query: str) -> Asked:
 
 
 def _filled(text: str, version: Version) -> str:
-    return text.replace(NAME, version.name).replace(VERSION, version.version)
+    filling = {NAME: version.name, VERSION: version.version}
+    # At once: a model may be called what stands for the version.
+    return re.sub("|".join(map(re.escape, filling)), lambda found: filling[found[0]], text)
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from optexport import devices, installed, interrupts, pipeline, torch_settings
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
+from optexport.bundle.measured import Measured, read_measured
 from optexport.config import tracking_uri
 from optexport.config.file import Config, checked_settings
 from optexport.config.mistakes import Mistakes
@@ -21,6 +22,7 @@ from optexport.config.source import SourceKind, check_beside_source, check_modul
 from optexport.errors import ConfigError
 from optexport.job import rules_of, unmeasured
 from optexport.kept import store
+from optexport.machine import processor
 from optexport.registry import PLUGIN
 from optexport.sources import archives
 from optexport.sources.foreign_code import check_foreign_code
@@ -63,7 +65,9 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
     with store.off(), torch_settings.put_back(), interrupts.temporary_folder() as scratch:
         job = pipeline.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)
         made = pipeline.produce(replace(job, beside=bundle.resolve()), stages).manifest
-        return [*_reasons(manifest, made), *_differences(bundle, manifest, scratch / "bundle", made)]
+        differences = list(_differences(bundle, manifest, scratch / "bundle", made))
+        around = _surroundings(read_measured(bundle)) if differences else ()
+        return [*_reasons(manifest, made), *around, *differences]
 
 
 def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
@@ -127,6 +131,14 @@ def _reasons(was: Manifest, now: Manifest) -> Iterator[str]:
     if was.model.weights_sha256 != now.model.weights_sha256:
         before, after = was.model.weights_sha256[:12], now.model.weights_sha256[:12]
         yield f"the model's weights had the digest {before}, and have {after} now"
+
+
+def _surroundings(was: Measured) -> Iterator[str]:
+    """What has a say in how results are rounded, and so in the floor, though seldom in the files."""
+    if was.threads is not None and was.threads != torch.get_num_threads():
+        yield f"it ran with {was.threads} threads (OMP_NUM_THREADS), and runs with {torch.get_num_threads()} now"
+    if was.processor and was.processor != processor():
+        yield f"it ran on {was.processor}, and runs on {processor()} now"
 
 
 def _differences(bundle: Path, was: Manifest, again: Path, now: Manifest) -> Iterator[str]:

@@ -15,19 +15,24 @@ from torch.utils import _pytree as pytree
 def register_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> bool:
     """Tells torch of the dataclasses in what a model returns, for as long as the process lives.
 
+    Not of one that every call makes anew, of which no end would come.
+
     Returns:
         Whether there is one that it did not know. False where the model fails, too.
     """
     try:
-        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a call may change
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(arguments)))
+        unknown = set(_returned(model, arguments)) & set(_returned(model, arguments))
     except Exception:  # the model's own code may raise anything, and is called again by who tells the user of it
         return False
-    unknown = set(_unknown(outputs))
     for cls in unknown:
         torch.export.register_dataclass(cls)
     return bool(unknown)
+
+
+def _returned(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> Iterator[type[Any]]:
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a call may change
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return _unknown(torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(arguments))))
 
 
 def _unknown(value: Any) -> Iterator[type[Any]]:

@@ -376,7 +376,9 @@ def _explained(
         return TraceError(
             f"the model itself fails on the inputs {shapes}: {type(own).__name__}: {first_line(own)}",
             place=name,
-            mend="Give inputs of the dtypes, ranges and sizes that it takes.",
+            mend="Its hooks are given all inputs by name: register them with with_kwargs=True."
+            if model._forward_pre_hooks or model._forward_hooks
+            else "Give inputs of the dtypes, ranges and sizes that it takes.",
         )
     suggestion = re.search(r"Suggested fixes:\n((?:[ \t]+\S.*\n?)+)", str(error))
     if suggestion and dynamic:

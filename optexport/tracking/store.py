@@ -33,6 +33,8 @@ _FOREIGN_HOST = "Invalid Host header"
 # What SQLite says of a file that it cannot open or write, beside one that others write at the time.
 _NO_RUN = re.compile("Run (?:with id=|')\\w+'? not found")
 _NO_FILE = re.compile("unable to open|readonly")
+# What a database says of a row that another process has written meanwhile.
+_TAKEN = re.compile("UniqueViolation|UNIQUE constraint|duplicate key|Duplicate entry")
 # A table that MLflow makes as it changes another, and that a killed program leaves.
 _CUT_OFF = "table _alembic_tmp"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -247,6 +249,8 @@ def when(error: Exception) -> str:
         return f"When {error.name} is installed, which its driver needs"
     if _NO_RUN.search(str(error)):
         return "This store does not know the run that was begun, which another may have. To begin one here"
+    if _TAKEN.search(str(error)):
+        return "Another process writes the same, as of a copy of this bundle. When it has ended"
     if _status(error) in (400, 404):
         return "When what it says is mended"
     return "When the store answers"

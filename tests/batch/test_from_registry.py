@@ -114,8 +114,10 @@ def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: A
     assert "the newest version of each model found has one, or is of one: asks, asks-too." in call(asking).output
 
 
-def test_a_model_whose_name_fits_no_config_is_a_row_and_stops_no_other(registry: Any, tmp_path: Path) -> None:
-    quoted = 'a "quoted" name'
+@pytest.mark.parametrize("quoted", ['a "quoted" name', "a?question", "an@alias"])
+def test_a_model_whose_name_fits_no_config_is_a_row_and_stops_no_other(
+    quoted: str, registry: Any, tmp_path: Path
+) -> None:
     registry.create_registered_model(quoted, tags={"odd": "true"})
     registry.create_model_version(quoted, source=registry.get_model_version("asks", "1").source)
     registry.set_registered_model_tag("silent", "odd", "true")
@@ -124,6 +126,12 @@ def test_a_model_whose_name_fits_no_config_is_a_row_and_stops_no_other(registry:
         f"models:/{quoted}/1": 2,
         "nightly.silent-1.toml": 0,
     }
+
+
+def test_a_model_that_is_called_what_stands_for_the_version_is_not_taken_for_another() -> None:
+    """Of "x{version}" the first version became x1, which was exported, and the other marked."""
+    text = 'source = "mlflow:models:/{name}/{version}"'
+    assert from_registry._filled(text, Version("x{version}", "1")) == 'source = "mlflow:models:/x{version}/1"'
 
 
 def test_a_model_with_an_apostrophe_in_its_name_asks_as_well(registry: Any, tmp_path: Path) -> None:

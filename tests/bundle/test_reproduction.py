@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from optexport.bundle import reproduction
-from optexport.bundle.places import MANIFEST
+from optexport.bundle.measured import read_measured
+from optexport.bundle.places import MANIFEST, MEASUREMENTS
 from optexport.errors import ConfigError, SourceError
 from optexport.sources import foreign_code
 from optexport.stages import Stages
@@ -171,6 +173,23 @@ def test_versions_that_changed_are_named(project: Path) -> None:
     )
     told = message(reproduce(project), 4)
     assert "torch was 2.11.0, and is 2" in told
+
+
+def test_another_machine_and_other_threads_are_named_where_something_came_out_otherwise(project: Path) -> None:
+    """Of the manifest alone the proof differed, for which no reason was told."""
+    was = read_measured(project / "build" / "model")
+    assert list(reproduction._surroundings(was)) == []
+    other = was.model_copy(update={"threads": torch.get_num_threads() + 1, "processor": "i8080"})
+    threads, processor = reproduction._surroundings(other)
+    assert threads.startswith(f"it ran with {torch.get_num_threads() + 1} threads (OMP_NUM_THREADS), and runs with ")
+    assert processor.startswith("it ran on i8080, and runs on ")
+    manifest, measured = (project / "build" / "model" / name for name in (MANIFEST, MEASUREMENTS))
+    exports.edit_json(manifest, lambda document: document["parity"].update(ways=["with one thread"]))
+    resealed = json.loads(manifest.read_bytes())["digest"]
+    exports.edit_json(measured, lambda document: document.update(processor="i8080", manifest=resealed))
+    told = message(reproduce(project), 4)
+    assert "it ran on i8080, and runs on " in told
+    assert "manifest.json differs: parity" in told
 
 
 def test_a_bundle_of_a_model_in_python_cannot_be_made_again_and_says_why(tmp_path: Path) -> None:

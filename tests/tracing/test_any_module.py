@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ from torch import fx, nn
 
 from optexport import export, runtimes
 from optexport.arguments import flat_inputs, taking_tensors
-from optexport.errors import ConfigError
+from optexport.errors import ConfigError, TraceError
 from optexport.signature import as_arguments, flatten_outputs
+from optexport.tracing.trace import trace
 from tests.models import randomise
+from tests.transformations.programs import Program
 
 
 def floats(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -350,3 +352,13 @@ def test_names_that_python_would_take_for_one_are_told_apart() -> None:
 def test_arguments_that_cannot_be_meant_are_one_clear_error(given: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         flat_inputs(Optional(), given)
+
+
+def test_a_dataclass_that_every_call_makes_anew_is_refused() -> None:
+    """It was told to torch and traced again, without end."""
+
+    def returned(m: Any, x: torch.Tensor) -> Any:
+        return make_dataclass("Anew", ["y"])(x * 2)
+
+    with pytest.raises(TraceError, match="torch.export could not trace it"):
+        trace(Program(returned).eval(), X(2))

@@ -167,6 +167,12 @@ def test_a_store_that_does_not_know_the_run_is_told_to_be_another(tmp_path: Path
     assert store.when(raised.value).startswith("This store does not know the run that was begun")
 
 
+def test_a_row_that_another_process_has_written_is_nothing_to_be_mended() -> None:
+    """Of two copies of a bundle that were sent at once."""
+    raised = MlflowException('(psycopg2.errors.UniqueViolation) duplicate key value violates "model_version_tag_pk"')
+    assert store.when(raised).startswith("Another process writes the same, as of a copy of this bundle. When it has")
+
+
 def test_a_server_that_asks_to_be_called_much_later_is_not_waited_for(tmp_path: Path) -> None:
     place = bundle(tmp_path)
     start = time.monotonic()
