@@ -14,7 +14,7 @@ from optexport import pipeline
 from optexport.arguments import flat_inputs
 from optexport.bundle import contents, places
 from optexport.config.checks import check_formats
-from optexport.config.file import FORMATS, Effort, Layout, checked_settings
+from optexport.config.file import FORMATS, LARGEST_SIZE, Effort, Layout, checked_settings
 from optexport.config.precision import check_precision
 from optexport.errors import ConfigError, TraceError
 from optexport.inputs import dtypes
@@ -205,7 +205,7 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
             )
         for axis, dim in [(axis, dim) for axis, dim in axes.items() if isinstance(dim, Dim)]:
             ends = dim.min if dim.max is None else dim.max
-            if type(dim.min) is not int or type(ends) is not int or not 1 <= dim.min <= ends:
+            if type(dim.min) is not int or type(ends) is not int or not 1 <= dim.min <= ends <= LARGEST_SIZE:
                 raise ConfigError(f"{dim} holds no size that can be proven", place=f"dynamic: {name}")
             sizes = {batch[name].shape[axis] for batch in batches}
             if dim.min == dim.max and sizes != {dim.min}:

@@ -127,6 +127,7 @@ def test_a_dimension_of_a_single_size_is_fixed(tmp_path: Path) -> None:
         ({0: Dim("", 1, 4)}, "is no dimension"),
         ({0: "my batch"}, "is no dimension"),
         ({0: Dim("batch", 1.5, 4)}, "no size that can be proven"),  # type: ignore[arg-type]
+        ({0: Dim("batch", 1, 10**30)}, "no size that can be proven"),
     ],
 )
 def test_a_dimension_that_no_input_has_is_refused(axes: Any, words: str, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _once(formats: list[Format]) -> list[Format]:
     return formats
 
 
-_LARGEST_SIZE = 2**31 - 1
+LARGEST_SIZE = 2**31 - 1
 
 
 def _name(name: str) -> str:
@@ -68,8 +68,8 @@ def _name(name: str) -> str:
 def _size(size: Any) -> int | str:
     if isinstance(size, str):
         return _name(size)
-    if type(size) is not int or not 1 <= size <= _LARGEST_SIZE:
-        raise ValueError(f"it must be a size from 1 to {_LARGEST_SIZE}, or the name of a dimension, not {size!r}")
+    if type(size) is not int or not 1 <= size <= LARGEST_SIZE:
+        raise ValueError(f"it must be a size from 1 to {LARGEST_SIZE}, or the name of a dimension, not {size!r}")
     return size
 
 
@@ -161,7 +161,7 @@ class TensorConfig(_Table):
         return self
 
 
-_Range = Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST_SIZE)]], Field(min_length=2, max_length=2)]
+_Range = Annotated[list[Annotated[int, Field(ge=1, le=LARGEST_SIZE)]], Field(min_length=2, max_length=2)]
 
 
 _Constant = Annotated[
