@@ -20,10 +20,10 @@ from optexport.cli.bench import bench
 from optexport.cli.console import clean_warnings, console, echo, prints_aside, progress
 from optexport.cli.group import Group, debug_option, json_option, junit_option, no_code_option, print_json
 from optexport.cli.lock import lock
-from optexport.cli.registry import log, promote, rollback
 from optexport.cli.report import diff, report
 from optexport.cli.reproduce import reproduce
 from optexport.cli.sign import sign
+from optexport.cli.tracking import log, promote, rollback
 from optexport.cli.verify import verify
 from optexport.errors import ConfigError, OptexportError
 
