@@ -60,8 +60,9 @@ def special_cases(
     if constant := {name: tensor for name, tensor in values.items() if _is_constant(tensor)}:
         noise = {name: _noise(tensor, seed) for name, tensor in constant.items()}
         found.append(Case(f"noise as {' and '.join(noise)}", {**example, **noise}, optional=True))
-    for name, tensor in example.items():
-        if "mask" in name and all(torch.equal(case.batch[name], tensor) for case in found) and _is_constant(tensor):
+    for name in [name for name, tensor in example.items() if "mask" in name and tensor.dtype is not torch.bool]:
+        is_as_given = all(torch.equal(case.batch[name], example[name]) for case in found)
+        if is_as_given and _is_constant(example[name]):
             found.append(_turned(example, name))
     if not sized_by_values:
         for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
