@@ -67,7 +67,8 @@ def _taken(run: Call, model: nn.Module, case: Case) -> tuple[Case, Outputs, list
             raise
         less, *others = case.otherwise
         case, results, _ = _taken(run, model, replace(case, batch=less, otherwise=tuple(others)))
-        told = f"{case.name}: the model itself fails as it is padded, {type(error).__name__}: {first_line(error)}"
+        told = f"{case.name}: the model itself fails as it is padded, and is checked with less padding"
+        told += f" ({type(error).__name__}: {first_line(error)})"
         return case, results, [told]
 
 

@@ -57,13 +57,11 @@ def special_cases(
         times = max(_times(tensor.dtype) for tensor in values.values())
         found.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
         found.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
-    if constant := {name: tensor for name, tensor in values.items() if _is_constant(tensor)}:
-        noise = {name: _noise(tensor, seed) for name, tensor in constant.items()}
-        found.append(Case(f"noise as {' and '.join(noise)}", {**example, **noise}, optional=True))
-    for name in [name for name, tensor in example.items() if "mask" in name and tensor.dtype is not torch.bool]:
-        is_as_given = all(torch.equal(case.batch[name], example[name]) for case in found)
-        if is_as_given and _is_constant(example[name]):
-            found.append(_turned(example, name))
+    for name in [name for name, tensor in values.items() if _is_constant(tensor)]:  # each alone: a model may refuse one
+        found.append(Case(f"noise as {name}", {**example, name: _noise(example[name], seed)}, optional=True))
+    for name in [name for name, tensor in example.items() if "mask" in name and tensor.numel()]:
+        if all(torch.equal(case.batch[name], example[name]) for case in found):
+            found += _turned(example, name)
     if not sized_by_values:
         for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
             found += _whole_numbers(example, name, effort, _ends(example[name].dtype, declared.get(name)))
@@ -116,18 +114,33 @@ def _holds_values(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all())
+    return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
 
 
-def _turned(example: Batch, name: str) -> Case:
-    """A mask that hides nothing and cannot be padded, with every second place turned: 0 hides where there are ones, 1
-    where whole numbers are zeros, and the least number where real ones are, which are added.
+def _turned(example: Batch, name: str) -> list[Case]:
+    """Cases of a mask that padding leaves as it is, of which nothing but its values tells what it hides by.
+
+    Of zeros and ones every second place is the other one. Zeros that are real numbers may also be added, and what hides
+    is then the least of them. Of other numbers, as what is added mostly is, each place has that of its neighbour.
     """
     mask = example[name]
     places = sum(torch.arange(size).reshape(-1, *[1] * (mask.dim() - axis - 1)) for axis, size in enumerate(mask.shape))
-    hides = 0.0 if mask.flatten()[0] else torch.finfo(mask.dtype).min if mask.is_floating_point() else 1
-    turned = torch.where(torch.as_tensor(places) % 2 == 0, mask, torch.tensor(hides, dtype=mask.dtype))
-    return Case(f"{name} turned at every second place", {**example, name: turned}, extreme=True, optional=True)
+    turns = torch.as_tensor(places).expand(mask.shape) % 2 == (mask.numel() > 1)
+    made: dict[str, torch.Tensor] = {}
+    if bool(((mask == 0) | (mask == 1)).all()):
+        if mask.dtype is not torch.bool or mask.numel() == 1:  # of which every second place is tried anyway
+            made["turned at every second place"] = torch.where(turns, 1 - mask.to(torch.int8), mask).to(mask.dtype)
+        if mask.is_floating_point() and not mask.any():
+            made["hiding every second place"] = mask.masked_fill(turns, torch.finfo(mask.dtype).min)
+    elif _is_constant(mask):
+        made["turned at every second place"] = mask.masked_fill(turns, 0)
+    elif mask.dim():
+        made["moved by one place"] = mask.roll(1, -1)
+    return [
+        Case(f"{name} {how}", {**example, name: values}, extreme=True, optional=True)
+        for how, values in made.items()
+        if not torch.equal(values, mask)
+    ]
 
 
 def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
