@@ -16,7 +16,7 @@ from optexport.proof.cases import cases
 from optexport.proof.reference import Call, Reference
 from optexport.proof.running import run_original
 from optexport.proof.special_values import special_cases
-from optexport.proof.vocabulary import sized_by_values
+from optexport.proof.vocabulary import attention_masks, sized_by_values
 from optexport.runtimes import Run
 from optexport.signature import Batch, as_arguments, flatten_outputs
 from optexport.state import apart, buffers_kept
@@ -101,6 +101,7 @@ def run_reference(
         effort,
         job.config.parity.seed,
         declared=job.config.inputs.tensors or {},
+        attention_masks=attention_masks(traced.graph_module, signature),
         sized_by_values=sized_by_values(traced.graph_module),
     )
     reference = run_original(

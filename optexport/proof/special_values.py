@@ -7,7 +7,7 @@ normalisation of a constant row only rounding is left, by which honest exports d
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import torch
@@ -32,6 +32,7 @@ def special_cases(
     seed: int,
     *,
     declared: Mapping[str, TensorConfig] = MappingProxyType({}),
+    attention_masks: Collection[str] = (),
     sized_by_values: bool = False,
 ) -> list[Case]:
     """The cases of special values.
@@ -42,6 +43,7 @@ def special_cases(
         effort: With "quick", padding alone; with "exhaustive" also random values, and whole numbers below zero.
         seed: For the random values.
         declared: What is known of inputs of random numbers: whole numbers are made up between their ends.
+        attention_masks: Inputs that are added to scores, and so hide nothing by a 1.
         sized_by_values: Whether results may be as large as the numbers that inputs hold. No whole numbers are made up
             then, which would ask for more memory than there is.
     """
@@ -61,7 +63,7 @@ def special_cases(
         found.append(Case(f"noise as {name}", {**example, name: _noise(example[name], seed)}, optional=True))
     for name in [name for name, tensor in example.items() if "mask" in name and tensor.numel()]:
         if all(torch.equal(case.batch[name], example[name]) for case in found):
-            found += _turned(example, name)
+            found += _turned(example, name, is_added=name in attention_masks)
     if not sized_by_values:
         for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
             found += _whole_numbers(example, name, effort, _ends(example[name].dtype, declared.get(name)))
@@ -117,18 +119,21 @@ def _is_constant(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
 
 
-def _turned(example: Batch, name: str) -> list[Case]:
+def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
     """Cases of a mask that padding leaves as it is, of which nothing but its values tells what it hides by.
 
     Of zeros and ones every second place is the other one. Zeros that are real numbers may also be added, and what hides
-    is then the least of them. Of other numbers, as what is added mostly is, each place has that of its neighbour.
+    is then the least of them: not 1, where they are added to the scores of an attention, as torch's own encoder layer
+    takes any number for hiding in eval mode. Of other numbers, as what is added mostly is, each place has that of its
+    neighbour.
     """
     mask = example[name]
     places = sum(torch.arange(size).reshape(-1, *[1] * (mask.dim() - axis - 1)) for axis, size in enumerate(mask.shape))
     turns = torch.as_tensor(places).expand(mask.shape) % 2 == (mask.numel() > 1)
     made: dict[str, torch.Tensor] = {}
     if bool(((mask == 0) | (mask == 1)).all()):
-        if mask.dtype is not torch.bool or mask.numel() == 1:  # of which every second place is tried anyway
+        # Of truths every second place is tried anyway.
+        if not is_added and (mask.dtype is not torch.bool or mask.numel() == 1):
             made["turned at every second place"] = torch.where(turns, 1 - mask.to(torch.int8), mask).to(mask.dtype)
         if mask.is_floating_point() and not mask.any():
             made["hiding every second place"] = mask.masked_fill(turns, torch.finfo(mask.dtype).min)

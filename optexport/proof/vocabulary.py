@@ -1,6 +1,8 @@
-"""What the values of inputs stand for: the ids of an embedding, of which it is known how many there are, or sizes."""
+"""What the values of inputs stand for: ids of an embedding, whose number is known, sizes, or a mask."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -34,19 +36,33 @@ def sized_by_values(graph_module: fx.GraphModule) -> bool:
     return any(free_unbacked_symbols(node.meta.get("val")) for node in graph_module.graph.nodes)
 
 
+def attention_masks(graph_module: fx.GraphModule, signature: Signature) -> set[str]:
+    """The inputs that are the mask of an attention, which adds it to its scores, and of nothing else."""
+    found = set()
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for spec, placeholder in zip(signature.inputs, placeholders, strict=True):
+        if {_operator(user) for user in _uses(placeholder)} - {"sym_size"} == {"scaled_dot_product_attention"}:
+            found.add(spec.name)
+    return found
+
+
 def _embeddings(graph_module: fx.GraphModule, placeholder: fx.Node) -> list[fx.Node]:
     """The embeddings that a placeholder goes into as their ids."""
-    found, seen, waiting = [], {placeholder}, [placeholder]
+    modules = [user for user in _uses(placeholder) if user.op == "call_module"]
+    return [user for user in modules if isinstance(graph_module.get_submodule(str(user.target)), nn.Embedding)]
+
+
+def _uses(placeholder: fx.Node) -> Iterator[fx.Node]:
+    """What takes a placeholder, through casts and changes of shape, but for these."""
+    seen, waiting = {placeholder}, [placeholder]
     while waiting:
         node = waiting.pop()
-        for user in [user for user in node.users if user.args and user.args[0] is node and user not in seen]:
+        for user in [user for user in node.users if user not in seen]:
             seen.add(user)
-            if user.op == "call_module":
-                if isinstance(graph_module.get_submodule(str(user.target)), nn.Embedding):
-                    found.append(user)
-            elif _operator(user) in _PASSES_ON:
+            if user.op != "call_module" and _operator(user) in _PASSES_ON and user.args and user.args[0] is node:
                 waiting.append(user)
-    return found
+            else:
+                yield user
 
 
 def _rows(graph_module: fx.GraphModule, node: fx.Node) -> int:

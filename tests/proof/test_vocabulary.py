@@ -1,14 +1,19 @@
-"""The inputs that hold the ids of an embedding are known, with how many ids there are."""
+"""The inputs that hold the ids of an embedding are known, with how many ids there are, and the masks of attentions."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from optexport.proof.vocabulary import sized_by_values, vocabularies
+from optexport.proof.vocabulary import attention_masks, sized_by_values, vocabularies
 from optexport.tracing.trace import trace
 from tests import models
+from tests.exports import quick
 
 
 class Looks(nn.Module):
@@ -84,3 +89,34 @@ def test_it_is_known_where_sizes_hang_on_values(by_values: bool) -> None:
     """A repetition by a made-up number would ask for more memory than there is."""
     traced = trace(Repeats(by_values=by_values), {"x": torch.ones(2, 3), "times": torch.tensor([1, 2])})
     assert sized_by_values(traced.graph_module) is by_values
+
+
+@pytest.mark.parametrize(
+    ("body", "is_one"),
+    [
+        (lambda m, x: m.encoder(x, src_mask=m.mask), True),
+        (lambda m, x: m.encoder(x, src_mask=m.mask) + m.mask[:, :1], False),
+        (lambda m, x: x * (1 - m.mask[None, :, :1]) + m.mask[:, :1], False),
+        (lambda m, x: x.masked_fill(m.mask[:, :1] > 0, 0), False),
+    ],
+    ids=["an encoder layer's", "and added", "of an image", "compared"],
+)
+def test_a_mask_of_an_attention_is_known(body: Any, is_one: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = body(SimpleNamespace(encoder=self.encoder, mask=mask), x)
+            return made
+
+    traced = trace(Masked().eval(), {"x": torch.randn(2, 5, 8), "mask": torch.zeros(5, 5)})
+    assert attention_masks(traced.graph_module, traced.signature) == ({"mask"} if is_one else set())
+
+
+def test_zeros_that_an_encoder_layer_adds_are_not_turned_to_ones(tmp_path: Path) -> None:
+    """In eval mode torch takes a 1 for a place that is hidden, and its graph adds it."""
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    result = quick(layer, {"src": torch.randn(2, 5, 8), "src_mask": torch.zeros(5, 5)}, tmp_path / "out")
+    assert "src_mask hiding every second place" in result.manifest.parity.cases
