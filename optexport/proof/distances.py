@@ -30,6 +30,11 @@ def known(exact: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     return torch.where(own, original.double(), exact)
 
 
+def scale(original: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest of the results, of which marks are none."""
+    return largest(finite(original).abs()[~marks(original, exact)])
+
+
 def marks(original: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Which values are marks: far above the others, and all the same in float64, or there the mark of float64."""
     if _all_below(original, 2.0**_LEAST_MARK_EXPONENT):

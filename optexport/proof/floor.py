@@ -105,7 +105,7 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
         unsure = [i for i in extreme if not torch.equal(reference.outputs[i][name], reference.exact[i][name])]
         return Bound(0.0, 0.0, extremes={reference.cases[i].name: math.inf if i in unsure else 0.0 for i in extreme})
     noise = [of_case[name] for of_case in reference.noise]
-    scales = [_scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
+    scales = [distances.scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     ordinary, outliers = _apart(reference, scales)
     floor, scale = (max(values[index] for index in ordinary) for values in (noise, scales))
     limit = _measured_limit(reference, dtype, multiple, floor, scale)
@@ -154,7 +154,7 @@ def rounding(name: str, reference: Reference, bound: Bound, multiple: float) -> 
     dtype = reference.outputs[0][name].dtype
     if not bound.fixed or not dtype.is_floating_point:
         return bound.limit
-    scales = [_scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
+    scales = [distances.scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     scale = max(scales[index] for index in _apart(reference, scales)[0])
     return _measured_limit(reference, dtype, multiple, bound.floor, scale)
 
@@ -170,7 +170,3 @@ def _apart(reference: Reference, scales: Sequence[float]) -> tuple[list[int], li
     most = _OUTLIER_TIMES * statistics.median_high(scales[index] for index in given)
     outliers = [index for index in given if scales[index] > most > 0]
     return [index for index in given if index not in outliers], outliers
-
-
-def _scale(original: torch.Tensor, exact: torch.Tensor) -> float:
-    return distances.largest(distances.finite(original).abs()[~distances.marks(original, exact)])

@@ -185,18 +185,13 @@ def _with_float32(reference: Reference, throughout: _Run) -> Reference:
         noise.append({n: rounding(again[n], tensor) for n, tensor in exact.items() if tensor.is_floating_point()})
     for name in noise[0]:
         ordinary = [index for index, case in enumerate(reference.cases) if not case.extreme]
-        own = max(max(reference.noise[index][name], _least(reference.outputs[index][name])) for index in ordinary)
+        eps = torch.finfo(reference.outputs[0][name].dtype).eps
+        scale = max(distances.scale(reference.outputs[i][name], reference.exact[i][name]) for i in ordinary)
+        own = max(distances.LEAST_FLOOR_ULPS * eps * scale, *(reference.noise[index][name] for index in ordinary))
+        most = 0.0 if eps > torch.finfo(torch.float32).eps else _MOST_WIDENED * own
         for index in ordinary:
-            is_half = torch.finfo(reference.outputs[index][name].dtype).bits < 32
-            noise[index][name] = 0.0 if is_half else min(noise[index][name], _MOST_WIDENED * own)
+            noise[index][name] = min(noise[index][name], most)
     return replace(reference, ways=(THROUGHOUT,), other_noise=tuple(noise))
-
-
-def _least(tensor: torch.Tensor) -> float:
-    """The least floor of an output."""
-    return (
-        distances.LEAST_FLOOR_ULPS * torch.finfo(tensor.dtype).eps * distances.largest(distances.finite(tensor).abs())
-    )
 
 
 def _is_lost(exact: Outputs, original: Outputs) -> bool:
@@ -322,7 +317,7 @@ def _guided(reference: Reference) -> Reference:
 
 
 def _relative_noise(original: torch.Tensor, exact: torch.Tensor) -> float:
-    scale = distances.largest(distances.finite(original).abs()[~distances.marks(original, exact)])
+    scale = distances.scale(original, exact)
     return rounding(original, exact) / scale if scale else 0.0
 
 

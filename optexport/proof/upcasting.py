@@ -62,7 +62,7 @@ def upcasting(model: nn.Module) -> nn.Module:
     return double
 
 
-class FloatIsDouble(TorchFunctionMode):
+class _FloatIsDouble(TorchFunctionMode):
     """Within it, code that asks for float32 is given float64, as a mask is that is made with ``.float()``."""
 
     def __torch_function__(
@@ -87,7 +87,7 @@ def float64_throughout() -> Iterator[None]:
     if before is torch.float32:
         torch.set_default_dtype(torch.float64)
     try:
-        with FloatIsDouble():
+        with _FloatIsDouble():
             yield
     finally:
         torch.set_default_dtype(before)

@@ -37,7 +37,7 @@ def sized_by_values(graph_module: fx.GraphModule) -> bool:
 
 
 def attention_masks(graph_module: fx.GraphModule, signature: Signature) -> set[str]:
-    """The inputs that are the mask of an attention, which adds it to its scores, and of nothing else."""
+    """The inputs that go into attentions alone, as a mask does that is added to their scores."""
     found = set()
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for spec, placeholder in zip(signature.inputs, placeholders, strict=True):

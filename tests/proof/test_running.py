@@ -160,32 +160,34 @@ def test_what_a_model_makes_in_float32_in_float64_too_is_part_of_its_floor(tmp_p
     assert quick(Sinusoids(), {"x": x}, tmp_path / "waves", dynamic=dynamic, formats=["onnx"]).passed
 
 
-class OfWeeks(nn.Module):
-    """Takes the time of the week of time stamps of today, of which float32 holds every 128th second."""
+class OfPeriods(nn.Module):
+    """Takes the place within a period of time stamps of 1985, of which float32 holds every 32nd second."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> None:
+    def __init__(self, dtype: torch.dtype, seconds: int, mark: float, factor: float = 1.0) -> None:
         super().__init__()
-        self.dtype, self.factor = dtype, factor
+        self.dtype, self.seconds, self.mark, self.factor = dtype, seconds, mark, factor
 
-    def forward(self, time: torch.Tensor) -> torch.Tensor:
-        angle = (time.float() % 604800) / 604800 * 2 * math.pi
-        return torch.stack([angle.sin(), angle.cos()], -1).to(self.dtype) * self.factor
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angle = (x.float() % self.seconds) / self.seconds * 2 * math.pi
+        waves = torch.stack([angle.sin(), angle.cos()], -1).to(self.dtype) * self.factor
+        return torch.cat([waves, torch.full_like(waves[:, :1], self.mark)], 1)
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.0001), (torch.float16, 1.02)])
+@pytest.mark.parametrize("mark", [0.0, -60000.0])
+@pytest.mark.parametrize(
+    ("dtype", "seconds", "factor"), [(torch.float32, 604_800, 1.0001), (torch.float16, 10_800, 1.02)]
+)
 def test_what_float32_loses_hides_no_fault_that_is_larger_than_the_rest_of_the_noise(
-    dtype: torch.dtype, factor: float
+    dtype: torch.dtype, seconds: int, factor: float, mark: float
 ) -> None:
-    """It was all part of the floor, a thousand times what files are off by."""
-    checked = [Case("traced", {"time": torch.arange(1_760_000_000, 1_763_000_000, 40_009)})]
-
-    def weeks(model: nn.Module, batch: Batch) -> Tensors:
-        return {"y": model(batch["time"])}
-
-    known = run_original(weeks, OfWeeks(dtype), checked)
+    """All of it was part of the floor, a thousand times what files are off by; then still where results hold marks."""
+    checked = [Case("traced", {"x": torch.arange(500_000_000, 503_000_000, 40_009)})]
+    right, wrong = OfPeriods(dtype, seconds, mark), OfPeriods(dtype, seconds, mark, factor)
+    known = run_original(call, right, checked)
+    assert known.ways == (THROUGHOUT,)
     proof = Proof(known, bounds(known, 4.0))
-    assert proof.check("right", lambda batch: weeks(OfWeeks(dtype), dict(batch))).passed
-    assert not proof.check("wrong", lambda batch: weeks(OfWeeks(dtype, factor), dict(batch))).passed
+    assert proof.check("right", lambda batch: call(right, dict(batch))).passed
+    assert not proof.check("wrong", lambda batch: call(wrong, dict(batch))).passed
 
 
 def test_a_wrong_wave_is_found_all_the_same() -> None:
