@@ -17,7 +17,7 @@ from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.parts import read_bundles
 from optexport.bundle.places import GENERATION, MANIFEST, MEASUREMENTS, REPORT, SBOM, SIGNATURE, SIGNED, STATEMENT
-from optexport.errors import BundleError, ConfigError, first_line, on_one_line, unreadable
+from optexport.errors import BundleError, ConfigError, OptexportError, first_line, on_one_line, unreadable
 from optexport.trust import keys, sbom, statement
 
 _SHOWN = 5
@@ -140,6 +140,7 @@ def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str]
 
     Raises:
         BundleError: There is no signature, it was changed, or another key made it.
+        ConfigError: This user may not read one of the files.
     """
     payload, made_with = _read(folder / SIGNATURE)
     if made_with != fingerprint:
@@ -149,7 +150,7 @@ def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str]
         config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(hashed)
         config.set_ignore_unsigned_files(True)  # which are told by their names, however large they are
         config.verify(folder, folder / SIGNATURE)
-    except BundleError:
+    except OptexportError:
         raise
     except Exception as error:  # the library, pydantic and cryptography each raise their own
         # Where files were hashed the signature is the key's; which of them are others is told by name.

@@ -365,6 +365,21 @@ def test_a_folder_that_takes_no_files_is_told_and_stays_signed(copied: Path, key
     check(copied, keys[1])
 
 
+@pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
+def test_a_signed_file_that_may_not_be_read_is_named_and_its_signature_is_not_called_wrong(
+    copied: Path, keys: tuple[Path, Path]
+) -> None:
+    sign(copied, keys[0])
+    (copied / "model.onnx").chmod(0)
+    done = subprocess.run(
+        [*_AS_ANYBODY, sys.executable, "-m", "optexport", "verify", copied, "--key", keys[1]],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"Error: {copied / 'model.onnx'}: this user may not read it\n")
+
+
 def test_without_its_packages_it_says_how_to_get_them(
     copied: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
