@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from optexport import telemetry
+from optexport._utils import telemetry
 
 telemetry.off()
 
@@ -16,8 +16,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from optexport.api import export as export
-    from optexport.applications.bundle import Bundle as Bundle
-    from optexport.bundle.verification import verify as verify
     from optexport.errors import BundleError as BundleError
     from optexport.errors import ConfigError as ConfigError
     from optexport.errors import DeviceError as DeviceError
@@ -33,9 +31,11 @@ if TYPE_CHECKING:
     from optexport.generation.export import export_generation as export_generation
     from optexport.generation.run import run_generation as run_generation
     from optexport.generation.runtime import Generator as Generator
-    from optexport.pipeline import Result as Result
-    from optexport.pipeline import run as run
-    from optexport.signature import Dim as Dim
+    from optexport.inference.bundle import Bundle as Bundle
+    from optexport.parity.verify import verify as verify
+    from optexport.pipeline.run import Result as Result
+    from optexport.pipeline.run import run as run
+    from optexport.signature.signature import Dim as Dim
     from optexport.tracing.trace import symbolic_trace as symbolic_trace
 
 _ERRORS = (

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from optexport import interrupts
+from optexport._utils import signals
 
 # For threads that a model's code started to end by themselves, once the command is done.
 _PATIENCE_SECONDS = 10.0
@@ -18,7 +18,7 @@ _PATIENCE_SECONDS = 10.0
 
 def main() -> None:
     """Runs the command line; what it is made of is imported once a signal can no longer leave a traceback there."""
-    interrupts.end_at_once()
+    signals.end_at_once()
     leave = os._exit
     _never_end_as_if_done()
     _keep_descriptors()

@@ -10,24 +10,24 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from optexport import pipeline
-from optexport.arguments import flat_inputs
-from optexport.bundle import contents, places
+from optexport._utils.progress import Stages
+from optexport.bundle import contents
+from optexport.bundle import layout as bundle_layout
 from optexport.config.checks import check_formats
-from optexport.config.file import FORMATS, LARGEST_SIZE, Effort, Layout, checked_settings
+from optexport.config.load import FORMATS, LARGEST_SIZE, Effort, Layout, checked_settings
 from optexport.config.precision import check_precision
 from optexport.errors import ConfigError, TraceError
-from optexport.inputs import dtypes
 from optexport.job import Job, preset
-from optexport.pipeline import Result
-from optexport.proof import cases
-from optexport.proof.decisions import load_metrics
-from optexport.signature import Batch, Dim, Dynamic
-from optexport.sources import program_signature
-from optexport.sources.loading import Loaded
-from optexport.stages import Stages
-from optexport.transform import NamedRule
+from optexport.loading.loader import Loaded
+from optexport.parity import cases
+from optexport.parity.gates import load_metrics
+from optexport.pipeline import run
+from optexport.pipeline.run import Result
+from optexport.signature import dtypes, exported_program
+from optexport.signature.arguments import flat_inputs
+from optexport.signature.signature import Batch, Dim, Dynamic
 from optexport.transformations import Transformation
+from optexport.transformations.apply import NamedRule
 
 # How what is a mapping is written.
 _WRITTEN = {
@@ -89,7 +89,7 @@ def export(
     """
     check_arguments(model, dynamic=dynamic, decisions=decisions, precision=precision)
     rules = named_rules(transformations)
-    output = places.as_path(output, "output").resolve()
+    output = bundle_layout.as_path(output, "output").resolve()
     contents.check_output(output)
     if isinstance(model, ExportedProgram):
         loaded = Loaded.of_program(model)
@@ -127,7 +127,7 @@ def export(
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
     free = None if dynamic is None else {name: _that_change(axes) for name, axes in dynamic.items()}
     job = Job(config, loaded, example, batches, free, rules, output, metrics=metrics)
-    return pipeline.produce(job, stages or Stages())
+    return run.produce(job, stages or Stages())
 
 
 def named_rules(transformations: Transformation | Iterable[Transformation] | None) -> tuple[NamedRule, ...]:
@@ -153,7 +153,7 @@ def named_rules(transformations: Transformation | Iterable[Transformation] | Non
 def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
     """The model as it is called with the first batch, and the tensors of all by name."""
     if loaded.program is not None:
-        return loaded, tuple(_own(program_signature.named_tensors(loaded.program, batch)) for batch in given)
+        return loaded, tuple(_own(exported_program.named_tensors(loaded.program, batch)) for batch in given)
     flat = [flat_inputs(loaded.model, batch) for batch in given]
     (_, first), *others = flat
     for index, (_, arguments) in enumerate(others, start=1):

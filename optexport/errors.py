@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optexport.redaction import redact, redact_error
+from optexport._utils.redaction import redact, redact_error
 
 if TYPE_CHECKING:
     from optexport.bundle.manifest import ParityRecord

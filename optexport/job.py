@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from optexport import registry
-from optexport.bundle import places
+from optexport.bundle import layout
 from optexport.bundle.manifest import ArtifactRecord
-from optexport.bundle.measured import Origin
-from optexport.config.file import Config, Format, TransformationConfig
-from optexport.config.measuring import BenchConfig, GateConfig
+from optexport.bundle.measurements import Origin
+from optexport.config.benchmarks import BenchConfig, GateConfig
+from optexport.config.load import Config, Format, TransformationConfig
 from optexport.errors import ConfigError, TraceError, did_you_mean
-from optexport.proof.decisions import Metric
-from optexport.signature import Batch, Dim, Dynamic
-from optexport.sources.loading import Loaded
-from optexport.transform import NamedRule, Transformed
+from optexport.loading.loader import Loaded
+from optexport.parity.gates import Metric
+from optexport.signature.signature import Batch, Dim, Dynamic
+from optexport.transformations import registry
+from optexport.transformations.apply import NamedRule, Transformed
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Job:
     @property
     def failure(self) -> Path:
         """The folder that is left if the proof fails."""
-        return places.beside(self.beside or self.output, "failure")
+        return layout.beside(self.beside or self.output, "failure")
 
     @property
     def branches(self) -> list[Branch]:

@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from optexport._utils.tensors import bytes_of
 from optexport.errors import TransformationError
-from optexport.tensor_bytes import bytes_of
 from optexport.transformations import ReversibleTransformation, Rule, Transformation, compose
 from optexport.transformations.composition import Composition
 from optexport.transformations.rule import Report, run

@@ -15,10 +15,9 @@ from torch.fx import GraphModule
 
 import optexport
 from optexport import export
-from optexport.bundle.verification import verify
 from optexport.errors import ConfigError, OptexportError, ParityError, TraceError
-from optexport.registry import PRESET
-from optexport.signature import Dim
+from optexport.parity.verify import verify
+from optexport.signature.signature import Dim
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     KeepOutputs,
@@ -26,10 +25,11 @@ from optexport.transformations import (
     SinkSelect,
     Transformation,
 )
-from tests import calling, exports, models
-from tests.exports import BATCH, X, quick, run
-from tests.models import randomise
-from tests.transformations.programs import Program
+from optexport.transformations.registry import PRESET
+from tests._helpers import cli, exports, models
+from tests._helpers.exports import BATCH, X, quick, run
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
 
 
 def test_the_result_tells_what_was_proven_and_where_it_lies() -> None:
@@ -244,8 +244,8 @@ def test_only_the_outputs_that_are_kept_are_proven_and_written(tmp_path: Path) -
 
 def test_a_path_may_be_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "halves.py").write_text(calling.MODULE, encoding="utf-8")
-    (tmp_path / "mine.toml").write_text(calling.config(), encoding="utf-8")
+    (tmp_path / "halves.py").write_text(cli.MODULE, encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(cli.config(), encoding="utf-8")
     result = optexport.run("mine.toml", dump="dump")
     assert optexport.verify(str(result.output)).passed
     assert optexport.verify(PurePath(result.output)).passed  # type: ignore[arg-type]  # as any that os.fspath takes

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.applications.bundle import Bundle
 from optexport.errors import ConfigError
+from optexport.inference.bundle import Bundle
 from optexport.tracing.trace import symbolic_trace
-from tests.exports import quick
-from tests.models import randomise
+from tests._helpers.exports import quick
+from tests._helpers.models import randomise
 
 
 class Difference(nn.Module):

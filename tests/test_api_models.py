@@ -13,20 +13,22 @@ import torch
 from torch import fx, nn
 from torch.fx import GraphModule
 
-from optexport import export, runtimes, summary
-from optexport.bundle.verification import verify
+from optexport import export
 from optexport.errors import ExportError, OptexportError, ParityError, TraceError
-from optexport.signature import Dim
+from optexport.parity.verify import verify
+from optexport.report import terminal
+from optexport.runtime import runners
+from optexport.signature.signature import Dim
 from optexport.tracking import tables
 from optexport.transformations import (
     MergeLinears,
     RemoveNoOps,
     Transformation,
 )
-from tests import exports
-from tests.exports import BATCH, X, quick, run
-from tests.models import randomise
-from tests.transformations.programs import Program
+from tests._helpers import exports
+from tests._helpers.exports import BATCH, X, quick, run
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
 
 
 def test_train_mode_is_refused(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_a_rule_that_only_takes_nodes_away_says_which(tmp_path: Path) -> None:
     model = Program(lambda m, x: m.drop(m.a(x)), a=nn.Linear(4, 4), drop=nn.Dropout())
     result = quick(model, {"x": X}, tmp_path / "bundle", dynamic=BATCH, transformations=RemoveNoOps())
     (change,) = result.manifest.transformations[0].changes
-    told = summary.as_json(result)
+    told = terminal.as_json(result)
     assert told["transformed_nodes"] == {"remove-no-ops": []}
     assert told["removed_nodes"] == {"remove-no-ops": change.replaced} != {"remove-no-ops": []}
     _, rows = tables._changes(result.manifest)
@@ -234,7 +236,7 @@ def test_inputs_of_a_graph_module_go_by_name(tmp_path: Path) -> None:
     dynamic = {name: {0: "batch"} for name in given}
     result = export(torch.fx.symbolic_trace(Two().eval()), given, tmp_path / "bundle", dynamic=dynamic)
     for name, path in result.files.items():
-        ((_, run), *_) = runtimes.open_file(path, name, ["output"])
+        ((_, run), *_) = runners.open_file(path, name, ["output"])
         assert torch.equal(run({"x": torch.ones(2, 4), "y": torch.zeros(2, 4)})["output"], torch.full((2, 4), 2.0))
     with pytest.raises(TraceError, match="the graph takes x, y, and is given x"):
         export(torch.fx.symbolic_trace(Two().eval()), {"x": X}, tmp_path / "other", dynamic=BATCH)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.bundle.verification import verify
 from optexport.errors import ConfigError, ParityError, TraceError
-from optexport.signature import Dim
-from tests import exports
-from tests.exports import X, quick
-from tests.models import randomise
-from tests.transformations.programs import Program
+from optexport.parity.verify import verify
+from optexport.signature.signature import Dim
+from tests._helpers import exports
+from tests._helpers.exports import X, quick
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
 
 
 def test_a_batch_of_one_does_not_fix_the_batch(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from optexport import runtimes
 from optexport.errors import OptexportError, TraceError
+from optexport.runtime import runners
 from optexport.transformations import KeepOutputs
-from tests.exports import BATCH, X, quick, run
+from tests._helpers.exports import BATCH, X, quick, run
 
 
 class Random(nn.Module):
@@ -59,7 +59,7 @@ def test_a_buffer_that_is_written_in_each_call_is_handed_out_as_the_call_left_it
     assert all(not buffer.any() for buffer in model.buffers()), "the caller's model was changed"
     x, names = torch.randn(5, 4), [spec.name for spec in result.manifest.outputs]
     for name, path in result.files.items():
-        for _, run_file in runtimes.open_file(path, name, names):
+        for _, run_file in runners.open_file(path, name, names):
             first = run_file({"x": x})
             run_file({"x": x + 1})
             for got, want in zip(first.values(), (x * 2, x.sum(0), x.sum(0)[1:]), strict=True):

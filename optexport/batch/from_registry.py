@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optexport.batch.ended import Ended
+from optexport.batch.results import Ended
 from optexport.config import text as config_text
-from optexport.config.file import parse_config
+from optexport.config.load import parse_config
 from optexport.config.source import NAME, VERSION
 from optexport.errors import ConfigError, on_one_line
-from optexport.tracking import wanted
-from optexport.tracking.wanted import Version
+from optexport.tracking import registry_query
+from optexport.tracking.registry_query import Version
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Asked:
             OptexportError: The store cannot be reached, or the bundle cannot be read.
         """
         if ended.config in self.versions and ended.exit_code == 0 and ended.output is not None:
-            wanted.mark(self.store, self.folder, self.versions[ended.config], Path(ended.output))
+            registry_query.mark(self.store, self.folder, self.versions[ended.config], Path(ended.output))
 
 
 def configs(template: Path, query: str) -> Asked:
@@ -74,7 +74,7 @@ def configs(template: Path, query: str) -> Asked:
                 mend='As in: source = "mlflow:models:/{name}/{version}", and output = "bundles/{name}-{version}".',
             )
     written, refused = {}, []
-    asking, left = wanted.wanted(store, template.parent, query)
+    asking, left = registry_query.wanted(store, template.parent, query)
     for version in asking:
         if not version.name.isprintable() or version.name.startswith(".") or set(version.name) & set("\"'\\/?@"):
             uri = f"models:/{version.name}/{version.version}"

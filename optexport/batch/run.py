@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from optexport.batch.ended import JOURNAL, Ended, done_before, remember
+from optexport._utils.atomic_dir import locked
+from optexport.batch.results import JOURNAL, Ended, done_before, remember
 from optexport.batch.tasks import Task
-from optexport.bundle.drafts import locked
 from optexport.errors import ConfigError
 
 _LOGS = "logs"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from optexport.bundle.external_data import locations
+from optexport.bundle.layout import MANIFEST
 from optexport.bundle.manifest import ArtifactRecord, Manifest
-from optexport.bundle.places import MANIFEST
-from optexport.devices import Device
 from optexport.errors import BenchError, ConfigError, first_line
+from optexport.runtime.devices import Device
 
 _FORMATS = {".onnx": "onnx", ".pt": "torchscript", ".pt2": "pt2"}
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from optexport import interrupts
+from optexport._utils import signals
 from optexport.bench.artifact import Artifact, Target, bundle_of, open_target
-from optexport.bench.measuring import Report, measure, pairs_of
-from optexport.bench.race import Settings
+from optexport.bench.measure import Report, measure, pairs_of
+from optexport.bench.turns import Settings
 from optexport.bench.workload import Sizes, Workload, from_bundle, from_file, from_onnx
-from optexport.bundle.places import check_outside
+from optexport.bundle.layout import check_outside
 from optexport.errors import ConfigError
 
 
@@ -54,7 +54,7 @@ def bench(
     for given, option in ((artifacts, "--format"), (baselines if against else artifacts, "--against")):
         if not given:
             raise ConfigError(f"none of what is given is {' or '.join(formats)}", place=option)
-    with interrupts.temporary_folder() as folder:
+    with signals.temporary_folder() as folder:
         try:
             workloads, notes = _workloads(targets, [*artifacts, *baselines], inputs, shapes, folder)
         except MemoryError as error:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from optexport.config.measuring import LEAST_ROUNDS
+from optexport.config.benchmarks import LEAST_ROUNDS
 
 Verdict = Literal["faster", "slower", "cannot tell"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from optexport.bench.artifact import Artifact
-from optexport.bench.measuring import Duel, Report
+from optexport.bench.measure import Duel, Report
 from optexport.bundle.manifest import ParityRecord
-from optexport.config.measuring import BarConfig, GateConfig
+from optexport.config.benchmarks import BarConfig, GateConfig
 from optexport.errors import GateError
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optexport.bench.measuring import Figures, Report
+from optexport.bench.measure import Figures, Report
 
 _COLOURS = {"faster": "green", "slower": "red", "cannot tell": None}
 

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from optexport import devices
-from optexport.devices import Device
 from optexport.errors import OptexportError, first_line
+from optexport.runtime import devices
+from optexport.runtime.devices import Device
 
 # One sample of a time is at least this long, so that neither the clock's grain nor reading it counts.
 _LEAST_SAMPLE = 1e-4
@@ -153,8 +153,8 @@ def _torch(task: Task) -> Reader:
     import torch
     from safetensors.torch import load_file
 
-    from optexport.signature import as_arguments
-    from optexport.sources import archives
+    from optexport.runtime.untrusted import archives
+    from optexport.signature.signature import as_arguments
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(task.threads)

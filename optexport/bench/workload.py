@@ -14,7 +14,7 @@ from optexport.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
-    from optexport.signature import Signature
+    from optexport.signature.signature import Signature
 
 Sizes = Mapping[str, int]
 
@@ -69,7 +69,7 @@ def from_signature(
     """
     from safetensors.torch import save_file
 
-    from optexport.inputs.resizing import resize
+    from optexport.signature.resizing import resize
 
     found: list[Workload] = []
     given = signature.sizes(batch)
@@ -101,7 +101,7 @@ def from_bundle(
         BundleError: The stored ones are damaged.
     """
     from optexport.bundle.contents import REFERENCE, read_reference
-    from optexport.signature import Dim, Signature, TensorSpec
+    from optexport.signature.signature import Dim, Signature, TensorSpec
 
     outputs = [output.name for output in manifest.outputs]
     batch = read_reference(bundle / REFERENCE, manifest.reference_cases, outputs).cases[0].batch

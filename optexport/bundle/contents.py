@@ -11,13 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from optexport.bundle import sealed_json
+from optexport.bundle import digest_json
+from optexport.bundle.layout import MANIFEST, MEASUREMENTS, check_place
+from optexport.bundle.layout import REFERENCE as REFERENCE
 from optexport.bundle.manifest import Manifest
-from optexport.bundle.places import MANIFEST, MEASUREMENTS, check_place
-from optexport.bundle.places import REFERENCE as REFERENCE
 from optexport.errors import BundleError, ConfigError, unreadable
-from optexport.proof.cases import Case
-from optexport.proof.reference import Outputs, Reference
+from optexport.parity.cases import Case
+from optexport.parity.reference import Outputs, Reference
 
 # Reference tensors beyond this many bytes are left out, largest cases first; the traced case always stays.
 _REFERENCE_BYTES = 16 << 20
@@ -40,13 +40,13 @@ def check_output(output: Path) -> None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest; the last file of a bundle but for the measurements."""
-    sealed_json.write(folder / MANIFEST, manifest.model_dump(mode="json", exclude={"digest"}))
+    digest_json.write(folder / MANIFEST, manifest.model_dump(mode="json", exclude={"digest"}))
 
 
 def write_measurements(folder: Path, measurements: Mapping[str, Any]) -> None:
     """Writes what may differ between two equal runs, tied to the manifest beside it."""
-    sealed_json.write(
-        folder / MEASUREMENTS, {**measurements, "manifest": sealed_json.read(folder / MANIFEST)["digest"]}
+    digest_json.write(
+        folder / MEASUREMENTS, {**measurements, "manifest": digest_json.read(folder / MANIFEST)["digest"]}
     )
 
 

@@ -6,9 +6,9 @@ import hashlib
 import shlex
 from pathlib import Path, PurePosixPath
 
-from optexport.bundle import external_data, sealed_json
+from optexport.bundle import digest_json, external_data
+from optexport.bundle.layout import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED, check_utf8
 from optexport.bundle.manifest import SUFFIXES, FileRecord, Manifest
-from optexport.bundle.places import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED, check_utf8
 from optexport.errors import BundleError, ConfigError, unreadable
 
 _LINK = "Remove it; and get the bundle again, if it stands for a file of its own."
@@ -88,7 +88,7 @@ def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) ->
     Raises:
         BundleError: A file is missing, added or changed.
     """
-    measurements = sealed_json.read(folder / MEASUREMENTS)
+    measurements = digest_json.read(folder / MEASUREMENTS)
     if measurements.get("manifest") != manifest.digest:
         raise BundleError("it belongs to another bundle", place=str(folder / MEASUREMENTS))
     expected = {record.path: record for record in manifest.files}
@@ -110,14 +110,14 @@ def manifest_alone(folder: Path) -> Manifest:
     Raises:
         BundleError: It is missing, was changed, or is of another version or form.
     """
-    document = sealed_json.read(folder / MANIFEST)
+    document = digest_json.read(folder / MANIFEST)
     if (version := document.get("manifest_version")) != 1:
         raise BundleError(
             f"its version is {version}, and this program reads 1",
             place=str(folder / MANIFEST),
             mend="Upgrade optexport." if isinstance(version, int) and version > 1 else "Make the bundle again.",
         )
-    return sealed_json.validated(Manifest, document, folder / MANIFEST)
+    return digest_json.validated(Manifest, document, folder / MANIFEST)
 
 
 def check_file(path: Path, record: FileRecord) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from optexport.devices import Device
+from optexport.runtime.devices import Device
 
 VERSION: Literal[1] = 1
 SCHEMA = Path(__file__).with_name("schemas") / "manifest.schema.json"

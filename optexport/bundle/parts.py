@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from optexport.bundle import digests, sealed_json
+from optexport.bundle import digest_json, digests
+from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED
 from optexport.bundle.manifest import Manifest
-from optexport.bundle.places import GENERATION, MANIFEST, SIGNED
 from optexport.errors import BundleError, ConfigError
 
 PARTS = ("encoder", "decoder")
@@ -50,11 +50,11 @@ def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
     Raises:
         BundleError: A file is missing, added or changed.
     """
-    document = sealed_json.read(folder / GENERATION)
+    document = digest_json.read(folder / GENERATION)
     parts = document.get("parts")
     if not isinstance(parts, dict) or "decoder" not in parts or not parts.keys() <= set(PARTS):
         raise BundleError("it does not name the parts of a model", place=str(folder / GENERATION))
-    sealed_json.validated(_Tokens, document, folder / GENERATION)
+    digest_json.validated(_Tokens, document, folder / GENERATION)
     for path in sorted(folder.iterdir()):
         if path.name not in {GENERATION, *parts, *SIGNED}:
             raise BundleError("the export does not know it", place=str(path), mend="Remove it.")

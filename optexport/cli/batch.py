@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optexport.cli.console import console, echo, prints_aside
-from optexport.cli.group import Command, json_option, print_json
+from optexport.cli._console import console, echo, prints_aside
+from optexport.cli._group import Command, json_option, print_json
 from optexport.config.durations import in_seconds
 from optexport.errors import OptexportError
 
 if TYPE_CHECKING:
-    from optexport.batch.ended import Ended
+    from optexport.batch.results import Ended
     from optexport.batch.run import Engine
     from optexport.batch.tasks import Task
 
@@ -100,7 +100,7 @@ def batch(
     code is that of the worst. With --from-registry there is one CONFIG, in which {name} and {version} stand for those
     of a model; versions that have a bundle are left out.
     """
-    from optexport.batch import account, from_registry
+    from optexport.batch import from_registry, summary
     from optexport.batch.run import run
     from optexport.batch.tasks import tasks_of
 
@@ -115,7 +115,7 @@ def batch(
     failures: list[OptexportError] = []
 
     def tell(ended: Ended) -> None:
-        echo(account.line(ended), err=True)
+        echo(summary.line(ended), err=True)
         if asked is not None:
             try:
                 asked.mark(ended)
@@ -129,19 +129,19 @@ def batch(
         if asked is not None:
             ended = [*asked.refused, *ended]
         if parent is not None:
-            parent.table, parent.metrics = account.columns(ended), account.metrics(ended)
+            parent.table, parent.metrics = summary.columns(ended), summary.metrics(ended)
             failed = sum(each.exit_code != 0 for each in ended)
             parent.reason = f"{failed} of {len(ended)} configs failed" if failed else None
     if parent is not None and parent.failure is not None:
         failures.append(parent.failure)
-    document = account.as_json(ended, None if parent is None else parent.run_id, failures)
+    document = summary.as_json(ended, None if parent is None else parent.run_id, failures)
     if as_json:
         print_json(document)
     else:
         if asked is not None and not ended:
             echo(asked.told())
         else:
-            account.show(ended, console())
+            summary.show(ended, console())
         if parent is not None and parent.run_id is not None:
             echo(f"MLflow run {parent.run_id} holds those of all.")
     for failure in failures:
@@ -150,14 +150,14 @@ def batch(
 
 
 def _engine(engine: str, address: str | None, jobs: int, memory: int | None, seconds: int, retries: int) -> Engine:
-    from optexport.batch.attempt import Limits
+    from optexport.batch.supervisor import Limits
 
     if engine == "ray":
-        from optexport.batch.on_ray import on_ray
+        from optexport.batch.ray_engine import on_ray
 
         return on_ray(address, Limits(memory or sys.maxsize, seconds, retries), memory)
-    from optexport.batch.here import here
-    from optexport.machine import free_memory
+    from optexport._utils.platform import free_memory
+    from optexport.batch.local import here
 
     return here(jobs, Limits(memory or (free_memory() or sys.maxsize) // jobs, seconds, retries))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from optexport.cli.console import console, progress
-from optexport.cli.group import Command, json_option, print_json
+from optexport.cli._console import console, progress
+from optexport.cli._group import Command, json_option, print_json
 from optexport.errors import ConfigError
 
 
@@ -80,9 +80,9 @@ def bench(
 
     Takes bundles, .onnx, .pt (TorchScript) and .pt2 files. Without --against, the first of a format is compared with.
     """
+    from optexport._utils.platform import machine
     from optexport.bench import command, report
-    from optexport.bench.race import Settings
-    from optexport.machine import machine
+    from optexport.bench.turns import Settings
 
     if output is not None and not output.parent.is_dir():
         raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")

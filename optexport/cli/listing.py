@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from optexport.formats.lowerings import LOWERINGS
-from optexport.registry import RULES, installed
+from optexport.config.passes import LOWERINGS
+from optexport.transformations.registry import RULES, installed
 
 
 def rules() -> dict[str, Any]:

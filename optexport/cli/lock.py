@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from optexport.cli.console import echo, prints_aside, progress
-from optexport.cli.group import Command
+from optexport.cli._console import echo, prints_aside, progress
+from optexport.cli._group import Command
 
 
 @click.command(cls=Command)
@@ -17,20 +17,20 @@ def lock(config: Path) -> None:
 
     Loads the model. What is written, CONFIG.lock, belongs in version control beside the config.
     """
-    from optexport import installed
-    from optexport.config.file import load_config
+    from optexport._utils import packages
+    from optexport.config.load import load_config
 
     read, folder = load_config(config), config.parent
-    installed.check()
+    packages.check()
     with progress(quiet=False) as stages:
-        from optexport import interrupts, pipeline
-        from optexport.bundle import lockfile
+        from optexport._utils import signals
         from optexport.job import rules_of
+        from optexport.pipeline import lockfile, run
 
-        with prints_aside(), interrupts.temporary_folder() as scratch:
+        with prints_aside(), signals.temporary_folder() as scratch:
             rules = rules_of(read, folder, ())  # as a run does: they too import what lies beside the config
-            job = pipeline.prepare(read, folder, rules, scratch / "bundle", scratch, stages)
-            made = lockfile.make(job, folder, installed.versions())
+            job = run.prepare(read, folder, rules, scratch / "bundle", scratch, stages)
+            made = lockfile.make(job, folder, packages.versions())
     path = lockfile.write(made, config)
     versions_held = len(made.versions) + len(made.imports)
     counts = f"{versions_held} versions, files: {len(made.files)}, packages of the model: {len(made.packages)}"

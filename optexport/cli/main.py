@@ -14,12 +14,12 @@ from pathlib import Path
 import click
 
 from optexport import __version__
-from optexport.applications.command import predict
+from optexport.cli._console import clean_warnings, console, echo, prints_aside, progress
+from optexport.cli._group import Group, debug_option, json_option, junit_option, no_code_option, print_json
 from optexport.cli.batch import batch
 from optexport.cli.bench import bench
-from optexport.cli.console import clean_warnings, console, echo, prints_aside, progress
-from optexport.cli.group import Group, debug_option, json_option, junit_option, no_code_option, print_json
 from optexport.cli.lock import lock
+from optexport.cli.predict import predict
 from optexport.cli.report import diff, report
 from optexport.cli.reproduce import reproduce
 from optexport.cli.sign import sign
@@ -83,21 +83,22 @@ def run(
     as_json: bool,
 ) -> None:
     """Transform, prove and export the model that CONFIG names."""
-    from optexport import ci_reports, installed
-    from optexport.bundle import lockfile
-    from optexport.bundle.places import kept, output_of
-    from optexport.config.file import load_config
+    from optexport._utils import packages
+    from optexport.bundle.layout import kept, output_of
+    from optexport.config.load import load_config
+    from optexport.pipeline import lockfile
+    from optexport.report import ci
 
     try:
         read = load_config(config, without)  # a mistake in the file is told before torch is imported
         if locked and read.generation is None:  # and so is what transformers would refuse to be imported with
-            lockfile.check_surroundings(lockfile.read(config), read, config, installed.versions())
-        installed.check()
+            lockfile.check_surroundings(lockfile.read(config), read, config, packages.versions())
+        packages.check()
     except ConfigError as error:
-        ci_reports.start(junit, [config])
-        ci_reports.publish(config.name, None, error, junit)
+        ci.start(junit, [config])
+        ci.publish(config.name, None, error, junit)
         raise
-    ci_reports.start(junit, [config, *kept(output_of(read, config.parent))])
+    ci.start(junit, [config, *kept(output_of(read, config.parent))])
     if read.generation is not None:
         given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--locked": locked}
         given |= {"--junit": junit is not None}
@@ -105,21 +106,22 @@ def run(
         return
     try:
         with progress(quiet=as_json) as stages:
-            from optexport import pipeline, summary
+            from optexport.pipeline import run as pipeline_run
+            from optexport.report import terminal
 
             # What a model's own code prints is none of our result.
             with prints_aside():
-                result = pipeline.run(
+                result = pipeline_run.run(
                     config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, stages=stages
                 )
     except OptexportError as error:
-        ci_reports.publish(config.name, None, error, junit)
+        ci.publish(config.name, None, error, junit)
         raise
-    ci_reports.publish(config.name, result.manifest.parity, result.failure, junit)
+    ci.publish(config.name, result.manifest.parity, result.failure, junit)
     if as_json:
-        print_json(summary.as_json(result))
+        print_json(terminal.as_json(result))
     else:
-        summary.show(result, console())
+        terminal.show(result, console())
     if result.failure is not None:
         raise result.failure
 
@@ -134,9 +136,9 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
         with prints_aside():
             result = run.run_generation(config, without=without, stages=stages)
     if as_json:
-        print_json(summary.as_json(result))
+        print_json(terminal.as_json(result))
     else:
-        summary.show(result, console())
+        terminal.show(result, console())
     for part in result.parts.values():
         if part.failure is not None:
             raise part.failure
@@ -150,7 +152,7 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
 def check(configs: tuple[Path, ...]) -> None:
     """Check the whole of each CONFIG, without loading anything."""
     from optexport.config.checks import check_here, open_question
-    from optexport.config.file import load_config
+    from optexport.config.load import load_config
 
     mistakes = []
     for config in configs:
@@ -194,9 +196,9 @@ def init(source: str, output: Path, force: bool) -> None:
     SOURCE is a folder (the default is this one), a hub id, package:NAME/PATH, python:module:factory,
     mlflow:models:/NAME@ALIAS, a .pt2 file, or a TorchScript file (.pt, .ts, .jit).
     """
-    from optexport.cli.starter import GUESS, GUESSED_SIZE, starter_config
+    from optexport.cli.init_config import GUESS, GUESSED_SIZE, starter_config
     from optexport.config.checks import check_extras
-    from optexport.config.file import parse_config
+    from optexport.config.load import parse_config
     from optexport.config.source import missing_model, source_folder
 
     if output.exists() and not force:
@@ -275,21 +277,21 @@ def blame(path: Path) -> None:
     Runs a CONFIG up to the proof, or the files of a BUNDLE on their stored inputs; names the rule, its change and the
     place in the graph or the file, and leaves a folder with what shows it again.
     """
-    from optexport.config.file import load_config
+    from optexport.config.load import load_config
 
     if path.is_dir():
-        from optexport.blame.bundle import blame_bundle
+        from optexport.diagnosis.bundle import blame_bundle
 
         echo(f"{path}: {blame_bundle(path)}")
         return
     load_config(path)
     with progress(quiet=False) as stages:
-        from optexport import pipeline
-        from optexport.blame import failure
+        from optexport.diagnosis import reproduction
+        from optexport.pipeline import run as pipeline_run
 
         with prints_aside():
-            result = pipeline.run(path, stages=stages, keep=False)
-    echo(f"{path}: nothing to blame: {failure.standing(result.parity)}")
+            result = pipeline_run.run(path, stages=stages, keep=False)
+    echo(f"{path}: nothing to blame: {reproduction.standing(result.parity)}")
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 
 from optexport.errors import ConfigError
-from optexport.registry import canonical_name
+from optexport.transformations.registry import canonical_name
 
 _FILES = {"rule.py.txt": "{module}.py", "test.py.txt": "test_{module}.py", "config.toml.txt": "{module}.toml"}
 # In letters: file systems take names of 255 bytes.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from optexport.bundle.places import NO_ROOM
-from optexport.cli.console import console, echo
-from optexport.cli.group import Command, json_option, print_json
+from optexport.bundle.layout import NO_ROOM
+from optexport.cli._console import console, echo
+from optexport.cli._group import Command, json_option, print_json
 from optexport.errors import ConfigError
 
 _HTML = re.compile(rb"(<!--.*?-->\s*)*<(!doctype\s+)?html\b", re.DOTALL | re.IGNORECASE)
@@ -52,8 +52,8 @@ def report(bundle: Path, output: Path | None) -> None:
     A bundle of an earlier version gets one so.
     """
     from optexport.bundle.digests import read_manifest
-    from optexport.bundle.places import MEASUREMENTS, REPORT, SIGNATURE, check_outside, check_written_over
-    from optexport.html_report import page
+    from optexport.bundle.layout import MEASUREMENTS, REPORT, SIGNATURE, check_outside, check_written_over
+    from optexport.report.html import page
 
     if output is not None:
         check_outside("--output", output, [bundle])
@@ -88,8 +88,8 @@ def diff(one: Path, other: Path, html: Path | None, as_json: bool) -> None:
 
     First whether they compute the same; then their configs, versions, rules, parity, sizes and times.
     """
-    from optexport.bundle.places import check_outside, check_written_over
-    from optexport.html_report import difference, page
+    from optexport.bundle.layout import check_outside, check_written_over
+    from optexport.report.html import difference, page
 
     if html is not None:
         check_outside("--html", html, [one, other])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from optexport.cli.console import echo, prints_aside, progress
-from optexport.cli.group import Command, key_option, no_code_option
+from optexport.cli._console import echo, prints_aside, progress
+from optexport.cli._group import Command, key_option, no_code_option
 from optexport.errors import ParityError
 
 
@@ -29,18 +29,18 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
     with --key.
     """
     with progress(quiet=False) as stages:
-        from optexport import installed
+        from optexport._utils import packages
         from optexport.bundle import digests
 
         if key is not None:
-            from optexport.trust import signing
+            from optexport.bundle.signing import signature
 
-            signing.check(bundle, key)
-        installed.check(digests.read_manifest(bundle).versions)
-        from optexport.bundle import reproduction
+            signature.check(bundle, key)
+        packages.check(digests.read_manifest(bundle).versions)
+        from optexport.pipeline import reproduce as pipeline_reproduce
 
         with prints_aside():
-            differing = reproduction.reproduce(bundle, folder, stages)
+            differing = pipeline_reproduce.reproduce(bundle, folder, stages)
     if differing:
         told = "".join(f"\n  {line}" for line in differing)
         raise ParityError(f"made again, it is not the same{told}", place=str(bundle))

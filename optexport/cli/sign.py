@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from optexport.cli.console import echo
-from optexport.cli.group import Command
+from optexport.cli._console import echo
+from optexport.cli._group import Command
 
 
 @click.command(cls=Command)
@@ -27,7 +27,7 @@ def sign(bundle: Path, key: Path) -> None:
     and bundle.sig, which is of every file. Of a generative model the folder of all parts is signed as a whole. A bundle
     that is signed already is signed anew.
     """
-    from optexport.trust import signing
+    from optexport.bundle.signing import signature
 
-    signing.sign(bundle, key)
+    signature.sign(bundle, key)
     echo(f"{bundle}: signed. Who has the public key checks it: optexport verify {bundle} --key PUBLIC.pem")

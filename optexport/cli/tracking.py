@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optexport.cli.console import echo
-from optexport.cli.group import Command, json_option, key_option, outcome, print_json
+from optexport.cli._console import echo
+from optexport.cli._group import Command, json_option, key_option, outcome, print_json
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optexport.config.file import Config
+    from optexport.config.load import Config
 
 _CONFIG = click.option(
     "--config",
@@ -43,10 +43,10 @@ def log(
     read = _read(config)
     store = _store(uri, config, read)
     if key is not None:
-        from optexport.trust import signing
+        from optexport.bundle.signing import signature
 
-        signing.check(bundle, key)
-    from optexport.tracking.later import log_bundle
+        signature.check(bundle, key)
+    from optexport.tracking.resume import log_bundle
 
     experiment = experiment or (None if read is None else read.tracking.experiment)
     done = log_bundle(bundle, store, experiment, Path() if config is None else config.parent)
@@ -77,10 +77,10 @@ def promote(name: str, version: str, alias: str | None, uri: str | None, config:
     NAME is that of MLflow's registry.
     """
     read = _read(config)
-    from optexport.tracking import by_hand
+    from optexport.tracking import promotion
 
     alias = _alias(alias, read)
-    before = by_hand.promote(_store(uri, config, read), name, version, alias)
+    before = promotion.promote(_store(uri, config, read), name, version, alias)
     _tell({"name": name, "alias": alias, "version": version, "before": before}, as_json)
 
 
@@ -93,10 +93,10 @@ def rollback(name: str, alias: str | None, uri: str | None, config: Path | None,
     NAME is that of MLflow's registry; the version is the last one that held the alias.
     """
     read = _read(config)
-    from optexport.tracking import by_hand
+    from optexport.tracking import promotion
 
     alias = _alias(alias, read)
-    before, version = by_hand.rollback(_store(uri, config, read), name, alias)
+    before, version = promotion.rollback(_store(uri, config, read), name, alias)
     _tell({"name": name, "alias": alias, "version": version, "before": before}, as_json)
 
 
@@ -109,13 +109,13 @@ def _tell(moved: dict[str, Any], as_json: bool) -> None:
 
 
 def _read(config: Path | None) -> Config | None:
-    from optexport.config.file import load_config
+    from optexport.config.load import load_config
 
     return None if config is None else load_config(config)
 
 
 def _alias(given: str | None, config: Config | None) -> str:
-    from optexport.config.registering import DEFAULT_ALIAS, alias_name
+    from optexport.config.registration import DEFAULT_ALIAS, alias_name
 
     if given is not None:
         try:

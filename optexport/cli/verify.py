@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optexport.cli.console import echo
-from optexport.cli.group import Command, json_option, junit_option, key_option, outcome, print_json
+from optexport.cli._console import echo
+from optexport.cli._group import Command, json_option, junit_option, key_option, outcome, print_json
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, on_one_line
 
 if TYPE_CHECKING:
     from optexport.bundle.manifest import Manifest, ParityRecord
-    from optexport.proof.parity import PlaceParity, Proof
+    from optexport.parity.checker import PlaceParity, Proof
 
 
 @click.command(cls=Command)
@@ -31,29 +31,29 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
     file may be another than when it was, and the statement has to be of these files. Of a generative model the folder
     of all parts may be given.
     """
-    from optexport import ci_reports
+    from optexport.bundle.layout import SIGNATURE
     from optexport.bundle.parts import read_bundles
-    from optexport.bundle.places import SIGNATURE
+    from optexport.report import ci
 
-    ci_reports.start(junit, [bundle])
+    ci.start(junit, [bundle])
     found: list[_Checked] = []
     try:
         if key is None:
             bundles = read_bundles(bundle)
         else:
-            from optexport.trust import signing
+            from optexport.bundle.signing import signature
 
-            bundles = signing.check(bundle, key)
+            bundles = signature.check(bundle, key)
         if junit is not None and len(bundles) > 1:
             raise ConfigError("it is of one bundle", place="--junit", mend="Verify each part, or leave it out.")
         whole = bundle.resolve() in (place.resolve() for place in bundles)  # and not the parts of a model
         for place, manifest in bundles.items():
             found.append(_check(place, manifest, bundle if whole else bundle / place.name))
     except OptexportError as error:
-        ci_reports.publish(bundle.name, None, error, junit)
+        ci.publish(bundle.name, None, error, junit)
         raise
     for each in found:
-        ci_reports.publish(each.shown.name, each.record, each.failed, junit)
+        ci.publish(each.shown.name, each.record, each.failed, junit)
     failed = next((each.failed for each in found if each.failed is not None), None)
     if as_json:
         told = {each.shown.name: each.as_json() for each in found}
@@ -128,8 +128,8 @@ class _Checked:
 
 
 def _check(folder: Path, manifest: Manifest, shown: Path) -> _Checked:
-    from optexport.bundle.verification import prove, unchecked_gates
-    from optexport.proof.record import parity_record
+    from optexport.parity.record import parity_record
+    from optexport.parity.verify import prove, unchecked_gates
 
     proof = prove(folder, manifest)
     places = proof.places[1:]

@@ -7,19 +7,20 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optexport import installed, registry
-from optexport.bundle.places import check_place, output_of
-from optexport.config.mistakes import Mistakes
+from optexport._utils import packages
+from optexport._utils.extras import check_extra
+from optexport.bundle.layout import check_place, output_of
+from optexport.config import passes
 from optexport.config.source import check_module, is_template, missing_model, source_folder
+from optexport.config.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
+from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError, did_you_mean
-from optexport.extras import check_extra
-from optexport.formats import lowerings
-from optexport.sources.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
+from optexport.transformations import registry
 
 if TYPE_CHECKING:
-    from optexport.config.file import Config, InputsConfig, TransformationConfig
+    from optexport.config.load import Config, InputsConfig, TransformationConfig
 
-# The axes of what a tokenizer gives, as `optexport.signature` names them.
+# The axes of what a tokenizer gives, as `optexport.signature.signature` names them.
 _OF_TEXT = {"batch", "sequence", "decoder_sequence"}
 
 
@@ -151,7 +152,7 @@ def check_device(config: Config, place: str) -> None:
         "export.layout": config.export.layout is not None,
     }
     for file_format, names in config.export.lowerings.items():
-        known = lowerings.of_format(file_format, config.model.device)
+        known = passes.of_format(file_format, config.model.device)
         asked |= {f"export.lowerings.{file_format}: {name}": name not in known for name in names}
     for key in [key for key, value in asked.items() if value]:
         raise ConfigError(
@@ -176,7 +177,7 @@ def check_here(config: Config, path: Path) -> None:
     for key, extra, otherwise in _extras(config, path.parent):
         mistakes.of(check_extra, extra, f"{path}: {key}", otherwise)
     mistakes.of(check_place, output_of(config, path.parent))
-    mistakes.of(installed.check)
+    mistakes.of(packages.check)
     mistakes.tell()
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optexport.config.file import Config
+    from optexport.config.load import Config
 
 
 class GenerationConfig(BaseModel):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from optexport.config.decisions import MEASURES
+from optexport.config.metrics import MEASURES
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optexport.config.file import Config
+    from optexport.config.load import Config
 
 Half = Literal["bfloat16", "float16"]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from optexport.config.decisions import MEASURES
+from optexport.config.metrics import MEASURES
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optexport.config.file import Config
+    from optexport.config.load import Config
 
 DEFAULT_K = 5
 

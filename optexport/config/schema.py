@@ -10,11 +10,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import ModelSchema
 
-from optexport.config.file import FORMATS, Config
-from optexport.config.mistakes import table_in
-from optexport.formats import lowerings
-from optexport.registry import RULES, Option
-from optexport.sources.tasks import AUTO_CLASSES
+from optexport.config import passes
+from optexport.config.load import FORMATS, Config
+from optexport.config.tasks import AUTO_CLASSES
+from optexport.config.validation import table_in
+from optexport.transformations.registry import RULES, Option
 
 _TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", tuple: "array"}
 
@@ -29,7 +29,7 @@ def config_schema() -> dict[str, Any]:
     tables = schema["$defs"]
     tables["ModelConfig"]["properties"]["task"] |= {"anyOf": [{"enum": list(AUTO_CLASSES)}, {"type": "null"}]}
     tables["ExportConfig"]["properties"]["lowerings"]["properties"] = {
-        name: {"type": "array", "items": {"enum": list(lowerings.of_format(name))}} for name in FORMATS
+        name: {"type": "array", "items": {"enum": list(passes.of_format(name))}} for name in FORMATS
     }
     rule = tables["TransformationConfig"]
     rule["properties"]["use"] |= {"anyOf": [{"enum": list(RULES)}, {"type": "string"}]}

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from optexport.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from optexport.config.file import Config
+    from optexport.config.load import Config
 
 _VARIABLE = "MLFLOW_TRACKING_URI"
 # The kinds of stores that MLflow has itself; packages may add others.

@@ -17,13 +17,13 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from optexport import transformers_exporters
 from optexport.errors import TraceError, first_line
+from optexport.exporters import transformers_exporters
 from optexport.generation import caches
 from optexport.generation.caches import Tensors
 from optexport.generation.names import next_past, past_name
-from optexport.inputs.resizing import resize_tensor
-from optexport.signature import Dim, Dynamic
+from optexport.signature.resizing import resize_tensor
+from optexport.signature.signature import Dim, Dynamic
 
 Prompt = Mapping[str, torch.Tensor]
 

@@ -11,22 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from optexport import api, pipeline
-from optexport.bundle import drafts, sealed_json
+from optexport import api
+from optexport._utils import atomic_dir
+from optexport._utils.progress import Stages
+from optexport.bundle import digest_json
+from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, as_path, check_place, check_replaceable
 from optexport.bundle.parts import PARTS
-from optexport.bundle.places import GENERATION, MANIFEST, SIGNED, as_path, check_place, check_replaceable
-from optexport.config.file import FORMATS, Effort, checked_settings
+from optexport.config.load import FORMATS, Effort, checked_settings
 from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
 from optexport.generation.components import STEPS, Component, Prompt, components, turn
 from optexport.generation.runtime import Parts
 from optexport.generation.tokens import Compared
-from optexport.inputs.positions import most_tokens
 from optexport.job import Job
-from optexport.pipeline import Result
-from optexport.runtimes import Run
-from optexport.sources.loading import Loaded
-from optexport.stages import Stages
+from optexport.loading.loader import Loaded
+from optexport.pipeline import run
+from optexport.pipeline.run import Result
+from optexport.runtime.runners import Run
+from optexport.signature.positions import most_tokens
 from optexport.transformations import Transformation
 
 _UNLIMITED = 1 << 30
@@ -126,14 +128,14 @@ def produce(
     found = components(model, prompts)
     results: dict[str, Result] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with drafts.drafting(output, check_output, held) as draft:
+    with atomic_dir.drafting(output, check_output, held) as draft:
         for part in found:
             # Of its data a quick proof takes the first: the prefill, whose cache is of length 0.
             # Nobody declared its sizes, so that those are left out which the model has no positions for.
             job = replace(make_job(part, draft / part.name), beside=output, real=part.batches[1:], declared=False)
             announce = _prefixed(part.name, stages)
             try:
-                results[part.name] = pipeline.produce(job, announce)
+                results[part.name] = run.produce(job, announce)
             except TraceError as error:
                 if error.place != "inputs.dynamic":  # which no config with a cache has
                     raise
@@ -143,7 +145,7 @@ def produce(
         with stages.stage("tokens"):
             start = getattr(found[0].module, "start", None)
             compared = _compare(model, found, results, prompts, new_tokens, start, draft)
-        sealed_json.write(draft / GENERATION, _document(model, results, compared, start))
+        digest_json.write(draft / GENERATION, _document(model, results, compared, start))
     moved = {name: replace(result, output=output / name) for name, result in results.items()}
     return GenerationResult(output, moved, tuple(compared), tokens.left_out(model))
 
@@ -202,7 +204,7 @@ def _document(
     pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
     return {
         "version": 1,
-        "parts": {name: sealed_json.read(result.output / MANIFEST)["digest"] for name, result in results.items()},
+        "parts": {name: digest_json.read(result.output / MANIFEST)["digest"] for name, result in results.items()},
         "start": start,
         "turn": turn(model),
         "eos": ends,

@@ -9,23 +9,25 @@ from pathlib import Path
 
 import torch
 
-from optexport import interrupts, pipeline, torch_settings, tracking
-from optexport.bundle import places
-from optexport.bundle.checkout import checkout
-from optexport.bundle.measured import Origin
+from optexport import tracking
+from optexport._utils import signals, torch_settings
+from optexport._utils.progress import Stages
+from optexport.bundle import layout
+from optexport.bundle.git import checkout
+from optexport.bundle.measurements import Origin
 from optexport.config.checks import check_extras
-from optexport.config.file import Config, load_config
+from optexport.config.load import Config, load_config
 from optexport.config.text import without_secrets
 from optexport.errors import ConfigError
 from optexport.generation import export
 from optexport.generation.components import Component, Prompt
 from optexport.generation.export import GenerationResult
-from optexport.inputs import preparing
+from optexport.inputs import preparation
 from optexport.job import Job, resolved, rules_of
-from optexport.pipeline import Result
-from optexport.sources.loading import Loaded
-from optexport.stages import Stages
-from optexport.tracking import facts
+from optexport.loading.loader import Loaded
+from optexport.pipeline import run
+from optexport.pipeline.run import Result
+from optexport.tracking import run_params
 
 
 @torch_settings.put_back()
@@ -41,22 +43,22 @@ def run_generation(path: str | Path, *, without: Sequence[str] = (), stages: Sta
     Raises:
         OptexportError: One of its kinds, with the exit code of what went wrong.
     """
-    stages, path = stages or Stages(), places.as_path(path, "path")
+    stages, path = stages or Stages(), layout.as_path(path, "path")
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
         raise ConfigError("it has no such table", place=f"{path}: generation", mend="Call optexport.run(path).")
     check_extras(config, path)
     rules, new_tokens = rules_of(config, folder, without), config.generation.new_tokens
     config = resolved(config, rules)
-    output = places.output_of(config, folder)
+    output = layout.output_of(config, folder)
     export.check_output(output)
     git = checkout(folder)
     text = without_secrets(path)
-    with interrupts.temporary_folder() as downloads, contextlib.ExitStack() as until_sent:
+    with signals.temporary_folder() as downloads, contextlib.ExitStack() as until_sent:
         with stages.stage("load"):
-            loaded = pipeline.load_model(config, folder, downloads)
+            loaded = run.load_model(config, folder, downloads)
         with stages.stage("inputs"):
-            given = preparing.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
+            given = preparation.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
             prompts = [_prompt(batch, loaded) for batch in given.real or (given.example,)]
 
         def origin(part: str) -> Origin:
@@ -89,7 +91,7 @@ def _prompt(batch: Prompt, loaded: Loaded) -> Prompt:
 
 def _track(part: Result, config: Config, path: Path, origin: Origin) -> Result:
     manifest = part.manifest
-    tags = facts.tags(manifest.model.source, manifest.versions, origin)
+    tags = run_params.tags(manifest.model.source, manifest.versions, origin)
     with tracking.tracking(config.tracking, path, part.output, manifest.config, tags) as tracker:
         tracker.send()
     return replace(part, run_id=tracker.run_id, run_page=tracker.page, tracking_failure=tracker.failure)

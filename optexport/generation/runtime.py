@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from optexport import runtimes
-from optexport.applications.bundle import as_input
+from optexport.bundle.layout import GENERATION, as_path
 from optexport.bundle.manifest import Manifest, TensorRecord
 from optexport.bundle.parts import read_generation
-from optexport.bundle.places import GENERATION, as_path
 from optexport.errors import ConfigError, first_line
 from optexport.generation.names import next_past
-from optexport.runtimes import Run
+from optexport.inference.bundle import as_input
+from optexport.runtime import runners
+from optexport.runtime.runners import Run
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, torch.Tensor]
@@ -237,5 +237,5 @@ def _open(folder: Path, manifest: Manifest, file_format: str) -> Run:
         known = ", ".join(artifact.format for artifact in manifest.artifacts)
         raise ConfigError(f"no {file_format} file was exported", place=str(folder), mend=f"There is: {known}.")
     outputs = [output.name for output in manifest.outputs]
-    *_, (_, run) = runtimes.open_file(folder / found[0].path, file_format, outputs)
+    *_, (_, run) = runners.open_file(folder / found[0].path, file_format, outputs)
     return run

@@ -8,16 +8,16 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from optexport import summary
 from optexport.generation.export import GenerationResult
 from optexport.generation.tokens import Compared
+from optexport.report import terminal
 
 
 def show(result: GenerationResult, console: Console) -> None:
     """Prints the summary of each part, and how the tokens compare."""
     for name, part in result.parts.items():
         console.print(f"[bold]Part[/] {name}", highlight=False)
-        summary.show(part, console)
+        terminal.show(part, console)
         console.print()
     console.print("[bold]Tokens[/] compared with the likeliest ones of model.generate", highlight=False)
     if result.left_out:
@@ -41,7 +41,7 @@ def _line(compared: Compared) -> str:
 
 def as_json(result: GenerationResult) -> dict[str, Any]:
     """The result for machines."""
-    parts = {name: summary.as_json(part) for name, part in result.parts.items()}
+    parts = {name: terminal.as_json(part) for name, part in result.parts.items()}
     return {
         "passed": all(part["passed"] for part in parts.values()),
         "exit_code": max(part["exit_code"] for part in parts.values()),

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 
-from optexport import transformers_exporters
 from optexport.errors import ParityError
+from optexport.exporters import transformers_exporters
 from optexport.generation.components import Prompt
 from optexport.generation.runtime import Parts
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from optexport.errors import OptexportError, TraceError, first_line
+from optexport.exporters.transformers_exporters import computed_outside, one_pass, quiet
 from optexport.inputs.dummy_media import BATCH, MEDIA, Maker, find
 from optexport.inputs.dummy_vision_text import with_image_tokens
-from optexport.inputs.positions import most_tokens
-from optexport.transformers_exporters import computed_outside, one_pass, quiet
+from optexport.signature.positions import most_tokens
 
 Batch = dict[str, torch.Tensor]
 

@@ -9,8 +9,8 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from optexport.errors import TraceError
-from optexport.proof.vocabulary import vocabularies
-from optexport.sources.program_signature import tensor_inputs
+from optexport.parity.vocabulary import vocabularies
+from optexport.signature.exported_program import tensor_inputs
 from optexport.tracing.trace import trace
 
 

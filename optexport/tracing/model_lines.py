@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from optexport import transformers_exporters
+from optexport.exporters import transformers_exporters
 
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"

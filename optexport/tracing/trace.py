@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from optexport import transformers_exporters
+from optexport._utils.module_state import tensors_kept
 from optexport.errors import OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
+from optexport.exporters import transformers_exporters
 from optexport.inputs.dummy import dummy_inputs
-from optexport.signature import (
+from optexport.signature.signature import (
     Batch,
     Dim,
     Dynamic,
@@ -31,19 +32,18 @@ from optexport.signature import (
     call_signature,
     named_inputs,
 )
-from optexport.state import tensors_kept
-from optexport.tracing.dataclass_outputs import register_dataclasses
-from optexport.tracing.long_sizes import LongSizeError, SizesWatched
+from optexport.tracing.fallbacks.attempts import trace_otherwise
+from optexport.tracing.fallbacks.caught_trace_errors import none_swallowed
+from optexport.tracing.fallbacks.dataclass_outputs import register_dataclasses
+from optexport.tracing.fallbacks.scalar_tensors import NumbersKnown
+from optexport.tracing.fallbacks.value_checks import skipping_checks
 from optexport.tracing.model_lines import line_of_model
-from optexport.tracing.number_tensors import NumbersKnown
-from optexport.tracing.other_ways import find_other_ways, outcome
-from optexport.tracing.otherwise import trace_otherwise
-from optexport.tracing.program_shapes import read_signature
-from optexport.tracing.raising import raise_graph
-from optexport.tracing.size_guards import drop_doubts, find_doubts, held_sizes, own_sizes, within_assertions
-from optexport.tracing.sizes_of_one import OnesNoted
-from optexport.tracing.skipped_checks import skipping_checks
-from optexport.tracing.swallowed import none_swallowed
+from optexport.tracing.module_reconstruction import raise_graph
+from optexport.tracing.shapes.path_probe import find_other_ways, outcome
+from optexport.tracing.shapes.program_shapes import read_signature
+from optexport.tracing.shapes.size_expressions import LongSizeError, SizesWatched
+from optexport.tracing.shapes.size_guards import drop_doubts, find_doubts, held_sizes, own_sizes, within_assertions
+from optexport.tracing.shapes.size_one import OnesNoted
 
 logger = logging.getLogger("optexport")
 

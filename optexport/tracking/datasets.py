@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from optexport.bundle.places import REFERENCE
-from optexport.tracking.finished import BUNDLE, Finished
+from optexport.bundle.layout import REFERENCE
+from optexport.tracking.bundle_record import BUNDLE, Finished
 
 # Numbers that NumPy has no dtype for.
 _NOT_NUMPYS = ("BF16", "F8_E4M3", "F8_E5M2")

@@ -10,8 +10,8 @@ from typing import Any
 
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest, TensorRecord
-from optexport.tracking import arrived
-from optexport.tracking.finished import Finished
+from optexport.tracking import upload_check
+from optexport.tracking.bundle_record import Finished
 from optexport.tracking.store import made_once
 
 _NUMPY_NAMES = {"bool": "bool_"}
@@ -88,7 +88,7 @@ def logged_model(client: Any, run_id: str, made: OnnxModel, finished: Finished) 
             },
         )
         client.log_model_artifacts(model_id, str(folder))
-        arrived.check(lambda path: client.list_logged_model_artifacts(model_id, path), folder)
+        upload_check.check(lambda path: client.list_logged_model_artifacts(model_id, path), folder)
     client.finalize_logged_model(model_id, "READY")
     return model_id
 

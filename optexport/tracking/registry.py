@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport.bundle.places import MANIFEST, MEASUREMENTS
-from optexport.config.registering import RegisterConfig
+from optexport._utils.redaction import redact
+from optexport.bundle.layout import MANIFEST, MEASUREMENTS
+from optexport.config.registration import RegisterConfig
 from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line, short_line
-from optexport.redaction import redact
-from optexport.tracking import aliases, ratchet
-from optexport.tracking.finished import BUNDLE, BUNDLE_TAG, Finished
-from optexport.tracking.ratchet import Verdict
+from optexport.tracking import aliases, regression_gate
+from optexport.tracking.bundle_record import BUNDLE, BUNDLE_TAG, Finished
+from optexport.tracking.regression_gate import Verdict
 from optexport.tracking.store import made_once
 
 # Of a version: what became of the alias when it was registered, and why.
@@ -229,7 +229,7 @@ def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, c
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
         try:
             documents = [_downloaded(client, run_id, each, scratch) for each in (MANIFEST, MEASUREMENTS)]
-            return ratchet.compare(new, Finished.read(Path(documents[0]).parent), config.ratchet)
+            return regression_gate.compare(new, Finished.read(Path(documents[0]).parent), config.ratchet)
         except (BundleError, ValueError, ArithmeticError) as error:
             told = f"{error.place}: {error.cause}" if isinstance(error, BundleError) else first_line(error)
             why = f"version {champion} cannot be compared with: {told}".replace(f"{scratch}/", "")

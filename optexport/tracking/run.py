@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from optexport.bundle import drafts, parts
-from optexport.config.file import TrackingConfig
+from optexport._utils import atomic_dir
+from optexport._utils.redaction import redact_error
+from optexport.bundle import parts
+from optexport.config.load import TrackingConfig
 from optexport.errors import BundleError, TrackingError
-from optexport.redaction import redact_error
-from optexport.tracking import facts, store
-from optexport.tracking.finished import Finished
-from optexport.tracking.known import FOLDER_TAG, START_TAG, folder_of, run_of
+from optexport.tracking import run_params, store
+from optexport.tracking.bundle_record import Finished
+from optexport.tracking.payload import tell
 from optexport.tracking.registry import Registered
-from optexport.tracking.sending import send, send_params
-from optexport.tracking.told import tell
+from optexport.tracking.run_lookup import FOLDER_TAG, START_TAG, folder_of, run_of
+from optexport.tracking.upload import send, send_params
 
 REASON_TAG = "optexport.blame.failure"
 # The environment variable with the id of a run that others are nested under, as those of a batch are.
@@ -64,7 +65,7 @@ class Tracker:
             experiment = store.experiment_id(self._client, self._config.experiment, folder)
             self.run_id = new_run(self._client, experiment, self._bundle.name, tags)
             self.page = store.page(self._client.tracking_uri, experiment, self.run_id)
-            send_params(self._client, self.run_id, facts.params(settings))
+            send_params(self._client, self.run_id, run_params.params(settings))
             end_left(self._client, experiment, self._bundle)
 
         self._guarded(action)
@@ -165,9 +166,9 @@ def end_left(client: Any, experiment: str, bundle: Path) -> None:
     with (
         contextlib.suppress(Exception),
         store.hastily(),
-        drafts.locked(parts.whole(bundle), wait=False) as free,
+        atomic_dir.locked(parts.whole(bundle), wait=False) as free,
         # Had once more only where the file system knows no locks, so that nothing tells who sends.
-        drafts.locked(parts.whole(bundle), wait=False) as again,
+        atomic_dir.locked(parts.whole(bundle), wait=False) as again,
     ):
         if not free or again:
             return

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optexport.bundle.manifest import Manifest
-from optexport.bundle.measured import BenchRecord
-from optexport.tracking.finished import Finished
+from optexport.bundle.measurements import BenchRecord
+from optexport.tracking.bundle_record import Finished
 
 Table = Mapping[str, Sequence[Any]]
 

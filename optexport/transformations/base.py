@@ -10,8 +10,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError, first_line
-from optexport.transformations.graphs.canonical import canonical
-from optexport.transformations.graphs.snapshot import restored_on_failure
+from optexport.transformations.analysis.canonical import canonical
+from optexport.transformations.analysis.snapshot import restored_on_failure
 
 # ``node.meta["custom"]`` is the one place on a node that survives deepcopy, ``fx.Transformer`` and export. Copies of
 # a node share the value, so it is always replaced and never changed; and it names nodes instead of holding them.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import ConfigError, did_you_mean
-from optexport.transformations.graphs import folding, memory, modules, usage
+from optexport.transformations.analysis import folding, memory, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from optexport.transformations.graphs import modules, roundings
+from optexport.transformations.analysis import modules, roundings
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 _DIVISIONS: dict[str, tuple[str, Any]] = {

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport.transformations.graphs import folding, memory, modules, usage
+from optexport.transformations.analysis import folding, memory, modules, usage
 from optexport.transformations.remove_no_ops import handed_through
 from optexport.transformations.rule import Match, Rule, Skip
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations.graphs import effects, folding, memory, modules, usage
+from optexport.transformations.analysis import effects, folding, memory, modules, usage
 from optexport.transformations.remove_no_ops import handed_through
 from optexport.transformations.rule import Match, Rule, Skip
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from optexport.transformations.graphs import effects, modules, usage, written_attention
-from optexport.transformations.graphs.written_attention import Attention
+from optexport.transformations.analysis import effects, modules, usage, written_attention
+from optexport.transformations.analysis.written_attention import Attention
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten

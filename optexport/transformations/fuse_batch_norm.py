@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from optexport.transformations.graphs import batch_norm, folding, memory, modules
+from optexport.transformations.analysis import batch_norm, folding, memory, modules
 from optexport.transformations.remove_no_ops import handed_through
 from optexport.transformations.rule import Match, Rule, Skip
 

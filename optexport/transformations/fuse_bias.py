@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport.transformations.graphs import folding, memory, modules, usage
+from optexport.transformations.analysis import folding, memory, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from optexport.transformations.graphs import folding, modules, strides, usage
+from optexport.transformations.analysis import folding, modules, strides, usage
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 

@@ -11,8 +11,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen
 
 from optexport.errors import ConfigError, did_you_mean
-from optexport.signature import named_outputs
-from optexport.transformations.graphs import effects, modules, usage
+from optexport.signature.signature import named_outputs
+from optexport.transformations.analysis import effects, modules, usage
 from optexport.transformations.rule import Match, Rule
 
 

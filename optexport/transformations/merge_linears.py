@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
-from optexport.transformations.graphs import folding, memory, modules, strides, usage
+from optexport.transformations.analysis import folding, memory, modules, strides, usage
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 # An attribute of a merged linear: those that it stands for, without weight and bias. It is none of a record's, since

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from optexport.transformations.graphs import batch_norm, folding, memory, modules, strides
+from optexport.transformations.analysis import batch_norm, folding, memory, modules, strides
 from optexport.transformations.rule import Match, Rule, Skip
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from optexport import overloads
-from optexport.transformations.graphs import bounds, folding, memory, modes, modules, usage
+from optexport._utils import aten_ops
+from optexport.transformations.analysis import bounds, folding, memory, modes, modules, usage
 from optexport.transformations.rule import Match, Rule, Skip
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ def _found(graph_module: GraphModule, node: Node) -> Pass | Skip | None:
         return None
     if modules.operator_name(node) in _CONJUNCTIONS:
         return _conjunction(graph_module, node)
-    given = overloads.arguments(node)
+    given = aten_ops.arguments(node)
     if node.target in _DROPOUT_OPERATORS:
         return Skip("it is in train mode") if given["train"] is not False else Pass((node,), source)
     layout = given.get("memory_format")
@@ -251,7 +251,7 @@ def _is_contiguous(graph_module: GraphModule, node: object) -> bool:
         plain = not modules.has_hooks(module) and "forward" not in vars(module)
         return type(module) in (nn.Linear, nn.LayerNorm, nn.Embedding) and plain
     if node.target is aten.contiguous.default:
-        return overloads.arguments(node).get("memory_format") in _CONTIGUOUS
+        return aten_ops.arguments(node).get("memory_format") in _CONTIGUOUS
     return node.target in (*_SAME_ORDER, aten.dropout.default) and _is_contiguous(graph_module, node.args[0])
 
 

@@ -12,10 +12,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from optexport.errors import TransformationError
+from optexport.transformations.analysis import modes
+from optexport.transformations.analysis.snapshot import restored_on_failure
+from optexport.transformations.analysis.usage import indexed
 from optexport.transformations.base import ReversibleTransformation, Transformation, marks, set_marks
-from optexport.transformations.graphs import modes
-from optexport.transformations.graphs.snapshot import restored_on_failure
-from optexport.transformations.graphs.usage import indexed
 
 # An attribute of the GraphModule: by signature, the name of each rule that was applied and how many records it left.
 _JOURNAL = "_optexport_journal"

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from optexport import overloads
-from optexport.tensor_bytes import bytes_of
-from optexport.transformations.graphs import folding, memory, modes, modules
+from optexport._utils import aten_ops
+from optexport._utils.tensors import bytes_of
+from optexport.transformations.analysis import folding, memory, modes, modules
 from optexport.transformations.rule import Match, Rule, Skip
 
 _OPERATORS = {
@@ -113,7 +113,7 @@ def _is_pure(graph_module: GraphModule, node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.op == "call_function" and node.target in _OPERATORS
     schema = node.target._schema
-    given = overloads.arguments(node)
+    given = aten_ops.arguments(node)
     return (
         schema.name.startswith("aten::")
         and "empty" not in schema.name

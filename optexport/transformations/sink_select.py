@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from optexport.errors import TransformationError
-from optexport.transformations.graphs import modules
-from optexport.transformations.graphs.row_wise import feeds
+from optexport.transformations.analysis import modules
+from optexport.transformations.analysis.row_wise import feeds
 from optexport.transformations.rule import Match, ReversibleRule, Skip
 
 aten = torch.ops.aten

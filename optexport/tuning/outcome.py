@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from optexport.bench.comparison import Comparison
-from optexport.config.file import Format
-from optexport.config.measuring import LEAST_ROUNDS
+from optexport.config.benchmarks import LEAST_ROUNDS
+from optexport.config.load import Format
 
 AS_CONFIGURED = "as configured"
 NOT_THE_SAME = "not the same"

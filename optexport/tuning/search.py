@@ -15,17 +15,17 @@ from dataclasses import replace
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
-from optexport.config.file import Format
-from optexport.config.measuring import LEAST_ROUNDS
+from optexport.config import passes
+from optexport.config.benchmarks import LEAST_ROUNDS
+from optexport.config.load import Format
 from optexport.errors import BenchError
-from optexport.formats import lowerings
 from optexport.job import Job
-from optexport.transform import NamedRule
 from optexport.transformations import KeepOutputs
-from optexport.tuning.contest import Contest
+from optexport.transformations.apply import NamedRule
+from optexport.tuning.candidate import Ingredient, Recipe, change_in_words, configured, in_order, lowerings_in, rules_in
+from optexport.tuning.candidate_builder import Refused, Workshop, content_of
 from optexport.tuning.outcome import Outcome, Trial
-from optexport.tuning.recipe import Ingredient, Recipe, change_in_words, configured, in_order, lowerings_in, rules_in
-from optexport.tuning.workshop import Refused, Workshop, content_of
+from optexport.tuning.tournament import Contest
 
 _FIRST_ROUNDS = 4
 # Of the candidates' time, what may go into making them; the rest is for races.
@@ -96,7 +96,7 @@ class Search:
 
     def _can_be(self, trial: Trial) -> bool:
         """Whether a trial that was kept is one of this search's; a damaged one may say anything."""
-        known = lowerings.of_format(self.format, self.job.config.model.device)
+        known = passes.of_format(self.format, self.job.config.model.device)
         return set(trial.rules) <= set(range(len(self.job.rules))) and set(trial.lowerings) <= set(known)
 
     def _start_from_what_passes(self) -> None:
@@ -113,7 +113,7 @@ class Search:
     def _single_changes(self) -> list[Recipe]:
         """The start with each lowering that it lacks, or without one it has, and without each rule that finds work."""
         # Those first that change more, should there be no time for all.
-        lowered: list[Ingredient] = [*lowerings.of_format(self.format, self.job.config.model.device)]
+        lowered: list[Ingredient] = [*passes.of_format(self.format, self.job.config.model.device)]
         rules = [i for i in self.workshop.working(self.start) if i not in self.plain]
         return [self.start ^ {ingredient} for ingredient in [*lowered, *rules]]
 

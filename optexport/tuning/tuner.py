@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from optexport import devices
+from optexport._utils.progress import Stages
 from optexport.bench.workload import Workload
-from optexport.bundle.imported import code_of
-from optexport.config.decisions import METRIC
-from optexport.config.file import Format
+from optexport.cache import keys, model_key, store
+from optexport.cache.imported_modules import code_of
+from optexport.config.load import Format
+from optexport.config.metrics import METRIC
 from optexport.job import Job, resolved
-from optexport.kept import computation, content, store
-from optexport.proof.parity import Proof
-from optexport.proof.reference import Call
-from optexport.stages import Stages
+from optexport.parity.checker import Proof
+from optexport.parity.reference import Call
+from optexport.runtime import devices
 from optexport.tracing.trace import Traced
-from optexport.transform import is_built_in
-from optexport.tuning import trials
-from optexport.tuning.contest import Contest
+from optexport.transformations.apply import is_built_in
+from optexport.tuning import trial_cache
+from optexport.tuning.candidate import configured
+from optexport.tuning.candidate_builder import Workshop
 from optexport.tuning.outcome import Outcome
-from optexport.tuning.recipe import configured
 from optexport.tuning.search import Search
-from optexport.tuning.workshop import Workshop
+from optexport.tuning.tournament import Contest
 
 
 def tune(
@@ -57,10 +57,10 @@ def tune(
             contest = Contest(workloads, job.config.bench.threads)
             search = Search(job, name, workshop, contest, share(budget, left, index, len(formats)))
             known = _entry(job, traced, proof, workloads, name)
-            outcome = search.run(trials.read(known))
+            outcome = search.run(trial_cache.read(known))
             left -= search.spent
             if outcome is not None:
-                trials.write(known, outcome.chosen, outcome.trials)
+                trial_cache.write(known, outcome.chosen, outcome.trials)
                 outcomes.append(outcome)
     return _with_chosen(job, outcomes), tuple(outcomes)
 
@@ -82,7 +82,7 @@ def _entry(job: Job, traced: Traced, proof: Proof, workloads: Sequence[Workload]
     metrics = {gate.removeprefix(METRIC).partition(":")[0] for gate in gates if gate.startswith(METRIC)}
     return store.name(
         "tuning",
-        computation.of(traced.graph_module, job.loaded.model),
+        model_key.of(traced.graph_module, job.loaded.model),
         str(traced.graph_module.graph),  # where its calls are not known by name there is no digest of it
         job.loaded.weights_sha256,
         file_format,
@@ -92,7 +92,7 @@ def _entry(job: Job, traced: Traced, proof: Proof, workloads: Sequence[Workload]
         job.config.export.opset,
         devices.described(job.config.model.device),
         job.config.parity.model_dump(mode="json"),
-        content.of_tensors([job.example, *(case.batch for case in reference.cases), *reference.outputs]),
+        keys.of_tensors([job.example, *(case.batch for case in reference.cases), *reference.outputs]),
         [workload.label for workload in workloads],
         [case.name for case in reference.cases],
         {name: bound.limit for name, bound in proof.bounds.items()},

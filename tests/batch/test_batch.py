@@ -21,12 +21,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from optexport import verify
-from optexport.batch import attempt
-from optexport.batch.ended import Ended
+from optexport.batch import supervisor
+from optexport.batch.results import Ended
 from optexport.batch.run import run
 from optexport.batch.tasks import Task, tasks_of
 from optexport.cli.main import cli
-from tests import stores
+from tests._helpers import stores
 from tests.batch import fleets
 
 
@@ -368,12 +368,12 @@ def test_a_signal_of_the_terminal_while_the_batch_makes_ready_is_one_message(tmp
 def test_a_config_is_begun_again_where_the_process_that_forks_others_was_killed(tmp_path: Path) -> None:
     """It ended badly, with EOFError."""
     server: Any = forkserver
-    attempt.make_ready()
+    supervisor.make_ready()
     os.kill(server._forkserver._forkserver_pid, signal.SIGKILL)
     fleets.config(tmp_path, "a")
     (task,), folder = tasks_of(["a.toml"]), tmp_path / "logs"
     folder.mkdir()
-    ended = attempt.attempts(task, attempt.Limits(2**34, 600, 0), folder, threading.Event())
+    ended = supervisor.attempts(task, supervisor.Limits(2**34, 600, 0), folder, threading.Event())
     assert (ended.exit_code, ended.attempts, ended.error) == (0, 1, None)
 
 
@@ -395,5 +395,5 @@ def _is_alive(pid: int) -> bool:
 def test_the_exit_code_of_a_process_reaches_the_thread_that_asks_for_it() -> None:
     """Five in 1,500 did not, where starting one process also looked after those of other threads."""
     with ThreadPoolExecutor(12) as pool:
-        for future in [pool.submit(attempt.make_ready) for _ in range(2000)]:
+        for future in [pool.submit(supervisor.make_ready) for _ in range(2000)]:
             future.result()

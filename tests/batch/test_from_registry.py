@@ -13,11 +13,11 @@ from click.testing import CliRunner, Result
 
 from optexport import verify
 from optexport.batch import from_registry
-from optexport.batch.ended import Ended
+from optexport.batch.results import Ended
 from optexport.cli.main import cli
 from optexport.errors import TrackingError
-from optexport.tracking.wanted import Version, wanted
-from tests import stores
+from optexport.tracking.registry_query import Version, wanted
+from tests._helpers import stores
 
 _TEMPLATE = """
 [model]

@@ -19,17 +19,17 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 
-from optexport.bench import race as racing
+from optexport.bench import turns as racing
 from optexport.bench.artifact import Artifact, file_size, open_target
 from optexport.bench.command import bench
-from optexport.bench.measuring import measure, pairs_of
-from optexport.bench.race import Settings, race
+from optexport.bench.measure import measure, pairs_of
+from optexport.bench.turns import Settings, race
 from optexport.bench.worker import _samples
 from optexport.errors import BenchError
-from tests import exports
-from tests.bench.calling import BRIEF, call, workload
+from tests._helpers import exports
+from tests._helpers.cli import message
 from tests.bench.files import WIDTH, chain, lookup
-from tests.calling import message
+from tests.bench.running import BRIEF, call, workload
 
 
 def document(*arguments: object) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optexport.bench.comparison import Comparison, compare, interval, percentiles
-from optexport.config.measuring import LEAST_ROUNDS
+from optexport.config.benchmarks import LEAST_ROUNDS
 
 Times = npt.NDArray[np.float64]
 

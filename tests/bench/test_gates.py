@@ -12,18 +12,18 @@ import mlflow
 import pytest
 from click.testing import CliRunner
 
-from optexport import pipeline
 from optexport.bench import gates
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
-from optexport.bench.measuring import Duel, Figures, Report
-from optexport.bench.race import Settings
+from optexport.bench.measure import Duel, Figures, Report
+from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.cli.main import cli
-from optexport.config.measuring import GateConfig
+from optexport.config.benchmarks import GateConfig
 from optexport.errors import GateError
-from tests import exports, stores
-from tests.calling import Caller, config, message
+from optexport.pipeline import run
+from tests._helpers import exports, stores
+from tests._helpers.cli import Caller, config, message
 
 DYNAMIC = 'tensors.x.shape = ["batch", 4]\ndynamic.batch = [1, 8]'
 
@@ -73,7 +73,7 @@ def test_what_is_measured_is_among_the_metrics_of_the_run(tmp_path: Path) -> Non
     path.write_text(f"{path.read_text()}[bench]\nenabled = true\nrounds = 1\nshapes = [{{ batch = 3 }}]\n")
     before = mlflow.get_tracking_uri()
     try:
-        result = pipeline.run(path)
+        result = run.run(path)
         metrics = mlflow.MlflowClient(uri).get_run(str(result.run_id)).data.metrics
     finally:
         mlflow.set_tracking_uri(before)

@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from optexport.bench import race as racing
+from optexport.bench import turns as racing
 from optexport.bench.artifact import Artifact
-from optexport.bench.measuring import measure
-from optexport.bench.race import Settings, race
+from optexport.bench.measure import measure
+from optexport.bench.turns import Settings, race
 from optexport.errors import BenchError
-from tests import exports
-from tests.bench.calling import BRIEF, call, workload
+from tests._helpers import exports
+from tests._helpers.cli import message
 from tests.bench.files import WIDTH, chain
-from tests.calling import message
+from tests.bench.running import BRIEF, call, workload
 
 
 def test_a_changed_bundle_is_refused_before_anything_in_it_is_loaded(tmp_path: Path) -> None:

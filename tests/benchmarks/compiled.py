@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
+from optexport._utils.platform import machine
 from optexport.bench.comparison import compare
-from optexport.machine import machine
-from tests.benchmarks.race_models import RACERS, Racer
+from tests.benchmarks.models import RACERS, Racer
 from tests.benchmarks.turns import in_turns
 
 _OURS, _PACKAGE, _COMPILED = "optexport", "AOTInductor", "torch.compile"

@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from optexport.machine import machine
+from optexport._utils.platform import machine
 
 PROGRAM = "from optexport.cli.main import main; main()"
 # What a run imports; it says what it holds then.

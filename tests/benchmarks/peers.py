@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.benchmarks.race_models import RACERS, Racer
+from tests.benchmarks.models import RACERS, Racer
 
 # Longer than any peer took here, three times over.
 _SECONDS = 900

@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from optexport.machine import machine
-from tests.benchmarks.proof import EXAMPLE
+from optexport._utils.platform import machine
+from tests.benchmarks.parity import EXAMPLE
 
 PROGRAM = "from optexport.cli.main import main; main()"
 BARE = """

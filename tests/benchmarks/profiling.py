@@ -19,11 +19,11 @@ from typing import Any
 import onnxruntime
 from safetensors.numpy import load_file
 
+from optexport._utils.platform import machine
 from optexport.bench.artifact import open_target
 from optexport.bench.workload import from_onnx
-from optexport.machine import machine
 from tests.benchmarks import workloads
-from tests.formats import files
+from tests.exporters import files
 
 
 def profile(path: Path, sizes: dict[str, int], threads: int, runs: int, folder: Path) -> dict[str, list[float]]:

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from optexport import export
+from optexport._utils.platform import machine
 from optexport.bench.artifact import open_target
-from optexport.bench.measuring import measure
-from optexport.bench.race import Settings
+from optexport.bench.measure import measure
+from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
-from optexport.machine import machine
 from tests.benchmarks.workloads import PAIRS, Pair
 
 FORMATS = ("onnx", "torchscript")

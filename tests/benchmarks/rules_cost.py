@@ -26,12 +26,12 @@ import torch
 from scipy import stats
 from torch import fx, nn
 
-from optexport import registry
+from optexport._utils.platform import machine
 from optexport.job import preset
-from optexport.machine import machine
 from optexport.tracing.trace import trace
-from optexport.transform import NamedRule, transform
-from tests.benchmarks import proof
+from optexport.transformations import registry
+from optexport.transformations.apply import NamedRule, transform
+from tests.benchmarks import parity
 
 WIDTH, HEADS = 8, 2
 # Those that need options, or that are of no use without other numbers.
@@ -111,7 +111,7 @@ def share(rounds: int) -> float:
     found = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            stages = proof.run(Path(folder), "standard", 1, kept=False)
+            stages = parity.run(Path(folder), "standard", 1, kept=False)
         found.append(stages["transform"] / sum(stages.values()))
     return statistics.median(found)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import onnxruntime
 
-from optexport.formats import lowerings
-from optexport.machine import machine
-from tests.benchmarks.race_models import RACERS
+from optexport._utils.platform import machine
+from optexport.config import passes
+from tests.benchmarks.models import RACERS
 from tests.benchmarks.workloads import _TEXT
-from tests.formats import files
+from tests.exporters import files
 
 _LEVELS = onnxruntime.GraphOptimizationLevel
 _Change = Callable[[onnxruntime.SessionOptions], object]
@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, _Change] = {
     "session.disable_prepacking": lambda o: o.add_session_config_entry("session.disable_prepacking", "1"),
     "session.set_denormal_as_zero": lambda o: o.add_session_config_entry("session.set_denormal_as_zero", "1"),
 }
-_LOWERED = [name for name in lowerings.of_format("onnx") if name in ("attention", "sum-residuals")]
+_LOWERED = [name for name in passes.of_format("onnx") if name in ("attention", "sum-residuals")]
 
 
 def seconds(path: Path, inputs: Mapping[str, object], rounds: int) -> dict[str, list[float]]:

@@ -14,9 +14,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from optexport.machine import machine
-from optexport.pipeline import Result, run
-from optexport.registry import PRESET
+from optexport._utils.platform import machine
+from optexport.pipeline.run import Result, run
+from optexport.transformations.registry import PRESET
 from tests.benchmarks.workloads import EXAMPLES
 
 _TEXT = ("{ batch = 1, sequence = 16 }", "{ batch = 1, sequence = 128 }", "{ batch = 8, sequence = 128 }")

@@ -27,7 +27,7 @@ from optexport.transformations import (
     SinkSelect,
     Transformation,
 )
-from tests.models import randomise
+from tests._helpers.models import randomise
 
 Batch = dict[str, torch.Tensor]
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from optexport import export
-from optexport.bundle import contents, digests, drafts
+from optexport._utils import atomic_dir
+from optexport.bundle import contents, digests
 from optexport.errors import BundleError, ConfigError, OptexportError
-from optexport.proof.cases import Case
-from optexport.proof.reference import Reference
-from tests import exports
+from optexport.parity.cases import Case
+from optexport.parity.reference import Reference
+from tests._helpers import exports
 
 
 def leftovers(place: Path) -> list[str]:
@@ -39,7 +40,7 @@ def copied(tmp_path: Path) -> Path:
 
 def test_a_draft_takes_its_name_when_it_is_done(tmp_path: Path) -> None:
     output = tmp_path / "bundle"
-    with drafts.drafting(output) as draft:
+    with atomic_dir.drafting(output) as draft:
         assert draft.parent == tmp_path
         assert draft.name.startswith(".bundle.partial-")
         (draft / "model.onnx").write_bytes(b"new")
@@ -62,7 +63,7 @@ def test_a_file_that_was_added_to_a_bundle_is_named_and_stays(copied: Path) -> N
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), drafts.drafting(tmp_path / "bundle") as draft:
+    with pytest.raises(error), atomic_dir.drafting(tmp_path / "bundle") as draft:
         (draft / "inner").mkdir()
         (draft / "inner" / "file").write_bytes(b"half")
         raise error
@@ -72,7 +73,7 @@ def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, error: type[BaseExcep
 def test_an_earlier_bundle_stays_when_a_run_fails(tmp_path: Path) -> None:
     output = earlier_bundle(tmp_path / "bundle")
     before = {path.name: path.read_bytes() for path in output.iterdir()}
-    with pytest.raises(RuntimeError), drafts.drafting(output) as draft:
+    with pytest.raises(RuntimeError), atomic_dir.drafting(output) as draft:
         (draft / "model.onnx").write_bytes(b"half")
         raise RuntimeError
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
@@ -82,7 +83,7 @@ def test_an_earlier_bundle_stays_when_a_run_fails(tmp_path: Path) -> None:
 def test_an_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
     output = earlier_bundle(tmp_path / "bundle")
     contents.check_output(output)
-    with drafts.drafting(output) as draft:
+    with atomic_dir.drafting(output) as draft:
         (draft / "manifest.json").write_bytes(b"new")
     assert [path.name for path in output.iterdir()] == ["manifest.json"]
     assert leftovers(tmp_path) == []
@@ -91,7 +92,7 @@ def test_an_earlier_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_an_empty_folder_may_be_taken(tmp_path: Path) -> None:
     (tmp_path / "bundle").mkdir()
     contents.check_output(tmp_path / "bundle")
-    with drafts.drafting(tmp_path / "bundle") as draft:
+    with atomic_dir.drafting(tmp_path / "bundle") as draft:
         (draft / "file").touch()
     assert (tmp_path / "bundle" / "file").exists()
 
@@ -120,7 +121,7 @@ def test_something_else_under_the_name_is_refused_before_any_work(tmp_path: Path
 def test_what_appears_under_the_name_meanwhile_is_not_replaced(tmp_path: Path, name: str) -> None:
     output = tmp_path / "bundle"
     contents.check_output(output)
-    with pytest.raises(OptexportError), drafts.drafting(output):
+    with pytest.raises(OptexportError), atomic_dir.drafting(output):
         OTHERS[name](output)
     assert output.is_file() or any(output.iterdir())
     assert leftovers(tmp_path) == []

@@ -21,13 +21,13 @@ from onnx.external_data_helper import set_external_data
 from safetensors.torch import load_file, save_file
 
 from optexport.bench.artifact import bundle_of
-from optexport.blame.bundle import blame_bundle
-from optexport.bundle import digests, sealed_json
+from optexport.bundle import digest_json, digests
 from optexport.bundle.external_data import check_locations
-from optexport.bundle.places import MANIFEST, MEASUREMENTS, REFERENCE
-from optexport.bundle.verification import unchecked_gates, verify
+from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REFERENCE
+from optexport.diagnosis.bundle import blame_bundle
 from optexport.errors import BundleError, OptexportError
-from tests import exports
+from optexport.parity.verify import unchecked_gates, verify
+from tests._helpers import exports
 
 ANYTHING: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -85,7 +85,7 @@ def test_a_manifest_that_is_too_large_to_be_one_is_not_read(small: Path, tmp_pat
     folder = tmp_path / "bundle"
     shutil.copytree(small, folder)
     with (folder / MANIFEST).open("r+b") as file:
-        file.truncate(sealed_json.LARGEST + 1)  # a hole, which takes no room on the disk
+        file.truncate(digest_json.LARGEST + 1)  # a hole, which takes no room on the disk
     with pytest.raises(BundleError, match="larger than"):
         digests.read_manifest(folder)
 

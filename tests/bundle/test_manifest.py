@@ -16,12 +16,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from optexport.bundle import manifest, records
+from optexport.bundle import manifest
 from optexport.bundle.manifest import Manifest
-from optexport.config.file import checked_settings
-from optexport.registry import PRESET
-from optexport.sources.loading import Loaded
-from tests import exports
+from optexport.config.load import checked_settings
+from optexport.loading.loader import Loaded
+from optexport.pipeline import bundle_writer
+from optexport.transformations.registry import PRESET
+from tests._helpers import exports
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_the_artifacts_are_the_models_by_format(document: dict[str, Any]) -> Non
 
 
 def test_the_model_is_named_by_its_class_and_weights(document: dict[str, Any]) -> None:
-    assert document["model"]["class_name"] == "tests.exports.Block"
+    assert document["model"]["class_name"] == "tests._helpers.exports.Block"
     assert document["model"]["weights_sha256"] == Loaded(exports.block()).weights_sha256
 
 
@@ -152,7 +153,7 @@ def test_no_password_in_the_arguments_of_a_model_gets_into_a_manifest() -> None:
         },
         "tracking": {"uri": "http://me:secret@mlflow:5000"},
     }
-    portable = records.portable(checked_settings(document, "mine.toml"))
+    portable = bundle_writer.portable(checked_settings(document, "mine.toml"))
     assert "secret" not in json.dumps(portable)
     assert portable["model"]["arguments"]["uri"] == "postgresql://***@host/db"
     assert portable["model"]["arguments"]["n"] == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.calling import MODULE, config
+from tests._helpers.cli import MODULE, config
 from tests.cli.test_main import ROOT, python
 
 LEAVES_A_THREAD = """

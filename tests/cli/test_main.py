@@ -18,9 +18,9 @@ from optexport import __version__
 from optexport.cli.main import cli
 from optexport.config.source import SourceKind
 from optexport.errors import OptexportError
-from optexport.registry import RULES
-from tests.calling import Caller, message
-from tests.mistakes import MISTAKES, MODEL, NO_TOML
+from optexport.transformations.registry import RULES
+from tests._helpers.cli import Caller, message
+from tests._helpers.config_errors import MISTAKES, MODEL, NO_TOML
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,13 +13,14 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from optexport import registry, symbolic_trace
+from optexport import symbolic_trace
 from optexport.cli.main import cli
 from optexport.cli.new_rule import write_rule
-from optexport.config.file import load_config
+from optexport.config.load import load_config
 from optexport.errors import ConfigError
-from optexport.sources.loading import Loaded
+from optexport.loading.loader import Loaded
 from optexport.testing import check_applied, check_refused
+from optexport.transformations import registry
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "optexport" / "transformations" / "README.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors import SafetensorError
 
-from optexport.cli.group import Group
+from optexport.cli._group import Group
 
 
 def ended_by(error: Exception) -> Result:
@@ -67,7 +67,7 @@ def test_a_message_for_which_there_is_no_memory_is_told_in_few_words(monkeypatch
     def redact(text: str) -> str:
         raise MemoryError(text)
 
-    monkeypatch.setattr("optexport.cli.group.redact_error", redact)
+    monkeypatch.setattr("optexport.cli._group.redact_error", redact)
     told = ended_by(RuntimeError("no")).stderr
     assert told.startswith("Error: there is no more memory\n  Raise the limit on memory (ulimit -v)")
 
@@ -78,7 +78,7 @@ def test_an_error_for_whose_cause_there_is_no_memory_left_is_none_either(monkeyp
     def check() -> None:
         raise MemoryError
 
-    monkeypatch.setattr("optexport.installed.check", check)
+    monkeypatch.setattr("optexport._utils.packages.check", check)
     assert "\n  Raise the limit on memory (ulimit -v)" in ended_by(RuntimeError("no")).stderr
 
 

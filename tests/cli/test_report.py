@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 from optexport.bundle.digests import read_manifest
 from optexport.cli.main import cli
 from optexport.errors import BundleError
-from optexport.html_report import page
-from tests import exports
+from optexport.report.html import page
+from tests._helpers import exports
 
 
 def report(*arguments: object) -> Result:
@@ -93,7 +93,7 @@ def test_measurements_of_another_form_are_damage_and_no_traceback(copied: Path) 
 
 def test_it_needs_neither_torch_nor_mlflow(copied: Path) -> None:
     script = (
-        "import sys, json; from pathlib import Path; from optexport.html_report import page, difference; "
+        "import sys, json; from pathlib import Path; from optexport.report.html import page, difference; "
         "page.write(Path(sys.argv[1])); print(json.dumps(sorted({'torch', 'mlflow', 'transformers', "
         "'matplotlib.pyplot'} & set(sys.modules))))"
     )

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from onnx import load_model
 
 from optexport.cli.main import cli
-from optexport.registry import RULES
-from tests.calling import Caller, config, message
+from optexport.transformations.registry import RULES
+from tests._helpers.cli import Caller, config, message
 
 
 @pytest.fixture

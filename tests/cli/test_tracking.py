@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from optexport.cli.main import cli
-from tests import stores
-from tests.calling import message
+from tests._helpers import stores
+from tests._helpers.cli import message
 from tests.tracking.bundles import QUIET, bundle, registering
 
 pytestmark = QUIET

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from optexport.cli.main import cli
-from tests.calling import MODULE, config
+from tests._helpers.cli import MODULE, config
 from tests.cli.test_main import ROOT
 
 

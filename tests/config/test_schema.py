@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from optexport import registry
-from optexport.config.file import checked_settings
+from optexport.config.load import checked_settings
 from optexport.config.schema import config_schema
+from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError
-from optexport.registry import RULES
-from optexport.sources.tasks import AUTO_CLASSES
-from tests.calling import CliRunner, cli
+from optexport.transformations import registry
+from optexport.transformations.registry import RULES
+from tests._helpers.cli import CliRunner, cli
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = config_schema()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from optexport.config.file import load_config, parse_config
+from optexport.config.load import load_config, parse_config
 from optexport.config.text import parse
 from optexport.errors import ConfigError
-from tests.calling import CliRunner, cli
+from tests._helpers.cli import CliRunner, cli
 
 MODEL = '[model]\nsource = "python:mine:make"\n'
 BEYOND = f"0x{'f' * 4000}"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optexport.bundle import contents as bundles
-from tests import exports
+from tests._helpers import exports
 from tests.faults import onnx_files, torch_files
 
 

@@ -27,12 +27,12 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from optexport import export, registry
-from optexport.pipeline import Result
-from optexport.signature import Batch, Dim, Dynamic
-from optexport.transformations import Transformation
-from tests.exports import Block
-from tests.models import randomise
+from optexport import export
+from optexport.pipeline.run import Result
+from optexport.signature.signature import Batch, Dim, Dynamic
+from optexport.transformations import Transformation, registry
+from tests._helpers.exports import Block
+from tests._helpers.models import randomise
 
 
 @dataclass(frozen=True)

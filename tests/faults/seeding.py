@@ -15,20 +15,24 @@ from unittest.mock import patch
 
 from torch import fx
 
-from optexport import export, original, runtimes
+from optexport import export
 from optexport.errors import ParityError
-from optexport.formats import exported_program, onnx, torchscript
-from optexport.pipeline import Result
-from optexport.proof import floor
-from optexport.proof.parity import PlaceParity, Proof
-from optexport.proof.suspects import Suspects
+from optexport.exporters import exported_program
+from optexport.exporters.onnx import exporter as onnx_exporter
+from optexport.exporters.torchscript import exporter as torchscript_exporter
+from optexport.parity import noise_floor
+from optexport.parity.candidate_check import Suspects
+from optexport.parity.checker import PlaceParity, Proof
+from optexport.pipeline import steps
+from optexport.pipeline.run import Result
+from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.tracing.trace import trace as trace_model
 from optexport.transformations import RemoveNoOps, ShareEqual, Transformation
 from tests.faults.catalogue import Fault
 from tests.faults.subjects import Subject, subject
 
-_WRITERS = {"onnx": onnx, "torchscript": torchscript, "pt2": exported_program}
+_WRITERS = {"onnx": onnx_exporter, "torchscript": torchscript_exporter, "pt2": exported_program}
 # Removed when the tests end.
 _PLACE = tempfile.TemporaryDirectory(prefix="optexport-faults-")
 
@@ -70,7 +74,7 @@ def traced_once(given: Subject) -> Iterator[None]:
         found = traced(given.name)
         return replace(found, graph_module=copy.deepcopy(found.graph_module))
 
-    with patch.object(original, "trace", trace):
+    with patch.object(steps, "trace", trace):
         yield
 
 
@@ -138,16 +142,16 @@ def _spoilt_writer(file_format: str, honest: Path, mistake: Callable[[Path], Non
     with ExitStack() as patches:
         patches.enter_context(patch.object(_WRITERS[file_format], "write" if file_format == "onnx" else "save", write))
         if file_format == "onnx":  # what is converted is not what is written
-            patches.enter_context(patch.object(onnx, "convert", lambda *args: None))
+            patches.enter_context(patch.object(onnx_exporter, "convert", lambda *args: None))
         yield
 
 
 @contextmanager
 def _spoilt_runtime(fault: Fault) -> Iterator[None]:
     """Within it, ONNX Runtime makes the mistake where it optimises, and only there."""
-    honest = runtimes.open_onnx
+    honest = runners.open_onnx
 
-    def open_onnx(path: Path, *args: Any, optimised: bool, **kwargs: Any) -> runtimes.Run:
+    def open_onnx(path: Path, *args: Any, optimised: bool, **kwargs: Any) -> runners.Run:
         if not optimised:
             return honest(path, *args, optimised=optimised, **kwargs)
         with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +159,7 @@ def _spoilt_runtime(fault: Fault) -> Iterator[None]:
             fault.mistake(copied, **fault.options)
             return honest(copied, *args, optimised=optimised, **kwargs)
 
-    with patch.object(runtimes, "open_onnx", open_onnx):
+    with patch.object(runners, "open_onnx", open_onnx):
         yield
 
 
@@ -175,14 +179,14 @@ def watched(multiples: tuple[float, ...]) -> Iterator[Passes]:
     """Within it, every check of a place is made at other multiples too, and noted."""
     honest, noted = Proof.check, Passes({})
 
-    def passes(proof: Proof, place: str, candidate: runtimes.Run, multiple: float, **kwargs: Any) -> bool:
+    def passes(proof: Proof, place: str, candidate: runners.Run, multiple: float, **kwargs: Any) -> bool:
         try:
-            bounds = floor.bounds(proof.reference, multiple)
+            bounds = noise_floor.bounds(proof.reference, multiple)
         except ParityError:  # so wide a limit would let anything pass, and is refused
             return False
         return honest(Proof(proof.reference, bounds), place, candidate, **kwargs).passed
 
-    def check(self: Proof, place: str, candidate: runtimes.Run, **kwargs: Any) -> PlaceParity:
+    def check(self: Proof, place: str, candidate: runners.Run, **kwargs: Any) -> PlaceParity:
         if place not in noted.places:  # later checks are those of the search for what is to blame
             noted.places[place] = {m: passes(self, place, candidate, m, **kwargs) for m in multiples}
         return honest(self, place, candidate, **kwargs)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from optexport.signature import Batch, Dynamic
-from tests import exports, models
+from optexport.signature.signature import Batch, Dynamic
+from tests._helpers import exports, models
 
 _TEXT: Dynamic = {name: {0: "batch", 1: "sequence"} for name in ("input_ids", "attention_mask")}
 _IMAGES: Dynamic = {"pixel_values": {0: "batch"}}

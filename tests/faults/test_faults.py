@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport.bundle.verification import verify
 from optexport.errors import BundleError, ParityError
-from optexport.proof import cases
-from optexport.proof.special_values import special_cases
-from optexport.proof.vocabulary import vocabularies
-from tests import exports
+from optexport.parity import cases
+from optexport.parity.special_values import special_cases
+from optexport.parity.verify import verify
+from optexport.parity.vocabulary import vocabularies
+from tests._helpers import exports
 from tests.faults import attention, layers, merging, onnx_files, torch_files  # noqa: F401  # which enter their faults
 from tests.faults.bundles import TAMPERINGS, Tampering
 from tests.faults.catalogue import FAULTS, Fault

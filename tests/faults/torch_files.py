@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests import exports
+from tests._helpers import exports
 from tests.faults.catalogue import exporter
 from tests.faults.subjects import subject
 

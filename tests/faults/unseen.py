@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from optexport.signature import Batch
+from optexport.signature.signature import Batch
 from optexport.transformations import MergeLinears
 from tests.faults.catalogue import AnyMistake, Fault, enter
 from tests.faults.graphs import at_layer, calls, put_behind, tensor

@@ -14,8 +14,8 @@ from optexport import export_generation
 from optexport.errors import ConfigError, OptexportError, TraceError
 from optexport.generation.components import components
 from optexport.generation.names import next_past
-from optexport.inputs.resizing import resize
-from optexport.signature import Dim, Signature, TensorSpec
+from optexport.signature.resizing import resize
+from optexport.signature.signature import Dim, Signature, TensorSpec
 from tests.generation import models
 
 

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from optexport import export_generation, verify
-from optexport.bundle import sealed_json
+from optexport.bundle import digest_json
 from optexport.errors import BundleError, ConfigError
 from optexport.generation import summary, tokens
 from optexport.generation.export import GenerationResult
@@ -120,7 +120,7 @@ def test_a_document_of_another_form_is_refused_and_no_traceback(change: dict[str
         document | change,
         {key: value for key, value in document.items() if key not in {*change} - {"turn"}},
     ):
-        sealed_json.write(folder / "generation.json", forged)
+        digest_json.write(folder / "generation.json", forged)
         if forged != document:
             with pytest.raises(BundleError, match="it does not follow the schema"):
                 Generator.load(folder)

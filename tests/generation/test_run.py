@@ -9,18 +9,18 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
-from optexport.config.file import parse_config
+from optexport.bundle.signing.signature import check, sign
+from optexport.config.load import parse_config
 from optexport.errors import ConfigError
 from optexport.generation.export import check_output
 from optexport.generation.run import _prompt
 from optexport.generation.runtime import Generator
-from optexport.pipeline import run
-from optexport.sources.loading import Loaded
-from optexport.trust.signing import check, sign
-from tests.calling import CliRunner, cli
+from optexport.loading.loader import Loaded
+from optexport.pipeline.run import run
+from tests._helpers import signed
+from tests._helpers.cli import CliRunner, cli
+from tests._helpers.stores import store
 from tests.generation import models
-from tests.stores import store
-from tests.trust import signed
 
 _CONFIG = """
 [model]

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from optexport.config.file import InputsConfig
-from optexport.inputs import preparing
+from optexport.config.load import InputsConfig
+from optexport.inputs import preparation
 from optexport.inputs.data_lines import stack_records
-from optexport.inputs.preparing import prepare
-from optexport.sources.loading import Pretrained
-from tests.preparing import TINY, Maker, Rows, bert, shapes
+from optexport.inputs.preparation import prepare
+from optexport.loading.loader import Pretrained
+from tests._helpers.inputs import TINY, Maker, Rows, bert, shapes
 
 
 @pytest.fixture
@@ -238,9 +238,9 @@ def test_arrays_that_do_not_fit_into_memory_are_refused_before_they_are_read(
 ) -> None:
     """2.3 MB of zeros, packed, became gigabytes."""
     np.savez_compressed(made.folder / "data.npz", x=np.zeros((2, 4096)), y=np.zeros((2, 4)))
-    monkeypatch.setattr(preparing, "free_memory", lambda: 1 << 16)
+    monkeypatch.setattr(preparation, "free_memory", lambda: 1 << 16)
     assert "its arrays take 0.0 GiB, and 0.0 GiB of memory are free" in made.refusal(Rows(), data="data.npz")
-    monkeypatch.setattr(preparing, "free_memory", lambda: None)
+    monkeypatch.setattr(preparation, "free_memory", lambda: None)
     assert shapes(made(Rows(), data="data.npz")) == {"x": [2, 4096], "y": [2, 4]}
 
 

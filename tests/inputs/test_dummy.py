@@ -30,9 +30,9 @@ from transformers import (
 
 from optexport.errors import TraceError
 from optexport.inputs.dummy import dummy_inputs
-from optexport.signature import conventional_axes
-from tests import models
-from tests.preparing import TINY
+from optexport.signature.signature import conventional_axes
+from tests._helpers import models
+from tests._helpers.inputs import TINY
 from tests.zoo import shrinking
 
 SIDE: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

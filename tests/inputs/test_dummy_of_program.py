@@ -13,8 +13,8 @@ from torch import nn
 
 from optexport.cli.main import cli
 from optexport.inputs.dummy_of_program import program_inputs
-from optexport.sources.archives import load_pt2
-from tests.models import randomise
+from optexport.runtime.untrusted.archives import load_pt2
+from tests._helpers.models import randomise
 
 
 class Looks(nn.Module):

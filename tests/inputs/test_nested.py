@@ -9,12 +9,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from optexport.arguments import arguments_of, flat_inputs
 from optexport.bundle import digests
 from optexport.cli.main import cli
 from optexport.errors import ConfigError
-from optexport.signature import as_arguments
-from tests.models import randomise
+from optexport.signature.arguments import arguments_of, flat_inputs
+from optexport.signature.signature import as_arguments
+from tests._helpers.models import randomise
 from tests.tracing.test_any_module import Features, called, features
 
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from optexport.stages import Stages
-from tests import exports
+from optexport._utils.progress import Stages
+from tests._helpers import exports
 
 RULES = """
 import copy

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from optexport import pipeline
 from optexport.errors import ExportError, OptexportError, ParityError, SourceError
+from optexport.pipeline import run
+from tests._helpers.tampering import bake_torchscript, tamper_onnx, tamper_pt2
 from tests.pipeline.projects import at, config, nothing_is_left
-from tests.tampering import bake_torchscript, tamper_onnx, tamper_pt2
 
 
 def test_a_model_that_bakes_a_size_in_is_caught_and_no_rule_is_blamed(project: Path) -> None:
     with pytest.raises(OptexportError) as caught:
-        pipeline.run(config(project, factory="baking"))
+        run.run(config(project, factory="baking"))
     assert caught.value.exit_code in (3, 4)
     assert "merge-linears" not in str(caught.value)
     assert nothing_is_left(project)
@@ -23,7 +23,7 @@ def test_a_model_that_bakes_a_size_in_is_caught_and_no_rule_is_blamed(project: P
 
 def test_what_onnx_cannot_express_ends_with_five_and_leaves_nothing(project: Path) -> None:
     with pytest.raises(ExportError, match="_linalg_eigh") as caught:
-        pipeline.run(config(project, factory="eigen", formats=("onnx",)))
+        run.run(config(project, factory="eigen", formats=("onnx",)))
     assert caught.value.exit_code == 5
     assert nothing_is_left(project)
 
@@ -31,7 +31,7 @@ def test_what_onnx_cannot_express_ends_with_five_and_leaves_nothing(project: Pat
 def test_a_source_that_fails_ends_with_three(project: Path) -> None:
     (project / "pipeline_models.py").write_text("def block():\n    raise OSError('disk gone')")
     with pytest.raises(SourceError, match="disk gone") as caught:
-        pipeline.run(config(project))
+        run.run(config(project))
     assert caught.value.exit_code == 3
     assert nothing_is_left(project)
 
@@ -55,7 +55,7 @@ def test_a_file_that_came_out_wrong_is_caught_and_the_exporter_is_blamed(
 ) -> None:
     stages = at(stage, lambda: [tamper(draft / name) for draft in drafts(project)])
     with pytest.raises(ParityError) as caught:
-        pipeline.run(config(project, formats=("torchscript", "onnx", "pt2")), stages=stages)
+        run.run(config(project, formats=("torchscript", "onnx", "pt2")), stages=stages)
     message = str(caught.value)
     assert caught.value.exit_code == 4
     assert {line.strip().partition(":")[0] for line in message.splitlines() if ": hidden, " in line} == set(failing)
@@ -79,7 +79,7 @@ def test_a_file_that_came_out_damaged_is_an_error_of_the_export_that_names_it_wi
             file.write_bytes(damage(file.read_bytes()))
 
     with pytest.raises(ExportError) as caught:
-        pipeline.run(config(project, formats=(file_format,)), stages=at(f"check {file_format}", act))
+        run.run(config(project, formats=(file_format,)), stages=at(f"check {file_format}", act))
     assert caught.value.exit_code == 5
     assert caught.value.place == name
     assert "partial" not in str(caught.value)

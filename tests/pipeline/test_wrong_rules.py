@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from optexport import pipeline
 from optexport.errors import ConfigError, GateError, ParityError, TransformationError
+from optexport.pipeline import run
 from tests.pipeline.projects import config, nothing_is_left, wrong
 
 
@@ -24,7 +24,7 @@ from tests.pipeline.projects import config, nothing_is_left, wrong
 def test_a_wrong_rule_is_caught_named_and_leaves_nothing(project: Path, name: str, node: str) -> None:
     path = config(project, "merge-linears", wrong(name), "change-true-div-to-mul-by-inverse")
     with pytest.raises(ParityError) as caught:
-        pipeline.run(path)
+        run.run(path)
     message = str(caught.value)
     assert caught.value.exit_code == 4
     assert "transformed graph: hidden, at " in message
@@ -35,13 +35,13 @@ def test_a_wrong_rule_is_caught_named_and_leaves_nothing(project: Path, name: st
 
 def test_a_slight_scale_on_one_head_is_caught_too(project: Path) -> None:
     with pytest.raises(ParityError, match=r"python:wrong_rules:ScaledHead is to blame"):
-        pipeline.run(config(project, wrong("ScaledHead")))
+        run.run(config(project, wrong("ScaledHead")))
     assert nothing_is_left(project)
 
 
 def test_a_size_that_a_rule_bakes_in_is_caught_at_sizes_that_were_not_traced(project: Path) -> None:
     with pytest.raises(ParityError) as caught:
-        pipeline.run(config(project, wrong("BakedSize")))
+        run.run(config(project, wrong("BakedSize")))
     assert "at batch " in str(caught.value)
     assert "at traced" not in str(caught.value)
 
@@ -50,33 +50,33 @@ def test_a_fixed_tolerance_replaces_the_measured_one(project: Path) -> None:
     path = config(project, wrong("ScaledHead"))
     text = path.read_text()
     path.write_text(f"{text}\n[parity]\natol = 0.5\n")
-    assert pipeline.run(path).manifest.parity.bounds["hidden"].atol == 0.5
+    assert run.run(path).manifest.parity.bounds["hidden"].atol == 0.5
     path.write_text(f"{text}\n[parity]\natol = 1e-9\n")
     with pytest.raises(ParityError):
-        pipeline.run(path)
+        run.run(path)
 
 
 def test_a_rule_that_does_not_preserve_the_computation_needs_a_tolerance(project: Path) -> None:
     path = config(project, "replace-activation", formats=("torchscript", "onnx"))
     with pytest.raises(ConfigError, match=r"transformations\[0\]: replace-activation changes the numbers"):
-        pipeline.run(path)
+        run.run(path)
     text = path.read_text()
     path.write_text(f"{text}\n[parity]\natol = 1e-6\n")
     with pytest.raises(ParityError) as caught:
-        pipeline.run(path)
+        run.run(path)
     assert caught.value.exit_code == 4
     assert "replace-activation is to blame, which changed gelu. It does not preserve" in str(caught.value)
     assert "parity.atol" in str(caught.value)
     assert nothing_is_left(project)
     path.write_text(f"{text}\n[parity]\natol = 0.01\n")
-    (applied,) = pipeline.run(path).manifest.transformations
+    (applied,) = run.run(path).manifest.transformations
     assert (applied.rule, applied.preserves_computation) == ("replace-activation", False)
 
 
 @pytest.mark.parametrize("name", ["Raising", "Unsound", "Returning"])
 def test_a_rule_that_fails_is_named_and_leaves_nothing(project: Path, name: str) -> None:
     with pytest.raises(TransformationError) as caught:
-        pipeline.run(config(project, "merge-linears", wrong(name)))
+        run.run(config(project, "merge-linears", wrong(name)))
     assert caught.value.exit_code == 5
     assert caught.value.place == wrong(name)
     assert nothing_is_left(project)
@@ -84,20 +84,20 @@ def test_a_rule_that_fails_is_named_and_leaves_nothing(project: Path, name: str)
 
 def test_without_the_wrong_rule_the_run_passes(project: Path) -> None:
     path = config(project, "merge-linears", wrong("ReluForGelu"))
-    result = pipeline.run(path, without=[wrong("ReluForGelu")])
+    result = run.run(path, without=[wrong("ReluForGelu")])
     assert result.passed
     assert [t.rule for t in result.manifest.transformations] == ["merge-linears"]
 
 
 def test_the_rule_to_leave_out_may_be_spelled_as_its_class(project: Path) -> None:
     path = config(project, "merge-linears", "change-true-div-to-mul-by-inverse")
-    result = pipeline.run(path, without=["MergeLinears"])
+    result = run.run(path, without=["MergeLinears"])
     assert [t.rule for t in result.manifest.transformations] == ["change-true-div-to-mul-by-inverse"]
 
 
 def test_a_rule_to_leave_out_that_is_not_there_is_refused(project: Path) -> None:
     with pytest.raises(ConfigError, match=r"--without merge-linear.*\n.*Did you mean \"merge-linears\""):
-        pipeline.run(config(project, "merge-linears"), without=["merge-linear"])
+        run.run(config(project, "merge-linears"), without=["merge-linear"])
 
 
 def expecting(project: Path, rule: str, least: int) -> Path:
@@ -107,7 +107,7 @@ def expecting(project: Path, rule: str, least: int) -> Path:
 
 
 def test_a_rule_that_finds_as_much_as_is_expected_passes(project: Path) -> None:
-    result = pipeline.run(expecting(project, "merge-linears", 1))
+    result = run.run(expecting(project, "merge-linears", 1))
     assert result.manifest.config["transformations"] == [{"use": "merge-linears", "expect": {"min": 1}}]
 
 
@@ -117,6 +117,6 @@ def test_a_rule_that_finds_less_than_is_expected_fails_the_run(
 ) -> None:
     told = f"{rule}: it found work in fewer places than expected: {found} of at least {least}"
     with pytest.raises(GateError, match=told) as caught:
-        pipeline.run(expecting(project, rule, least))
+        run.run(expecting(project, rule, least))
     assert caught.value.exit_code == 6
     assert nothing_is_left(project)

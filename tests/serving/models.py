@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from optexport import export
-from optexport.pipeline import Result
-from optexport.signature import Dim
-from tests import exports
-from tests.models import randomise
+from optexport.pipeline.run import Result
+from optexport.signature.signature import Dim
+from tests._helpers import exports
+from tests._helpers.models import randomise
 
 # Removed when the tests end.
 _PLACE = tempfile.TemporaryDirectory(prefix="optexport-serving-")

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optexport.pipeline import Result
-from tests import exports
+from optexport.pipeline.run import Result
+from tests._helpers import exports
 from tests.serving.models import served
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.tracking.servers import free_port
+from tests._helpers.servers import free_port
 
 PACKAGE = "nvidia-pytriton==0.7.0"  # with Triton 2.51
 BACKEND = Path(__file__).with_name("backend.py")

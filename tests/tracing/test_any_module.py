@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import fx, nn
 
-from optexport import export, runtimes
-from optexport.arguments import flat_inputs, taking_tensors
+from optexport import export
 from optexport.errors import ConfigError, TraceError
-from optexport.signature import as_arguments, flatten_outputs
+from optexport.runtime import runners
+from optexport.signature.arguments import flat_inputs, taking_tensors
+from optexport.signature.signature import as_arguments, flatten_outputs
 from optexport.tracing.trace import trace
-from tests.models import randomise
-from tests.transformations.programs import Program
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
 
 
 def floats(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -299,7 +300,7 @@ def test_every_kind_of_module_goes_through_and_is_right_at_sizes_that_were_not_t
         want = called(model, given(rows))
         batch = dict(zip(inputs, leaves(sorted_like(inputs, given(rows))), strict=True))
         for name, path in result.files.items():
-            for place, run in runtimes.open_file(path, name, outputs):
+            for place, run in runners.open_file(path, name, outputs):
                 got = run(batch)
                 for output, expected in zip(outputs, want.values(), strict=True):
                     torch.testing.assert_close(got[output], expected, msg=f"{place}, {output} at {rows}")

@@ -11,13 +11,13 @@ from torch import nn
 from transformers import ResNetConfig, ResNetModel
 
 from optexport.errors import TraceError
-from optexport.signature import Dim
+from optexport.signature.signature import Dim
 from optexport.testing import outputs
 from optexport.tracing.trace import symbolic_trace, trace
-from tests import models
-from tests.models import randomise
+from tests._helpers import models
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
 from tests.tracing.test_trace import Two, X
-from tests.transformations.programs import Program
 
 
 class Fixed(nn.Module):

@@ -11,14 +11,14 @@ import torch
 from torch import fx, nn
 
 from optexport.errors import OptexportError, TraceError
-from optexport.sources.loading import Loaded
+from optexport.loading.loader import Loaded
 from optexport.testing import outputs, owned, written
+from optexport.tracing.serializable import check_writable
 from optexport.tracing.trace import symbolic_trace, trace
-from optexport.tracing.writable import check_writable
 from optexport.transformations import MergeLinears
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Program, calls
+from tests._helpers import models
+from tests._helpers.graphs import Program, calls
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 20).reshape(5, 4)
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel, masking_utils
 from optexport.api import export
 from optexport.errors import TraceError
 from optexport.tracing.trace import trace
-from tests.models import randomise
+from tests._helpers.models import randomise
 
 
 class Masked(PreTrainedModel):

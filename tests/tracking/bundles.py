@@ -12,7 +12,7 @@ import mlflow
 import pytest
 from mlflow.entities import Run
 
-from tests import exports
+from tests._helpers import exports
 
 # What mlflow and what it imports warn of.
 QUIET = [
@@ -77,6 +77,6 @@ def runs(uri: str, experiment: str = "optexport") -> list[Run]:
 
 
 def only_run(uri: str) -> Run:
-    """The one run of the experiment that a project of `tests.stores` names."""
+    """The one run of the experiment that a project of `tests._helpers.stores` names."""
     (run,) = runs(uri, "tracked")
     return run

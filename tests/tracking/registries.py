@@ -7,9 +7,9 @@ from pathlib import Path
 
 import mlflow
 
-from optexport.tracking.later import log_bundle
 from optexport.tracking.registry import Registered
-from tests import exports, stores
+from optexport.tracking.resume import log_bundle
+from tests._helpers import exports, stores
 from tests.tracking.bundles import bundle, registering, timed
 
 

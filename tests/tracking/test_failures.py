@@ -15,18 +15,18 @@ import pytest
 import sqlalchemy
 from mlflow.exceptions import MlflowException
 
-from optexport import pipeline
-from optexport.bundle.verification import verify
-from optexport.config.file import TrackingConfig
+from optexport._utils.progress import Stages
+from optexport.config.load import TrackingConfig
 from optexport.errors import ParityError, TrackingError
-from optexport.stages import Stages
-from optexport.tracking import by_hand, store
-from optexport.tracking.later import log_bundle
+from optexport.parity.verify import verify
+from optexport.pipeline import run as pipeline_run
+from optexport.tracking import promotion, store
+from optexport.tracking.resume import log_bundle
 from optexport.tracking.run import Tracker, new_run
-from tests import stores
+from tests._helpers import stores
+from tests._helpers.servers import answering
 from tests.pipeline.projects import RULES
 from tests.tracking.bundles import QUIET, bundle, only_run
-from tests.tracking.servers import answering
 
 pytestmark = QUIET
 
@@ -36,7 +36,7 @@ def test_a_run_that_fails_is_marked_failed_with_the_reason(tmp_path: Path) -> No
     (tmp_path / "wrong_tracked_rule.py").write_text(RULES)
     config = stores.project(tmp_path, uri, '[[transformations]]\nuse = "python:wrong_tracked_rule:ReluForGelu"')
     with pytest.raises(ParityError) as caught:
-        pipeline.run(config)
+        pipeline_run.run(config)
     run = only_run(uri)
     assert run.info.status == "FAILED"
     assert run.data.tags["optexport.blame.failure"] == str(caught.value)
@@ -55,7 +55,7 @@ def test_a_run_that_is_interrupted_is_marked_failed_too(
             raise error
 
     with pytest.raises(error):
-        pipeline.run(stores.project(tmp_path, uri), stages=Stages(announce))
+        pipeline_run.run(stores.project(tmp_path, uri), stages=Stages(announce))
     run = only_run(uri)
     assert run.info.status in ("FAILED", "KILLED")
     assert run.data.tags["optexport.blame.failure"] == reason
@@ -74,7 +74,7 @@ def test_a_run_that_is_interrupted_as_its_server_makes_it_is_marked_failed_too(
 
     monkeypatch.setattr(mlflow.MlflowClient, "create_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pipeline.run(stores.project(tmp_path, uri))
+        pipeline_run.run(stores.project(tmp_path, uri))
     run = only_run(uri)
     assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
 
@@ -93,7 +93,7 @@ def test_a_run_that_is_interrupted_as_it_ends_is_marked_failed_and_says_how_to_g
     monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", interrupted)
     config = stores.project(tmp_path, uri, formats='["pt2"]')
     with pytest.raises(KeyboardInterrupt) as caught:
-        pipeline.run(config)
+        pipeline_run.run(config)
     (note,) = caught.value.__notes__
     assert note.startswith("The bundle is whole on disk. What was not sent is sent by: optexport log ")
     run = only_run(uri)
@@ -108,19 +108,19 @@ def test_a_store_that_cannot_take_the_artifacts_fails_the_run_and_not_the_bundle
     uri = stores.store(tmp_path)
     (tmp_path / "mlartifacts").write_text("a file where a folder should be")
     config = stores.project(tmp_path, uri, formats='["pt2"]')
-    result = pipeline.run(config)
+    result = pipeline_run.run(config)
     assert result.tracking_failure is not None
     assert result.tracking_failure.exit_code == 7
     assert "The bundle is whole on disk" in str(result.tracking_failure)
     assert all(place.passed for place in verify(result.output).places)
     assert only_run(uri).info.status == "FAILED"
     (tmp_path / "mlartifacts").unlink()
-    assert pipeline.run(config).tracking_failure is None
+    assert pipeline_run.run(config).tracking_failure is None
 
 
 def test_a_store_that_is_none_fails_the_tracking_and_not_the_work(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("this is no database, but it is long enough to be read as one" * 20)
-    result = pipeline.run(stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]'))
+    result = pipeline_run.run(stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]'))
     assert result.tracking_failure is not None
     assert result.run_id is None
     assert all(place.passed for place in verify(result.output).places)
@@ -139,7 +139,7 @@ def test_an_error_of_a_database_is_told_without_a_traceback_and_in_the_words_of_
     uri = stores.store(tmp_path)
     with contextlib.closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as database:
         database.execute("CREATE TRIGGER odd BEFORE INSERT ON runs BEGIN INSERT INTO nowhere VALUES (1); END")
-    result = pipeline.run(stores.project(tmp_path, uri, formats='["pt2"]'))
+    result = pipeline_run.run(stores.project(tmp_path, uri, formats='["pt2"]'))
     assert "OperationalError: no such table: main.nowhere" in str(result.tracking_failure)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -214,7 +214,7 @@ def test_a_server_that_refuses_the_credentials_has_answered(tmp_path: Path, stat
         with pytest.raises(TrackingError, match=rf"on disk\. {mend}, again with the same options: optexport log"):
             log_bundle(place, uri)
         with pytest.raises(TrackingError, match=rf"The alias stays where it was\. {mend}, do it again\."):
-            by_hand.promote(uri, "block", "1", "champion")
+            promotion.promote(uri, "block", "1", "champion")
         tracker = Tracker(TrackingConfig(uri=uri), tmp_path / "a config.toml", place)
         tracker.start({}, {})
     later = rf"{mend}: optexport log {place} --config '{tmp_path}/a config\.toml'"
@@ -225,7 +225,7 @@ def test_a_server_that_refuses_the_credentials_has_answered(tmp_path: Path, stat
 def test_a_server_that_answers_everything_with_nothing_is_no_mlflow(tmp_path: Path) -> None:
     """It was said that there is no such version."""
     with answering(200, "{}") as uri, pytest.raises(TrackingError, match="what answers is no MLflow") as caught:
-        by_hand.promote(uri, "block", "1", "champion")
+        promotion.promote(uri, "block", "1", "champion")
     assert caught.value.exit_code == 7
 
 

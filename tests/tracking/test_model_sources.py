@@ -12,12 +12,12 @@ import torch
 import transformers
 from torch import nn
 
-from optexport.config.file import ModelConfig, TrackingConfig
+from optexport.config.load import ModelConfig, TrackingConfig
 from optexport.errors import ConfigError, SourceError
-from optexport.sources.loading import load
+from optexport.loading.loader import load
 from optexport.tracking import download_model
-from tests import models, stores
-from tests.models import randomise
+from tests._helpers import models, stores
+from tests._helpers.models import randomise
 from tests.tracking.bundles import QUIET
 
 pytestmark = QUIET

@@ -13,11 +13,11 @@ from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from optexport.config.registering import RegisterConfig
+from optexport.config.registration import RegisterConfig
 from optexport.errors import GateError, TrackingError
-from optexport.tracking import aliases, by_hand, registry
-from optexport.tracking.finished import Finished
-from optexport.tracking.later import log_bundle
+from optexport.tracking import aliases, promotion, registry
+from optexport.tracking.bundle_record import Finished
+from optexport.tracking.resume import log_bundle
 from tests.tracking.bundles import QUIET, bundle, registering, runs
 from tests.tracking.registries import Registry
 
@@ -71,8 +71,8 @@ def test_a_champion_that_nothing_is_known_of_keeps_the_alias(store: Registry) ->
         "version 1 is of no run of optexport, or of one that was deleted: nothing tells how good it is",
     )
     assert store.tags("2")["optexport.register.why"] == found.why[0]
-    assert by_hand.promote(store.uri, "block", "2", "champion") == "1"
-    assert by_hand.rollback(store.uri, "block", "champion") == ("2", "1")
+    assert promotion.promote(store.uri, "block", "2", "champion") == "1"
+    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
 
 
 def test_what_was_decided_is_not_decided_again(store: Registry) -> None:
@@ -168,7 +168,7 @@ def test_a_champion_that_changes_during_the_comparison_is_compared_with_too(
     """Another run moves the alias to a better version while this one is still reading the old champion's figures."""
     store.log(size=100_000)
     store.log(size=1)
-    by_hand.promote(store.uri, "block", "1", "champion")
+    promotion.promote(store.uri, "block", "1", "champion")
     seen: list[str | None] = []
     compare = registry.ratchet.compare
 
@@ -225,8 +225,8 @@ def test_a_name_of_any_kind_gets_its_second_version(store: Registry, name: str) 
         assert logged is not None
         versions.append(logged.version)
     assert versions == ["1", "2"]
-    assert by_hand.promote(store.uri, name, "1", config.alias) == "2"
-    assert by_hand.rollback(store.uri, name, config.alias) == ("1", "2")
+    assert promotion.promote(store.uri, name, "1", config.alias) == "2"
+    assert promotion.rollback(store.uri, name, config.alias) == ("1", "2")
 
 
 def test_the_defaults_are_those_of_the_config() -> None:
@@ -263,8 +263,8 @@ def test_an_alias_that_stays_though_it_was_said_to_move_is_told(
     store.log()
     act = {
         "register": store.log,
-        "promote": lambda: by_hand.promote(store.uri, "block", "1", "champion"),
-        "rollback": lambda: by_hand.rollback(store.uri, "block", "champion"),
+        "promote": lambda: promotion.promote(store.uri, "block", "1", "champion"),
+        "rollback": lambda: promotion.rollback(store.uri, "block", "champion"),
     }[by]
     with monkeypatch.context() as patch:
         patch.setattr(mlflow.MlflowClient, "set_registered_model_alias", lambda *_: None)

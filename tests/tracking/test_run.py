@@ -14,10 +14,11 @@ import pytest
 import torch
 from mlflow.entities import Run
 
-from optexport import pipeline, runtimes
-from optexport.bundle.verification import verify
-from optexport.pipeline import Result
-from tests import exports, stores
+from optexport.parity.verify import verify
+from optexport.pipeline import run
+from optexport.pipeline.run import Result
+from optexport.runtime import runners
+from tests._helpers import exports, stores
 from tests.tracking.bundles import QUIET
 
 pytestmark = QUIET
@@ -36,7 +37,7 @@ class Tracked:
         subprocess.run([*git, "remote", "add", "origin", remote], check=True)
         self.commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
         self.config = stores.project(folder, "sqlite:///mlflow.db")
-        self.result: Result = pipeline.run(self.config)
+        self.result: Result = run.run(self.config)
         self.client = mlflow.MlflowClient(self.uri)
         self.run: Run = self.client.get_run(str(self.result.run_id))
 
@@ -128,7 +129,7 @@ def test_the_logged_model_predicts_what_the_bundle_computes_at_another_size(
     tracked: Tracked, logged_model: Any
 ) -> None:
     names = [output.name for output in tracked.result.manifest.outputs]
-    run = runtimes.open_onnx(tracked.result.files["onnx"], names, optimised=True)
+    run = runners.open_onnx(tracked.result.files["onnx"], names, optimised=True)
     for size, sequence in ((1, 3), (7, 11)):
         batch = exports.batch(size, sequence)
         want = run(batch)

@@ -12,13 +12,14 @@ from urllib.parse import quote
 
 import pytest
 
-from optexport import pipeline, redaction
-from optexport.config.file import load_config
+from optexport._utils import redaction
+from optexport._utils.redaction import redact, redact_error
+from optexport.config.load import load_config
 from optexport.config.text import without_secrets
 from optexport.errors import ConfigError, TrackingError, first_line
-from optexport.redaction import redact, redact_error
+from optexport.pipeline import run
 from optexport.tracking import store
-from tests import stores
+from tests._helpers import stores
 from tests.tracking.bundles import QUIET
 
 pytestmark = QUIET
@@ -260,7 +261,7 @@ def test_no_secret_of_the_tracking_uri_gets_out_of_a_run(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     uri = f"http://someone:{SECRET}@127.0.0.1:{closed_port()}"
-    result = pipeline.run(stores.project(tmp_path, uri, formats='["pt2"]'))
+    result = run.run(stores.project(tmp_path, uri, formats='["pt2"]'))
     assert result.tracking_failure is not None
     assert SECRET not in str(result.tracking_failure)
     assert SECRET not in str(result.run_page)

@@ -16,12 +16,12 @@ import mlflow
 import pytest
 from mlflow.entities import Run
 
-from optexport.bundle.verification import verify
 from optexport.errors import TrackingError
-from optexport.tracking.later import log_bundle
-from tests import exports, stores
+from optexport.parity.verify import verify
+from optexport.tracking.resume import log_bundle
+from tests._helpers import exports, stores
+from tests._helpers.servers import SECRET, Lossy, Server, falling_silent, postgresql
 from tests.tracking.bundles import bundle, registering, runs
-from tests.tracking.servers import SECRET, Lossy, Server, falling_silent, postgresql
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]
 

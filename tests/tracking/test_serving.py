@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from optexport.tracking.later import log_bundle
-from tests import exports, stores
+from optexport.tracking.resume import log_bundle
+from tests._helpers import exports, stores
+from tests._helpers.servers import Program, serving
 from tests.tracking.bundles import bundle, registering
-from tests.tracking.servers import Program, serving
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]
 

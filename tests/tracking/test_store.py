@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from optexport import pipeline
-from optexport.config.file import load_config
+from optexport._utils.redaction import keep_secret
+from optexport.config.load import load_config
 from optexport.errors import ConfigError
-from optexport.redaction import keep_secret
+from optexport.pipeline import run
 from optexport.tracking import store
-from tests import stores
+from tests._helpers import stores
 from tests.tracking.bundles import QUIET, only_run
 
 pytestmark = QUIET
@@ -43,14 +43,14 @@ def test_the_address_of_a_run_on_a_server_with_a_password_can_be_opened() -> Non
 def test_without_tracking_there_is_no_run_and_no_store(tmp_path: Path) -> None:
     config = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]')
     config.write_text(config.read_text().replace("[tracking]", "[tracking]\nenabled = false"))
-    result = pipeline.run(config)
+    result = run.run(config)
     assert (result.run_id, result.run_page, result.tracking_failure) == (None, None, None)
     assert not (tmp_path / "mlflow.db").exists()
 
 
 def test_two_runs_of_one_experiment_stand_side_by_side(tmp_path: Path) -> None:
     config = stores.project(tmp_path, stores.store(tmp_path), formats='["pt2"]')
-    one, other = pipeline.run(config), pipeline.run(config)
+    one, other = run.run(config), run.run(config)
     assert one.run_id != other.run_id
     assert one.tracking_failure is other.tracking_failure is None
 
@@ -95,10 +95,10 @@ def test_a_config_in_a_folder_where_mlflow_keeps_no_database_is_told_so_before_a
     (tmp_path / name).mkdir()
     config = stores.project(tmp_path / name, "sqlite:///mlflow.db")
     with pytest.raises(ConfigError, match=r'tracking\.uri: .* whose name holds "(%20|\?)"'):
-        pipeline.run(config)
+        run.run(config)
     assert "mlflow.db" not in {path.name for path in tmp_path.rglob("*")}
     absolute = stores.project(tmp_path / name, f"sqlite:///{tmp_path / 'mlflow.db'}", formats='["pt2"]')
-    assert pipeline.run(absolute).tracking_failure is None
+    assert run.run(absolute).tracking_failure is None
 
 
 @pytest.mark.parametrize("name", ["a b#c", "100%", "50%off"])
@@ -122,7 +122,7 @@ def test_a_link_to_a_new_database_stays_one(tmp_path: Path) -> None:
 def test_a_config_in_no_repository_is_not_told_to_be_of_this_program(tmp_path: Path) -> None:
     """mlflow would name the commit of the program that calls it."""
     uri = stores.store(tmp_path)
-    pipeline.run(stores.project(tmp_path, uri, formats='["pt2"]'))
+    run.run(stores.project(tmp_path, uri, formats='["pt2"]'))
     assert [tag for tag in only_run(uri).data.tags if tag.startswith("mlflow.source.git")] == []
 
 

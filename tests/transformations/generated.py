@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.nn import functional as F
 
 from optexport.tracing.trace import symbolic_trace
-from tests.models import randomise
-from tests.transformations.programs import Inherited, graph_of
+from tests._helpers.graphs import Inherited, graph_of
+from tests._helpers.models import randomise
 
 _BATCH, _LENGTH, _SIDE = 3, 2, 3
 _DIVISORS = (1, 2, 8.0, 3, 49, 0.1, -7.5, 1e-3, 0, 1e-40, True)

@@ -13,14 +13,14 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2Model
 
-from optexport import ConfigError, ExportError, ParityError, export, registry, symbolic_trace
-from optexport.signature import Dim
+from optexport import ConfigError, ExportError, ParityError, export, symbolic_trace
+from optexport.signature.signature import Dim
 from optexport.testing import check_refused, outputs, owned, sharing, written
-from optexport.transformations import CastPrecision, FuseBatchNorm, MergeLinears
+from optexport.transformations import CastPrecision, FuseBatchNorm, MergeLinears, registry
 from optexport.transformations.rule import Report, run
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Inherited, by_export, by_fx
+from tests._helpers import models
+from tests._helpers.graphs import Inherited, by_export, by_fx
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
 IMAGE = torch.linspace(-2, 2, 96).reshape(2, 3, 4, 4)

@@ -23,7 +23,7 @@ from optexport.testing import (
 )
 from optexport.transformations import ChangeTrueDivToMulByInverse
 from optexport.transformations.rule import run
-from tests.transformations.programs import by_export, by_fx
+from tests._helpers.graphs import by_export, by_fx
 from tests.transformations.test_change_true_div_to_mul_by_inverse import X
 
 _ROUNDED: dict[str, Callable[[Any], Any]] = {

@@ -23,8 +23,8 @@ from optexport.testing import (
 )
 from optexport.transformations import ChangeTrueDivToMulByInverse
 from optexport.transformations.rule import run
-from tests import models
-from tests.transformations.programs import by_export, by_fx
+from tests._helpers import models
+from tests._helpers.graphs import by_export, by_fx
 
 X = torch.linspace(-200, 200, 2001)
 _TINY = torch.finfo(torch.float32).tiny

@@ -25,8 +25,8 @@ from optexport.transformations import (
     Transformation,
     compose,
 )
-from tests import models
-from tests.transformations.programs import by_fx, calls
+from tests._helpers import models
+from tests._helpers.graphs import by_fx, calls
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from optexport import registry
-from optexport.transform import NamedRule, transform
+from optexport.transformations import registry
+from optexport.transformations.apply import NamedRule, transform
 from tests.benchmarks.rules_cost import OTHERS, stack
 
 STEP = 100

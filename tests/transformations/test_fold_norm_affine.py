@@ -12,8 +12,8 @@ from torch import nn
 from optexport.testing import check_applied, check_refused, sharing
 from optexport.transformations import FoldNormAffine
 from optexport.transformations.rule import run
-from tests import models
-from tests.transformations.programs import Inherited, by_export, by_fx, calls
+from tests._helpers import models
+from tests._helpers.graphs import Inherited, by_export, by_fx, calls
 
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
 

@@ -14,8 +14,8 @@ from optexport import symbolic_trace
 from optexport.testing import check_applied, check_refused, sharing
 from optexport.transformations import FoldScale
 from optexport.transformations.rule import run
-from tests.models import randomise
-from tests.transformations.programs import Inherited, by_export, by_fx
+from tests._helpers.graphs import Inherited, by_export, by_fx
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 IMAGE = torch.linspace(-2, 2, 96).reshape(2, 3, 4, 4)

@@ -15,7 +15,7 @@ from optexport import symbolic_trace
 from optexport.testing import check_applied, check_refused, outputs, sharing
 from optexport.transformations import FuseAttention
 from optexport.transformations.rule import run
-from tests.transformations.programs import Program, by_export, by_fx
+from tests._helpers.graphs import Program, by_export, by_fx
 
 aten = torch.ops.aten
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))

@@ -31,8 +31,8 @@ from optexport import symbolic_trace
 from optexport.testing import check_applied, check_refused, outputs, sharing
 from optexport.transformations import FuseAttention
 from optexport.transformations.rule import run
-from tests.models import randomise
-from tests.transformations.programs import Program, by_export
+from tests._helpers.graphs import Program, by_export
+from tests._helpers.models import randomise
 from tests.transformations.test_fuse_attention import X, _attention, _causal, _graph
 
 _TEXT: dict[str, Any] = {"vocab_size": 60, "max_position_embeddings": 40}

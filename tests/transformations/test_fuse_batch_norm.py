@@ -12,8 +12,8 @@ from optexport import symbolic_trace
 from optexport.testing import check_applied, check_refused
 from optexport.transformations import FuseBatchNorm
 from optexport.transformations.rule import run
-from tests.models import randomise
-from tests.transformations.programs import by_export, by_fx
+from tests._helpers.graphs import by_export, by_fx
+from tests._helpers.models import randomise
 
 SPACE = {1: (7,), 2: (6, 5), 3: (4, 5, 3)}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations
 from optexport.testing import check_applied, check_laws, check_refused
 from optexport.tracing.trace import symbolic_trace
 from optexport.transformations import FuseBatchNorm1dInLinear
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Inherited, Program, by_export, by_fx, calls, graph_of
+from tests._helpers import models
+from tests._helpers.graphs import Inherited, Program, by_export, by_fx, calls, graph_of
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 20).reshape(5, 4)
 RULE = FuseBatchNorm1dInLinear()

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations, prune
 
 from optexport.testing import check_applied, check_laws, check_refused
 from optexport.transformations import FuseBatchNorm2dInConv2d
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Program, by_export, by_fx, calls, graph_of
+from tests._helpers import models
+from tests._helpers.graphs import Program, by_export, by_fx, calls, graph_of
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 2 * 4 * 6 * 5).reshape(2, 4, 6, 5)
 RULE = FuseBatchNorm2dInConv2d()

@@ -11,7 +11,7 @@ from torch import nn
 from optexport.testing import check_applied, check_refused, sharing
 from optexport.transformations import FuseBias
 from optexport.transformations.rule import run
-from tests.transformations.programs import Inherited, Program, by_export, by_fx, graph_of
+from tests._helpers.graphs import Inherited, Program, by_export, by_fx, graph_of
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 IMAGE = torch.linspace(-2, 2, 96).reshape(2, 3, 4, 4)

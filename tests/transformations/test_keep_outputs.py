@@ -13,12 +13,12 @@ from torch.nn.utils import parametrizations
 
 from optexport import symbolic_trace
 from optexport.errors import ConfigError
-from optexport.signature import flatten_outputs
+from optexport.signature.signature import flatten_outputs
 from optexport.testing import assert_same, outputs, owned, sharing
 from optexport.transformations import KeepOutputs
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Program, by_export, by_fx, graph_of, leaves
+from tests._helpers import models
+from tests._helpers.graphs import Program, by_export, by_fx, graph_of, leaves
+from tests._helpers.models import randomise
 
 X = torch.randn(3, 4)
 

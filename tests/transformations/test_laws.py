@@ -35,10 +35,10 @@ from optexport.transformations import (
     Transformation,
     compose,
 )
-from optexport.transformations.graphs import folding
+from optexport.transformations.analysis import folding
 from optexport.transformations.rule import run
-from tests import models
-from tests.transformations.programs import Inherited, by_export, by_fx
+from tests._helpers import models
+from tests._helpers.graphs import Inherited, by_export, by_fx
 
 RULES = (
     ChangeTrueDivToMulByInverse(),

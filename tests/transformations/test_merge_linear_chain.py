@@ -15,9 +15,9 @@ from optexport import symbolic_trace
 from optexport.testing import check_applied, check_laws, check_refused, sharing
 from optexport.transformations import MergeLinearChain, MergeLinears, compose
 from optexport.transformations.rule import run
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Inherited, by_export, by_fx, calls
+from tests._helpers import models
+from tests._helpers.graphs import Inherited, by_export, by_fx, calls
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
 

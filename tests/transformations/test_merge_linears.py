@@ -19,9 +19,9 @@ from optexport.testing import check_applied, check_laws, check_undo_alone, outpu
 from optexport.tracing.trace import symbolic_trace
 from optexport.transformations import FuseBiasInLinear, MergeLinears
 from optexport.transformations.rule import run
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Program, by_export, by_fx, calls, graph_of
+from tests._helpers import models
+from tests._helpers.graphs import Program, by_export, by_fx, calls, graph_of
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
 

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrizations, parametrize, prune, skip_init, weig
 from optexport.testing import check_applied, check_laws, check_refused, check_undo_alone
 from optexport.transformations import FuseBatchNorm1dInLinear, MergeLinears
 from optexport.transformations.rule import run
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Inherited, Program, by_export, by_fx, calls, graph_of
+from tests._helpers import models
+from tests._helpers.graphs import Inherited, Program, by_export, by_fx, calls, graph_of
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
 

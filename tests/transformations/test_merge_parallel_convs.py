@@ -12,7 +12,7 @@ from optexport import symbolic_trace
 from optexport.testing import assert_close, check_applied, check_refused, outputs, sharing
 from optexport.transformations import FuseBatchNorm, MergeParallelConvs, compose
 from optexport.transformations.rule import run
-from tests.transformations.programs import by_export, by_fx
+from tests._helpers.graphs import by_export, by_fx
 
 SPACE = {1: (9,), 2: (8, 7), 3: (5, 6, 4)}
 CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -16,8 +16,8 @@ from optexport import symbolic_trace
 from optexport.testing import assert_close, check_applied, check_refused, outputs, sharing
 from optexport.transformations import FuseBatchNorm, FuseBias, compose
 from optexport.transformations.rule import run
-from tests.models import randomise
-from tests.transformations.programs import by_export, by_fx, calls
+from tests._helpers.graphs import by_export, by_fx, calls
+from tests._helpers.models import randomise
 from tests.transformations.test_merge_parallel_convs import RULE, _pair, _two, _x
 
 

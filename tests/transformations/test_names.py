@@ -19,9 +19,9 @@ from optexport.transformations import (
     ShareEqual,
     Transformation,
 )
-from optexport.transformations.graphs import modules as modules_of_graphs
-from tests.models import randomise
-from tests.transformations.programs import Program, leaves
+from optexport.transformations.analysis import modules as modules_of_graphs
+from tests._helpers.graphs import Program, leaves
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 

@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from optexport import symbolic_trace
 from optexport.testing import assert_same, check_applied, check_laws, check_refused, outputs, sharing
 from optexport.transformations import MergeLinears, RemoveNoOps, compose
-from optexport.transformations.graphs import modules
+from optexport.transformations.analysis import modules
 from optexport.transformations.rule import run
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Program, by_export, by_fx
+from tests._helpers import models
+from tests._helpers.graphs import Program, by_export, by_fx
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
 aten = torch.ops.aten

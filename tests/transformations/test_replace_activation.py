@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from optexport import ConfigError, registry
+from optexport import ConfigError
 from optexport.testing import assert_same, check_laws, check_refused, outputs, sharing
-from optexport.transformations import ReplaceActivation
+from optexport.transformations import ReplaceActivation, registry
 from optexport.transformations.rule import run
-from tests import models
-from tests.transformations.programs import by_export, by_fx
+from tests._helpers import models
+from tests._helpers.graphs import by_export, by_fx
 
 X = torch.linspace(-6, 6, 48).reshape(3, 16)
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {

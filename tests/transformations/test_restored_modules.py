@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from optexport.testing import check_applied, check_refused, sharing, written
 from optexport.transformations import FuseBiasInLinear, MergeLinears, ReversibleRule, compose
 from optexport.transformations.base import marks
-from tests.transformations.programs import Program, graph_of
+from tests._helpers.graphs import Program, graph_of
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 RULES: tuple[ReversibleRule, ...] = (MergeLinears(), FuseBiasInLinear())

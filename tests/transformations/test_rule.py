@@ -25,7 +25,7 @@ from optexport.transformations import (
     compose,
 )
 from optexport.transformations.rule import run
-from tests.transformations.programs import Inherited, by_fx
+from tests._helpers.graphs import Inherited, by_fx
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 

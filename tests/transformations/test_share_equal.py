@@ -16,9 +16,9 @@ from optexport import symbolic_trace
 from optexport.testing import check_applied, check_laws, check_refused, sharing
 from optexport.transformations import MergeLinears, RemoveNoOps, ShareEqual, SinkSelect, compose
 from optexport.transformations.rule import run
-from tests import models
-from tests.models import randomise
-from tests.transformations.programs import Inherited, Program, by_export, by_fx, graph_of
+from tests._helpers import models
+from tests._helpers.graphs import Inherited, Program, by_export, by_fx, graph_of
+from tests._helpers.models import randomise
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 aten = torch.ops.aten

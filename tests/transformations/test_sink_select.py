@@ -15,8 +15,8 @@ from optexport import symbolic_trace
 from optexport.testing import assert_close, check_applied, check_laws, check_refused, outputs, sharing
 from optexport.transformations import KeepOutputs, MergeLinears, SinkSelect, compose
 from optexport.transformations.rule import run
-from tests.models import randomise
-from tests.transformations.programs import by_export, by_fx, calls
+from tests._helpers.graphs import by_export, by_fx, calls
+from tests._helpers.models import randomise
 
 X = torch.randn(3, 5, 8)
 

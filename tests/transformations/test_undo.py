@@ -32,7 +32,7 @@ from optexport.transformations import (
     compose,
 )
 from optexport.transformations.rule import run
-from tests.transformations.programs import by_export, by_fx, calls
+from tests._helpers.graphs import by_export, by_fx, calls
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 REVERSIBLE: tuple[ReversibleRule, ...] = (MergeLinears(), FuseBiasInLinear(), ChangeTrueDivToMulByInverse())

@@ -16,19 +16,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optexport.bench.artifact import Artifact
-from optexport.bench.race import ROUNDS_PER_LAUNCH, Settings, Timing
+from optexport.bench.turns import ROUNDS_PER_LAUNCH, Settings, Timing
 from optexport.bench.workload import Workload
-from optexport.config.measuring import BarConfig
+from optexport.config import passes
+from optexport.config.benchmarks import BarConfig
 from optexport.errors import BenchError
-from optexport.formats import lowerings
-from optexport.tuning.contest import Contest
+from optexport.tuning.candidate import Ingredient, Recipe, rules_in
+from optexport.tuning.candidate_builder import Refused
 from optexport.tuning.outcome import Outcome, Trial
-from optexport.tuning.recipe import Ingredient, Recipe, rules_in
 from optexport.tuning.search import Search
+from optexport.tuning.tournament import Contest
 from optexport.tuning.tuner import share
-from optexport.tuning.workshop import Refused
 
-_LOWERINGS = lowerings.of_format("torchscript")
+_LOWERINGS = passes.of_format("torchscript")
 _WORKLOADS = (Workload({"batch": 1}, 1, Path(), traced=True), Workload({"batch": 8}, 8, Path()))
 
 
@@ -142,7 +142,7 @@ def test_lowerings_that_pay_are_put_in_together(world: Callable[..., World]) -> 
 
 def test_lowerings_for_the_cpu_are_not_tried_for_a_card(world: Callable[..., World]) -> None:
     outcome = world(dict.fromkeys(_LOWERINGS, 1.2)).search(device="cuda")
-    assert outcome.chosen.lowerings == lowerings.of_format("torchscript", "cuda") == ("freeze",)
+    assert outcome.chosen.lowerings == passes.of_format("torchscript", "cuda") == ("freeze",)
 
 
 @pytest.mark.parametrize("paying", _LOWERINGS)

@@ -15,24 +15,24 @@ import torch
 from click.testing import CliRunner
 from torch import fx, nn
 
+from optexport._utils.progress import Stages
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
 from optexport.bench.gates import check_never_slower
-from optexport.bench.measuring import Duel, Report
-from optexport.bench.race import Settings
+from optexport.bench.measure import Duel, Report
+from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.bundle import digests
 from optexport.bundle.manifest import ParityRecord
-from optexport.bundle.reproduction import reproduce
 from optexport.cli.main import cli
-from optexport.config.file import load_config
+from optexport.config.load import load_config
 from optexport.errors import ConfigError, GateError
 from optexport.job import rules_of
-from optexport.pipeline import Result, run
-from optexport.proof.decisions import load_metrics
-from optexport.stages import Stages
+from optexport.parity.gates import load_metrics
+from optexport.pipeline.reproduce import reproduce
+from optexport.pipeline.run import Result, run
 from optexport.tuning import tuner
-from tests.exports import INPUTS
+from tests._helpers.exports import INPUTS
 
 _RULES = """
 import operator
@@ -64,7 +64,7 @@ class Breaks(_After):
 
 _CONFIG = f"""
 [model]
-source = "python:tests.exports:block"
+source = "python:tests._helpers.exports:block"
 {INPUTS}
 [[transformations]]
 use = "python:rules_of_mine:Slows"

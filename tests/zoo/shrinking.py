@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto
 
-from tests.models import randomise
+from tests._helpers.models import randomise
 
 # No model of the zoo has more parameters: one that a setting leaves larger is tried with the next setting.
 MOST_PARAMETERS = 30_000_000

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from optexport import runtimes
-from optexport.config.file import FORMATS, Format, checked_settings
+from optexport.config.load import FORMATS, Format, checked_settings
 from optexport.errors import OptexportError
+from optexport.exporters.transformers_exporters import one_pass, quiet
+from optexport.exporters.writer import Writer
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job, preset
-from optexport.original import graph_runner, run_reference, trace_original
-from optexport.pipeline import make_proof
-from optexport.proof.suspects import Suspects
-from optexport.proof.vocabulary import vocabularies
-from optexport.sources.loading import Loaded
-from optexport.transform import transform
-from optexport.transformers_exporters import one_pass, quiet
-from optexport.writer import Writer
+from optexport.loading.loader import Loaded
+from optexport.parity.candidate_check import Suspects
+from optexport.parity.vocabulary import vocabularies
+from optexport.pipeline.run import make_proof
+from optexport.pipeline.steps import graph_runner, run_reference, trace_original
+from optexport.runtime import runners
+from optexport.transformations.apply import transform
 from tests.zoo.shrinking import NotBuiltError, candidates
 
 _IMAGE_SIDE = 96
@@ -192,7 +192,7 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
             artifact = writer.write(name, folder, ())
             fixed = artifact.fixed_shape is not None
             checked = []
-            for place, opened in runtimes.ways_to_open(folder / artifact.path, name, traced.signature.output_names):
+            for place, opened in runners.ways_to_open(folder / artifact.path, name, traced.signature.output_names):
                 checked.append(suspects.check(place, opened, traced_shape_only=fixed))
             if fixed:
                 outcome.stages[name] = FIXED

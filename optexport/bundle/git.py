@@ -1,0 +1,36 @@
+"""Which commit of which repository a folder is at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from optexport._utils.redaction import redact
+
+
+def checkout(folder: Path) -> dict[str, str]:
+    """The ``commit``, ``branch`` and ``repository`` that a folder is in; else what CI says; what nobody knows is not
+    there."""
+
+    def ask(*command: str) -> str | None:
+        # A container works in a folder of another user's, which git would otherwise not look at.
+        git = ["git", "-c", "safe.directory=*", "-C", str(folder)]
+        try:
+            done = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
+        except OSError:
+            return None
+        return done.stdout.strip() or None if done.returncode == 0 else None
+
+    def told(*names: str) -> str | None:
+        return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+    remote = ask("config", "--get", "remote.origin.url")
+    branch = ask("rev-parse", "--abbrev-ref", "HEAD")
+    found = {
+        "commit": ask("rev-parse", "HEAD") or told("GITHUB_SHA", "CI_COMMIT_SHA"),
+        # CI checks a commit out, not a branch.
+        "branch": (branch if branch != "HEAD" else None) or told("GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
+        "repository": redact(remote) if remote else None,
+    }
+    return {key: value for key, value in found.items() if value}

@@ -1,0 +1,213 @@
+"""Signs all files of a folder, and checks that they are those that were signed."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from model_signing import hashing, signing, verifying
+
+from optexport.bundle import digests
+from optexport.bundle.layout import GENERATION, MANIFEST, MEASUREMENTS, REPORT, SBOM, SIGNATURE, SIGNED, STATEMENT
+from optexport.bundle.manifest import Manifest
+from optexport.bundle.parts import read_bundles
+from optexport.bundle.signing import keys, sbom, statement
+from optexport.errors import BundleError, ConfigError, OptexportError, first_line, on_one_line, unreadable
+
+_SHOWN = 5
+# In bytes: that of 50,000 files. What is read before anyone knows whose it is has not to fill the memory.
+_LARGEST = 16 << 20
+_AGAIN = "Get it again; or, where it is yours and right, sign it again: optexport sign BUNDLE --key KEY"
+# What the signature says of itself, besides files: that it is of all of them, and no links among them.
+_WHOLE = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": [SIGNATURE]}
+
+
+class _Hashing(hashing.Config):
+    """Hashes all files of a folder but the signature itself, and keeps what it found: SHA-256 by path."""
+
+    found: dict[str, str] | None = None
+
+    def hash(self, model_path: hashing.PathLike, *, files_to_hash: Iterable[hashing.PathLike] | None = None) -> Any:
+        """As the library does, which calls it once a signature is known to be the key's.
+
+        Args:
+            files_to_hash: The files that were signed, of which some may be gone; None where all are to be.
+        """
+        try:
+            there = None if files_to_hash is None else [p for p in files_to_hash if Path(os.fsdecode(p)).is_file()]
+            manifest = super().hash(model_path, files_to_hash=there)
+        except OSError as error:
+            raise unreadable(error, error.filename or SIGNATURE) from error
+        self.found = {each.identifier: each.digest.digest_hex for each in manifest.resource_descriptors()}
+        return manifest
+
+
+def _hashing() -> _Hashing:
+    empty = _Hashing()  # type: ignore[no-untyped-call]  # the library's constructor has no types
+    return empty.set_ignored_paths(paths=[SIGNATURE], ignore_git_paths=False)
+
+
+def sign(folder: Path, key: Path) -> None:
+    """Writes SBOM, statement and signature into a folder, in place of earlier ones.
+
+    A bundle is checked first, as far as its digests go; its files are not run. A generative model is signed as a whole:
+    one signature, over the files of all parts.
+
+    Args:
+        folder: A bundle, or a folder of parts.
+        key: The file of a private key.
+
+    Raises:
+        ConfigError: The key cannot sign or lies in the folder, which is no bundle or cannot be written to, or it was
+            made with other versions than those that are installed.
+        BundleError: A file of the bundle is missing, added or changed.
+    """
+    folder = folder.resolve()
+    keys.check_private(key, folder)
+    bundles = read_bundles(folder)
+    for manifest in bundles.values():
+        sbom.check_environment(manifest)
+    installed = sbom.make(next(iter(bundles.values())))
+    files = {name: digests.sha256(folder / name) for name in _files(folder) - {*SIGNED}}
+    files[SBOM] = hashlib.sha256(installed.encode()).hexdigest()
+    told = statement.make(folder, bundles, files)
+    try:
+        for name in SIGNED:  # the signature first, so that there is never one of what is no more
+            (folder / name).unlink(missing_ok=True)
+        (folder / SBOM).write_bytes(installed.encode())
+        (folder / STATEMENT).write_bytes(told.encode())
+        config = signing.Config().use_elliptic_key_signer(private_key=key).set_hashing_config(_hashing())
+        config.sign(folder, folder / SIGNATURE)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise ConfigError(f"it cannot be written to: {error}", place=str(folder)) from error
+
+
+def check(folder: Path, key: Path) -> dict[Path, Manifest]:
+    """Checks the signature of a folder, that its files are those that were signed, and the statement.
+
+    Args:
+        key: The file of the public key.
+
+    Returns:
+        The manifest of the bundle, or of each part of a generative model, by its folder.
+
+    Raises:
+        ConfigError: The key cannot check, or the folder is no bundle.
+        BundleError: There is no signature, another key made it, or a file is missing, added or changed.
+    """
+    folder = folder.resolve()
+    fingerprint = keys.fingerprint(key)
+    if not (folder / SIGNATURE).exists() and not any((folder / name).exists() for name in (MANIFEST, GENERATION)):
+        read_bundles(folder)  # says that it is none
+    there = _files(folder)
+    signed, found = _verified(folder, key, fingerprint)
+    told = dict.fromkeys(there - signed.keys() - {SIGNATURE}, "added")
+    told |= dict.fromkeys(signed.keys() - there, "removed")
+    told |= {name: "changed" for name in signed.keys() & there if found.get(name) != signed[name]}
+    if told:
+        raise _not_signed(folder, told)
+    bundles = read_bundles(folder)
+    statement.check(folder, bundles, {name: digest for name, digest in signed.items() if name != STATEMENT})
+    return bundles
+
+
+def _files(folder: Path) -> set[str]:
+    """The paths of all files in a folder, as seen from there.
+
+    Raises:
+        BundleError: There is a link, or what is neither file nor folder.
+    """
+    names = set()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend="Remove it.")
+        if path.is_file():
+            names.add(name)
+    return names
+
+
+def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str], dict[str, str]]:
+    """What was signed, once it is known that the key signed it, and what is there: SHA-256 by path.
+
+    Raises:
+        BundleError: There is no signature, it was changed, or another key made it.
+        ConfigError: This user may not read one of the files.
+    """
+    payload, made_with = _read(folder / SIGNATURE)
+    if made_with != fingerprint:
+        raise BundleError(f"another key than that of {key} made it", place=str(folder / SIGNATURE), mend=_AGAIN)
+    hashed = _hashing()
+    try:
+        config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(hashed)
+        config.set_ignore_unsigned_files(True)  # which are told by their names, however large they are
+        config.verify(folder, folder / SIGNATURE)
+    except OptexportError:
+        raise
+    except Exception as error:  # the library, pydantic and cryptography each raise their own
+        # Where files were hashed the signature is the key's; which of them are others is told by name.
+        if hashed.found is None:
+            raise BundleError(
+                f"it is not the key's: {first_line(error)}", place=str(folder / SIGNATURE), mend=_AGAIN
+            ) from error
+    assert hashed.found is not None
+    predicate = json.loads(payload).get("predicate", {})
+    if predicate.get("serialization") != _WHOLE:  # a key may have signed with other tools, and less
+        raise BundleError("it is not of the whole folder", place=str(folder / SIGNATURE), mend=_AGAIN)
+    return {resource["name"]: resource["digest"] for resource in predicate["resources"]}, hashed.found
+
+
+def _read(path: Path) -> tuple[bytes, str]:
+    """What a signature says that it signs, and the fingerprint of the key that it names; neither is checked yet.
+
+    Only the payload is signed; all around it has to be as it was written, or a changed byte there would pass.
+
+    Raises:
+        BundleError: It is missing, or not as the library writes it.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"it is larger than {_LARGEST} bytes")
+        content = path.read_bytes()
+        document = json.loads(content)
+        envelope = document["dsseEnvelope"]
+        payload = base64.b64decode(envelope["payload"])
+        made_with = document["verificationMaterial"]["publicKey"]["hint"]
+        (one,) = envelope["signatures"]
+        written = {
+            "mediaType": document["mediaType"],
+            "verificationMaterial": {"publicKey": {"hint": str(made_with)}, "tlogEntries": []},
+            "dsseEnvelope": {
+                "payload": base64.b64encode(payload).decode(),
+                "payloadType": envelope["payloadType"],
+                "signatures": [{"sig": base64.b64encode(base64.b64decode(one["sig"])).decode(), "keyid": ""}],
+            },
+        }
+        whole = content == json.dumps(written, separators=(",", ":")).encode()
+    except FileNotFoundError as error:
+        raise BundleError("it is missing: nobody signed this", place=str(path), mend=_AGAIN) from error
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise BundleError(f"it cannot be read: {first_line(error)}", place=str(path), mend=_AGAIN) from error
+    if not whole:
+        raise BundleError("it was changed since it was written", place=str(path), mend=_AGAIN)
+    return payload, str(made_with)
+
+
+def _not_signed(folder: Path, told: Mapping[str, str]) -> BundleError:
+    """The error that names files which are not those that were signed."""
+    lines = [f"\n  {on_one_line(name)} was {what}" for name, what in sorted(told.items())]
+    more = f"\n  and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
+    rewritten = {Path(name).name for name in told} <= {REPORT, MEASUREMENTS} and set(told.values()) == {"changed"}
+    return BundleError(
+        f"it is not what was signed{''.join(lines[:_SHOWN])}{more}",
+        place=str(folder),
+        mend=f"optexport report writes report.html and its digest anew. {_AGAIN}" if rewritten else _AGAIN,
+    )

@@ -1,0 +1,33 @@
+"""What has a say in every result, whatever the model: this package's code, versions, threads and the processor."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import optexport
+from optexport._utils.packages import versions
+from optexport._utils.platform import machine
+
+
+def surroundings() -> dict[str, Any]:
+    """As JSON holds it: what two runs must have in common for a result of one to be that of the other."""
+    return {
+        **_of_process(),
+        "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+@functools.cache
+def _of_process() -> dict[str, Any]:
+    code = hashlib.sha256()
+    for path in sorted(Path(optexport.__file__).parent.rglob("*.py")):  # while it is developed the version stands still
+        code.update(path.read_bytes())
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return {**versions(), **machine(), "instructions": instructions, "code": code.hexdigest()}

@@ -1,0 +1,145 @@
+"""Digests of tensors, graphs and files: of all of them that has a say in what is made of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from optexport._utils.tensors import bytes_of
+from optexport.bundle.digests import sha256
+
+# Whose functions and modules are known by their names, given the versions of the packages.
+_KNOWN = ("torch", "_operator", "operator", "math", "builtins", "optexport")
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bool,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+def of_tensors(groups: Iterable[Mapping[str, torch.Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes."""
+    found = hashlib.sha256()
+    for group in groups:
+        for name, tensor in group.items():
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(_bytes(tensor))
+    return found.hexdigest()
+
+
+def of_file(path: Path) -> str:
+    """SHA-256 of a file, and of those that bear its name with more at its end, as weights beside an ONNX file do."""
+    return hashlib.sha256(" ".join(sha256(each) for each in files_of(path)).encode()).hexdigest()
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file, and those that belong to it."""
+    return [each for each in sorted(path.parent.glob(f"{path.name}*")) if each.is_file()]
+
+
+def of_graph(graph_module: fx.GraphModule) -> str | None:
+    """SHA-256 of a graph with its weights; None where it calls what is not known by its name, as a plugin's function.
+
+    Where its nodes come from, which exporters write down, is part of it.
+    """
+    found = hashlib.sha256()
+    try:
+        for said in _said(graph_module):
+            found.update(said if isinstance(said, memoryview) else repr(said).encode())
+    except _UnknownError:
+        return None
+    return found.hexdigest()
+
+
+class _UnknownError(Exception):
+    """A name does not tell what this is."""
+
+
+def _said(graph_module: fx.GraphModule) -> Iterator[object]:
+    seen: dict[tuple[int, ...], str] = {}
+    for node in graph_module.graph.nodes:
+        yield node.op, node.name, [_leaf(leaf) for leaf in tree_leaves((node.args, node.kwargs))]
+        yield str(node.args), str(node.kwargs), [str(node.meta.get(key)) for key in ("nn_module_stack", "stack_trace")]
+        match node.op:
+            case "call_function":
+                yield _named(node.target)
+            case "call_module":
+                module = graph_module.get_submodule(str(node.target))
+                if isinstance(module, fx.GraphModule):
+                    yield from _said(module)
+                else:
+                    yield from _of_module(str(node.target), module, seen)
+            case "get_attr":
+                yield from _of_attribute(str(node.target), _attribute(graph_module, str(node.target)), seen)
+            case _:
+                yield node.target
+
+
+def _of_module(target: str, module: nn.Module, seen: dict[tuple[int, ...], str]) -> Iterator[object]:
+    for name, part in module.named_modules(prefix=target):
+        hooks = (part._forward_hooks, part._forward_pre_hooks)
+        if not type(part).__module__.startswith("torch.nn.modules.") or any(hooks):
+            raise _UnknownError
+        yield name, _named(type(part))
+        for key, value in sorted(vars(part).items()):
+            if not key.startswith("_"):
+                yield key, [_leaf(leaf) for leaf in tree_leaves(value)]
+        for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            yield from _of_attribute(f"{name}.{key}", tensor, seen)
+
+
+def _of_attribute(name: str, value: object, seen: dict[tuple[int, ...], str]) -> Iterator[object]:
+    if not isinstance(value, torch.Tensor):
+        raise _UnknownError
+    yield name, _named(type(value)), value.dtype, value.device, tuple(value.shape), value.requires_grad
+    if value.layout is torch.strided:
+        yield value.stride()
+        place = (value.data_ptr(), *value.shape, *value.stride())
+        if value.numel() and seen.setdefault(place, name) != name:  # which of them share their memory
+            yield seen[place]
+            return
+    yield _bytes(value)
+
+
+def _attribute(graph_module: fx.GraphModule, target: str) -> object:
+    owner, _, name = target.rpartition(".")
+    return getattr(graph_module.get_submodule(owner), name)
+
+
+def _named(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace not in ("aten", "prims", "prim"):
+            raise _UnknownError
+        return str(target)
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if module is None or name is None or module.partition(".")[0] not in _KNOWN or "<" in name:
+        raise _UnknownError
+    return f"{module}.{name}"
+
+
+def _leaf(value: object) -> str:
+    if isinstance(value, slice):
+        return f"slice{[_leaf(part) for part in (value.start, value.stop, value.step)]}"
+    if not isinstance(value, (*_PLAIN, fx.Node)):
+        raise _UnknownError
+    return repr(value)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    dense = dense.resolve_conj().resolve_neg()  # views that are computed as they are read have no bytes of their own
+    return bytes_of(dense.cpu()).numpy().data

@@ -1,0 +1,45 @@
+"""Results that are kept: tensors by name for each of several cases, with notes that JSON can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from optexport.cache import store
+
+_FILE = "results.safetensors"
+
+
+def read(entry: str) -> tuple[list[dict[str, torch.Tensor]], Any] | None:
+    """The tensors by case, and the notes, that are kept under a name; None where there are none."""
+    if (kept := store.read(entry)) is None:
+        return None
+    folder, (count, notes) = kept
+    try:
+        tensors = load_file(folder / _FILE)
+    except (OSError, SafetensorError):  # another run has removed it since
+        return None
+    cases: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+    for key, tensor in tensors.items():
+        index, _, name = key.partition(".")
+        cases[int(index)][name] = tensor
+    return cases, notes
+
+
+def write(entry: str, cases: Sequence[Mapping[str, torch.Tensor]], notes: Any = None) -> None:
+    """Keeps tensors by case, and notes."""
+
+    def fill(folder: Path) -> None:
+        named = {f"{index}.{name}": tensor for index, each in enumerate(cases) for name, tensor in each.items()}
+        try:
+            save_file({key: tensor.detach().clone().contiguous() for key, tensor in named.items()}, folder / _FILE)
+        except SafetensorError as error:  # which is how it tells of a full disk
+            raise OSError(str(error)) from error
+
+    size = sum(tensor.nbytes for each in cases for tensor in each.values())
+    store.write(entry, [len(cases), notes], size=size, fill=fill)

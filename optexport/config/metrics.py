@@ -1,0 +1,75 @@
+"""``[parity.decisions]``: what a config may demand of decisions. `optexport.parity.gates` defines the measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from optexport.errors import did_you_mean
+
+# The measures, the least value that each can have, and their options beside min and output.
+MEASURES: Mapping[str, tuple[float, tuple[str, ...]]] = {
+    "argmax_agreement": (0.0, ()),
+    "top_k_agreement": (0.0, ("k",)),
+    "cosine": (-1.0, ()),
+    "iou": (0.0, ("classes",)),
+    "greedy_tokens": (0.0, ()),
+}
+METRIC = "python:"
+DEFAULT_K = 5
+
+
+def beside_gate(value: float, least: float, digits: int = 6) -> str:
+    """A measured value as it stands beside the least that passes: rounded, unless that took it to the other side."""
+    rounded = f"{value:.{digits}g}"
+    return rounded if (float(rounded) >= least) == (value >= least) else repr(value)
+
+
+class DecisionConfig(BaseModel):
+    """One gate: the least value that passes, and of what; a number alone is its ``min``.
+
+    Attributes:
+        min: The least value that passes.
+        output: Of which output; by default every floating point one that fits.
+        k: How many labels ``top_k_agreement`` compares; by default 5.
+        classes: For ``iou``, whether channels of masks are classes that exclude each other; by default they are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    min: float
+    output: str | None = None
+    k: int | None = Field(default=None, ge=1)
+    classes: bool | None = None
+
+
+def _as_table(value: Any) -> Any:
+    return {"min": value} if isinstance(value, int | float) else value
+
+
+def _known(gates: dict[str, DecisionConfig]) -> dict[str, DecisionConfig]:
+    for name, gate in gates.items():
+        if name.startswith(METRIC):
+            if len([part for part in name.removeprefix(METRIC).split(":") if part]) != 2:
+                raise ValueError(f'"{name}" is not of the form "python:module:function"')
+            allowed: tuple[str, ...] = ()
+        elif name in MEASURES:
+            least, options = MEASURES[name]
+            allowed = ("output", *options)
+            if not least <= gate.min <= 1:
+                raise ValueError(f"{name}: it lies between {least:g} and 1, so min cannot be {gate.min:g}")
+        else:
+            hint = did_you_mean(name, [*MEASURES, "python:module:function"])
+            raise ValueError(f'there is no measure "{name}". {hint}')
+        for option in ("output", "k", "classes"):
+            if getattr(gate, option) is not None and option not in allowed:
+                raise ValueError(f"{name} has no option {option}. {did_you_mean(option, ['min', *allowed])}")
+    return gates
+
+
+Decisions = Annotated[
+    dict[str, Annotated[DecisionConfig, BeforeValidator(_as_table, json_schema_input_type=float | DecisionConfig)]],
+    Field(min_length=1),
+    AfterValidator(_known),
+]

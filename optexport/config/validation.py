@@ -1,0 +1,136 @@
+"""What is wrong in a config, in words for the one who wrote it, and all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from optexport._utils.redaction import redact
+from optexport.errors import ConfigError, did_you_mean
+
+P = ParamSpec("P")
+
+# What a value must be, by the type of pydantic's error.
+_FORMS = {
+    "model_type": "a table",
+    "dict_type": "a table",
+    "list_type": "a list, in brackets",
+    "tuple_type": "a list, in brackets",
+    "bool_type": "true or false, without quotes",
+    "bool_parsing": "true or false, without quotes",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text, in quotes",
+}
+
+
+def explained(error: ValidationError, model: type[BaseModel], name: str) -> ConfigError:
+    """All that pydantic found, as one message: a line per mistake, unknown keys with the nearest known one."""
+    mistakes: list[ConfigError] = []
+    for found in error.errors():
+        location = list(found["loc"])
+        cause, mend = found["msg"][:1].lower() + found["msg"][1:], None
+        if found["type"] in ("too_short", "too_long"):
+            least, most = (found["ctx"].get(f"{end}_length") for end in ("min", "max"))
+            cause = f"it must hold {f'at least {least}' if most is None else most}"
+        elif (form := _FORMS.get(found["type"])) is not None:
+            cause = f"it must be {form}"
+        if found["type"] == "extra_forbidden":
+            cause, mend = (
+                "there is no such key",
+                did_you_mean(str(location[-1]), _known_keys(model, location[:-1])),
+            )
+        elif found["type"] == "missing":
+            cause = "it is required"
+        elif found["type"] == "value_error":
+            cause = str(found["ctx"]["error"])
+        else:
+            cause = f"{cause}, not {shown(found['input'])}"
+        mistakes.append(ConfigError(cause, place=f"{name}: {dotted(location)}", mend=mend))
+    return _as_one(mistakes, name, "; others may show when these are mended")
+
+
+class Mistakes:
+    """What several checks of a config find, told as one message.
+
+    Args:
+        name: The config's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._found: list[ConfigError] = []
+
+    def of(self, check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Runs a check, and keeps what it raises."""
+        try:
+            check(*args, **kwargs)
+        except ConfigError as error:
+            self._found.append(error)
+
+    def tell(self) -> None:
+        """Raises what was found.
+
+        Raises:
+            ConfigError: A check found a mistake.
+        """
+        if self._found:
+            raise _as_one(self._found, self._name)
+
+
+def _as_one(mistakes: Sequence[ConfigError], name: str, after: str = "") -> ConfigError:
+    if len(mistakes) == 1:
+        return mistakes[0]
+    lines = []
+    for mistake in mistakes:
+        place = (mistake.place or name).removeprefix(f"{name}: ")
+        lines.append(f"\n  {place}: {'. '.join(filter(None, [mistake.cause, mistake.mend]))}")
+    return ConfigError(f"{len(mistakes)} mistakes{after}{''.join(lines)}", place=name)
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, cut short where it is long."""
+    text = redact(repr(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def dotted(location: Sequence[int | str]) -> str:
+    """A place in a config, as it is told: ``transformations[0].use``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text or "the file"
+
+
+def _known_keys(model: type[BaseModel], location: list[int | str]) -> list[str]:
+    annotation: Any = model
+    for part in location:
+        annotation = _inside(annotation, part)
+    table = table_in(annotation)
+    return [] if table is None else list(_fields(table))
+
+
+def _fields(table: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields by the names that they have in the file."""
+    return {field.alias or name: field for name, field in table.model_fields.items()}
+
+
+def _inside(annotation: Any, part: int | str) -> Any:
+    """What a key of a table holds, or an item of a list, or of a table whose keys are free."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return _fields(annotation)[str(part)].annotation
+    first, *rest = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return rest[-1]
+    return first if get_origin(annotation) is list else _inside(first, part)
+
+
+def table_in(annotation: Any) -> Any:
+    """The table class somewhere inside an annotation such as ``dict[str, TensorConfig] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (table_in(argument) for argument in getattr(annotation, "__args__", ()))
+    return next((found for found in inner if found is not None), None)

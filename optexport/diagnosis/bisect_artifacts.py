@@ -1,0 +1,123 @@
+"""Where an exported file that fails its proof parts from a graph that passes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+from torch import fx
+
+from optexport.diagnosis.divergence import Comparison, compare, lost, told
+from optexport.diagnosis.intermediates import Observed, observe_graph, observe_onnx, observe_torchscript
+from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, incomparable, outputs_at
+from optexport.diagnosis.subgraph import cut_onnx
+from optexport.parity import checker
+from optexport.parity.checker import Proof
+from optexport.runtime import runners
+from optexport.runtime.devices import Device
+from optexport.runtime.untrusted import archives
+from optexport.signature.signature import Batch
+
+_OBSERVERS: Mapping[str, Callable[[Path, Batch], Observed]] = {
+    "onnx": observe_onnx,
+    "torchscript": observe_torchscript,
+    "pt2": lambda path, batch: observe_graph(archives.pt2_module(path, check_guards=False), batch),
+}
+
+
+_ON_THE_CPU = (
+    "Where its values part is looked for on the CPU alone: leave out model.device to see whether they do there."
+)
+
+
+def blame_files(
+    graph_module: fx.GraphModule | None, files: Mapping[str, Path], proof: Proof, device: Device
+) -> Finding:
+    """Finds where the first file that fails parts from a graph that passes.
+
+    Values inside of a file are looked at on the CPU alone: of files for another device nothing but the case is told.
+
+    Args:
+        graph_module: Flat: tensors in, the outputs in their order out. None where there is none that passes.
+        files: The files by format.
+    """
+    place = next(place for place in proof.places if not place.passed)
+    file_format = place.place.partition(",")[0].removesuffix(" in float32")
+    path, index = files[file_format], failing_case(proof, place)
+    case = proof.reference.cases[index]
+    if device != "cpu":
+        return Finding(place.place, index, f"{path.name} fails on {device}, at {case.name}. {_ON_THE_CPU}")
+    outputs, expected = outputs_at(proof, place, index)
+
+    def write(folder: Path) -> None:
+        for file in (path, path.with_name(f"{path.name}.data")):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+    raises = isinstance(proof.result(place.place, case.name), str)
+    title = f"{path.name} differs from the original at {case.name}."
+    whole = Reproduction(title, path.name, expected, outputs, write, raises=raises)
+    if place.place in (checker.ONNX_OPTIMISED, checker.ONNX_FLOAT32_OPTIMISED):  # as it stands the file passes
+        text = _blame_runtime(path, proof, index)
+        return Finding(place.place, index, text, [replace(whole, level="ORT_ENABLE_ALL")])
+    lines = [f"The graph passes, and {path.name} does not: the exporter or the runtime changed the numbers."]
+    if graph_module is None:
+        return Finding(place.place, index, f"{path.name} fails, and no .pt2 file passes to compare it with.", [whole])
+    pieces: list[Reproduction] = []
+    try:
+        original = observe_graph(graph_module, case.batch)
+        exact = observe_graph(graph_module, case.batch, double=True)
+        comparison = compare(original, _OBSERVERS[file_format](path, case.batch), exact, by_name=False)
+        lines.append(told(comparison.parting, case.name, incomparable(place, case.name)))
+        if comparison.parting is not None and comparison.parting.inner is not None:
+            if file_format == "onnx":
+                piece, made_by = _onnx_piece(path, graph_module, case.batch, comparison)
+                pieces.append(piece)
+                lines.append(made_by)
+            else:
+                lines.append("In the file it is {} ({}).".format(*comparison.parting.inner))
+    except Exception as error:  # a runtime raises kinds of its own
+        lines.append(lost(error))
+    return Finding(place.place, index, "\n".join(lines), [*pieces, whole])
+
+
+def _blame_runtime(path: Path, proof: Proof, case: int) -> str:
+    """Which level of ONNX Runtime's optimisations a file first fails at."""
+    alone, below = proof.reference.only([case]), "ORT_DISABLE_ALL"
+    for level in ("ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"):
+        run = runners.open_onnx(path, list(proof.bounds), optimised=True, level=level)
+        if not Proof(alone, proof.bounds).check(checker.ONNX, run).passed:
+            break
+        below = level
+    return (
+        f"The file passes as it stands: the runtime's optimisations change the numbers, from {level} on. Where it is "
+        f"used, set session_options.graph_optimization_level = GraphOptimizationLevel.{below}."
+    )
+
+
+def _onnx_piece(
+    path: Path, graph_module: fx.GraphModule, batch: Batch, comparison: Comparison
+) -> tuple[Reproduction, str]:
+    """The part of an ONNX file since what agrees with the graph, and what it computes with, in words."""
+    parting = comparison.parting
+    assert parting is not None and parting.inner is not None
+    inner = parting.inner[0]
+    given = observe_onnx(path, batch, keep=set(comparison.matched.values()) - {inner}).whole
+    piece, inputs = cut_onnx(path, inner, given)
+    expected = observe_graph(graph_module, batch, keep={parting.node}).whole[parting.node]
+    tensors = {f"inputs.{name}": given[name] for name in inputs} | {f"expected.{inner}": expected}
+    reproduction = Reproduction(
+        f"What {path.name} computes at {inner} differs from {parting.node} of the graph.",
+        "piece.onnx",
+        "expected",
+        {inner: (parting.limit, expected.dtype)},
+        lambda folder: onnx.save(piece, folder / "piece.onnx"),
+        tensors,
+    )
+    operators = ", ".join(node.op_type for node in piece.graph.node if node.op_type != "Constant")
+    weights = ", ".join(weight.name for weight in piece.graph.initializer)
+    text = f"In the file it is {inner}, made of {', '.join(inputs) or 'constants'} by {operators}"
+    return reproduction, f"{text} with {weights}." if weights else f"{text}."

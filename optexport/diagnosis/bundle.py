@@ -1,0 +1,76 @@
+"""Says of a bundle by itself which of its files fail, at what, and where their values part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import fx
+
+from optexport.bundle import contents, digests
+from optexport.diagnosis import reproduction
+from optexport.diagnosis.bisect_artifacts import blame_files
+from optexport.diagnosis.reproduction import Finding
+from optexport.errors import BundleError, ExportError
+from optexport.parity.checker import Proof
+from optexport.parity.verify import bound_of, gates_of
+from optexport.runtime import runners
+from optexport.runtime.untrusted import archives
+
+
+def blame_bundle(folder: Path) -> str:
+    """Runs a bundle's files on its stored inputs, also where they were changed, and explains what fails.
+
+    Returns:
+        That nothing does.
+
+    Raises:
+        ConfigError: The folder is no bundle.
+        BundleError: It is damaged, though what can be run gives the stored outputs; or holds more than its files, or a
+            manifest that is none.
+        ParityError: A file does not give the stored outputs; what shows it is left in ``<folder>-failure``.
+    """
+    folder = folder.resolve()
+    manifest = digests.manifest_of_files(folder)
+    damage: BundleError | None = None
+    try:
+        digests.check_unchanged(folder, manifest)
+    except BundleError as error:
+        damage = error
+    outputs = [output.name for output in manifest.outputs]
+    reference = contents.read_reference(
+        folder / contents.REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases
+    )
+    lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
+    bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
+    proof = Proof(reference, bounds, gates_of(manifest) if lowered else ())  # which nothing else is held to
+    files: dict[str, Path] = {artifact.format: folder / artifact.path for artifact in manifest.artifacts}
+    for artifact in manifest.artifacts:
+        fixed = artifact.fixed_shape is not None
+        try:
+            for place, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
+                precision = None if artifact.precision is None else artifact.precision.precision
+                proof.check(place, run, traced_shape_only=fixed, precision=precision)
+        except ExportError as error:  # whose mends are for those who export
+            damage = damage or BundleError(error.cause, place=error.place)
+    if not proof.passed:
+
+        def find() -> Finding:
+            found = blame_files(_passing_graph(files, proof), files, proof, manifest.artifacts[0].device)
+            changed = "" if damage is None else f"{damage.place}: {damage.cause}"
+            note = f"{changed}, so that no exporter need be to blame.\n" if changed else ""
+            return Finding(found.place, found.case, note + found.explanation, found.reproductions)
+
+        raise reproduction.error(proof, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)
+    if damage is not None:
+        raise damage
+    return f"nothing to blame: {reproduction.standing(proof.places)}"
+
+
+def _passing_graph(files: dict[str, Path], proof: Proof) -> fx.GraphModule | None:
+    """The graph of the bundle's ``.pt2`` file, if that passes."""
+    passing = {place.place for place in proof.places if place.passed}
+    if "pt2" not in passing or "pt2" not in files:
+        return None
+    module = archives.pt2_module(files["pt2"], check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    return module

@@ -1,0 +1,303 @@
+"""The folder that a failed proof leaves: what failed, on which tensors, and a script that shows it again, alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import runpy
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from optexport._utils import atomic_dir
+from optexport.errors import ConfigError, GateError, OptexportError, ParityError, first_line, on_one_line
+from optexport.parity import distances
+from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.record import parity_record
+from optexport.runtime.untrusted import archives
+
+SCRIPT = "reproduce.py"
+_PARITY, _CASE, _PIECE = "parity.json", "case.safetensors", "piece.safetensors"
+_NAMES = {
+    *(SCRIPT, _PARITY, _CASE, _PIECE, "config.toml", "blame.txt", "piece.onnx"),
+    *("before.pt2", "after.pt2", "before.pt", "after.pt"),
+    *("model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt", "model.pt"),
+}
+
+_OPEN = {
+    ".pt2": "torch.export.load(FOLDER / {name!r}).module()(**arguments)",
+    ".pt": "torch.jit.load(FOLDER / {name!r})(**arguments)",
+    ".onnx": "run_onnx(FOLDER / {name!r})",
+}
+_CHECKS: Mapping[str, Callable[[Path], object]] = {".pt2": archives.check_pt2, ".pt": archives.load_torchscript}
+_NAME_ARGUMENTS = """
+arguments = {{re.sub(r"\\W", "_", name): value for name, value in inputs.items()}}
+"""
+_RUN_ONNX = """
+def run_onnx(path):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.{level}
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    given = {{value.name: inputs[value.name].numpy() for value in session.get_inputs()}}
+    return [torch.from_numpy(result) for result in session.run(list(OUTPUTS), given)]
+"""
+_SCRIPT = '''\
+"""{title}"""
+import sys
+from pathlib import Path
+{imports}
+from safetensors.torch import load_file
+FOLDER = Path(__file__).parent
+OUTPUTS = {outputs}  # the distance that is allowed, and the dtype
+tensors = load_file(FOLDER / {tensors!r})
+inputs = {{key.removeprefix("inputs."): value for key, value in tensors.items() if key.startswith("inputs.")}}
+{functions}
+expected = {expected}
+found = {found}
+wrong = False
+for (name, (limit, dtype)), a, b in zip(OUTPUTS.items(), found, expected, strict=True):
+    distance = torch.tensor(float("inf"))
+    if a.shape == b.shape and str(a.dtype) == dtype:
+        same = (a == b) | (a.isnan() & b.isnan())
+        gap = (a.double() - b.double()).abs().nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
+        distance = torch.cat([gap.flatten(), gap.new_zeros(1)]).max()
+    print(f"{{name}}: {{distance:.3g}} apart, {{limit:.3g}} allowed")
+    wrong = wrong or bool(distance > limit)
+sys.exit(int(wrong))
+'''
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """One way to show a failure again.
+
+    Attributes:
+        title: What differs from what.
+        found: The file that is wrong.
+        expected: The file that is right, or else the kind of the tensors that are.
+        outputs: By name, the allowed distance and the dtype.
+        write: Writes the files.
+        tensors: Inputs and expected tensors of a piece; those of the whole case by default.
+        level: How far ONNX Runtime optimises.
+        raises: Whether the failure is that something raises.
+    """
+
+    title: str
+    found: str
+    expected: str
+    outputs: Mapping[str, tuple[float, torch.dtype]]
+    write: Callable[[Path], object]
+    tensors: Mapping[str, torch.Tensor] | None = None
+    level: str = "ORT_DISABLE_ALL"
+    raises: bool = False
+
+    def script(self) -> str:
+        """A Python script of fewer than 30 lines."""
+        onnx = self.found.endswith(".onnx")
+        results = f"[tensors[f'{self.expected}.{{name}}'] for name in OUTPUTS]"
+        suffix = Path(self.expected).suffix
+        return _SCRIPT.format(
+            title=textwrap.shorten(self.title.replace('"', "'").replace("\\", "/"), 110),
+            imports="import onnxruntime\nimport torch" if onnx else "import re\nimport torch",
+            outputs={name: (limit, str(dtype)) for name, (limit, dtype) in self.outputs.items()},
+            tensors=_CASE if self.tensors is None else _PIECE,
+            functions=(_RUN_ONNX if onnx else _NAME_ARGUMENTS).format(level=self.level).strip(),
+            expected=_OPEN[suffix].format(name=self.expected) if suffix else results,
+            found=_OPEN[Path(self.found).suffix].format(name=self.found),
+        ).replace("\n\n", "\n")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is to blame.
+
+    Attributes:
+        place: The place of the pipeline that fails.
+        case: The index of the case that was looked at.
+        explanation: In words.
+        reproductions: How to show it again; the first that does is left.
+    """
+
+    place: str
+    case: int
+    explanation: str
+    reproductions: Sequence[Reproduction] = field(default=())
+
+
+def error(
+    proof: Proof,
+    folder: Path,
+    config_text: str | None,
+    find: Callable[[], Finding],
+    smallest: Callable[[], str | None],
+) -> OptexportError:
+    """The error that a failed proof ends with; finds what is to blame, and leaves the folder.
+
+    Args:
+        find: Finds what is to blame.
+        smallest: Finds the smallest input at which it still fails, in words.
+
+    Whatever goes wrong on the way is said, and never hides that the proof failed.
+    """
+    finding: Finding | None = None
+    try:
+        finding = find()
+        explanation = finding.explanation
+    except Exception as problem:  # a model's and a plugin's own code may raise anything
+        explanation = f"What is to blame could not be found: {_told(problem)}."
+    try:
+        still = smallest()
+    except Exception as problem:  # likewise
+        explanation += f"\nA smaller input could not be looked for: {_told(problem)}."
+    else:
+        explanation = f"It still fails at {still}.\n{explanation}" if still else explanation
+    try:
+        shown = leave(folder, proof, finding, config_text, explanation)
+    except Exception as problem:  # a full disk, a folder of somebody's own
+        explanation += f"\nThe tensors could not be left in {folder}: {_told(problem)}."
+    else:
+        how = f"python {folder / SCRIPT}" if shown else f"the tensors are in {folder}, no script shows it apart"
+        explanation += f"\nTo see it again: {how}"
+    lines = [
+        f"{place.place}: {on_one_line(output.output)}, {output.failure}"
+        for place in proof.places
+        for output in place.outputs
+        if output.failure is not None
+    ]
+    gates = [f"{place.place}: {d.failure}" for place in proof.places for d in place.decisions if d.failure is not None]
+    kind, what = (ParityError, "results differ") if lines else (GateError, "decisions differ")
+    cause = f"the {what} from the original's\n  " + "\n  ".join(lines + gates)
+    return kind(cause, mend=explanation.replace("\n", "\n  "), proof=parity_record(proof))
+
+
+def _told(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, OptexportError) else f"{type(problem).__name__}: {first_line(problem)}"
+
+
+def leave(folder: Path, proof: Proof, finding: Finding | None, config_text: str | None, explanation: str) -> bool:
+    """Writes the folder, in place of an earlier one.
+
+    Returns:
+        Whether a script that shows the failure again is in it.
+
+    Raises:
+        ConfigError: Something else is there.
+        OSError: It cannot be written.
+    """
+    _check_replaceable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_dir.drafting(folder, _check_replaceable) as draft:
+        if config_text is not None:
+            (draft / "config.toml").write_text(config_text, encoding="utf-8")
+        record = parity_record(proof).model_dump(mode="json")
+        (draft / _PARITY).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (draft / "blame.txt").write_text(f"{explanation}\n", encoding="utf-8")
+        if finding is None:
+            return False
+        save_file(_case(proof, finding), draft / _CASE)
+        return any(_shows(reproduction, draft) for reproduction in finding.reproductions)
+
+
+def remove(folder: Path) -> None:
+    """Removes what an earlier failure left, now that the proof passes; anything else stays."""
+    with contextlib.suppress(ConfigError):
+        _check_replaceable(folder)
+        if (folder / _PARITY).is_file():
+            shutil.rmtree(folder)
+
+
+def _check_replaceable(folder: Path) -> None:
+    if not folder.exists() and not folder.is_symlink():
+        return
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {""}
+    if names and not (names <= _NAMES and _PARITY in names):
+        raise ConfigError("it exists and is not what a failed proof left, so it is not replaced", place=str(folder))
+
+
+def _case(proof: Proof, finding: Finding) -> dict[str, torch.Tensor]:
+    """The failing case: inputs, the original's outputs, these in float64, and the candidate's."""
+    reference = proof.reference
+    case, outputs, exact = reference.cases[finding.case], reference.outputs[finding.case], reference.exact[finding.case]
+    known = {name: distances.known(exact[name], tensor) for name, tensor in outputs.items()}
+    result = proof.result(finding.place, case.name)
+    parts = {"inputs": case.batch, "outputs": outputs, "float64": known}
+    if not isinstance(result, str):
+        parts["candidate"] = result
+    return {
+        f"{part}.{name}": tensor.detach().contiguous().clone()
+        for part, tensors in parts.items()
+        for name, tensor in tensors.items()
+    }
+
+
+def _shows(reproduction: Reproduction, draft: Path) -> bool:
+    """Writes the files of a reproduction and runs its script; takes them away where it does not show the failure."""
+    before = set(draft.iterdir())
+    try:
+        reproduction.write(draft)
+        for path in set(draft.iterdir()) - before:  # the script opens them as anybody would
+            _CHECKS.get(path.suffix, Path.exists)(path)
+        if reproduction.tensors is not None:
+            save_file({k: v.detach().contiguous().clone() for k, v in reproduction.tensors.items()}, draft / _PIECE)
+        (draft / SCRIPT).write_text(reproduction.script(), encoding="utf-8")
+        if _ends_with_one(draft / SCRIPT, reproduction.raises):
+            return True
+    except Exception:  # noqa: S110 - torch.export takes no piece that it cannot trace; the next way takes the whole
+        pass
+    for path in set(draft.iterdir()) - before:
+        path.unlink()
+    return False
+
+
+def _ends_with_one(script: Path, raises: bool) -> bool:
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryFile("w") as quiet:
+        try:
+            with contextlib.redirect_stderr(quiet):
+                runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            return end.code == 1
+        except Exception:  # a failure that raises when the model is run
+            return raises
+    return False
+
+
+def failing_case(proof: Proof, place: PlaceParity) -> int:
+    """The smallest case at which a place fails; the first where it is only its decisions that do."""
+    failing = {case.case for output in place.outputs for case in output.cases if case.failure is not None}
+    indices = [index for index, case in enumerate(proof.reference.cases) if case.name in failing]
+    return min(indices or [0], key=lambda i: sum(t.numel() for t in proof.reference.cases[i].batch.values()))
+
+
+def incomparable(place: PlaceParity, case: str) -> str | None:
+    """Why an output cannot be compared at a case at all, whatever its values; None where all can."""
+    compared = ((output.output, found) for output in place.outputs for found in output.cases if found.case == case)
+    return next((f"{name}: {found.failure}" for name, found in compared if found.distance == math.inf), None)
+
+
+def outputs_at(proof: Proof, place: PlaceParity, case: int) -> tuple[dict[str, tuple[float, torch.dtype]], str]:
+    """What is allowed of each output at a case, and of what kind the tensors are that it is compared with."""
+    name, originals = proof.reference.cases[case].name, proof.reference.outputs[case]
+    limits = {o.output: next(c.limit for c in o.cases if c.case == name) for o in place.outputs}
+    fixed = any(bound.fixed for bound in proof.bounds.values())
+    return {key: (limits[key], originals[key].dtype) for key in limits}, "outputs" if fixed else "float64"
+
+
+def standing(places: Sequence[PlaceParity]) -> str:
+    """How near the places are, where all pass."""
+    farthest = max((o for place in places for o in place.outputs), key=lambda o: o.max_abs / (o.limit or 1.0))
+    passing = f"{', '.join(place.title for place in places)} pass"
+    if farthest.limit == math.inf:
+        return f"{passing}; nothing but the gates limits them."
+    return (
+        f"{passing}; {farthest.output} comes nearest to its limit, "
+        f"{farthest.max_abs:.2g} from the reference where {farthest.limit:.2g} are allowed."
+    )

@@ -1,0 +1,208 @@
+"""The graph as an ``ExportedProgram`` again: the ``.pt2`` file, and the ground that the other formats start from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+from torch._dynamo.exc import UserError
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from optexport.errors import ExportError, first_line
+from optexport.exporters import transformers_exporters
+from optexport.exporters.disk_space import check_room
+from optexport.exporters.torchscript import passes
+from optexport.signature.signature import Signature, TensorSpec, as_argument, as_arguments
+from optexport.tracing.shapes.size_guards import drop_own_exclusions
+
+
+def flatten(graph_module: fx.GraphModule, signature: Signature) -> fx.GraphModule:
+    """Returns the same graph with tensors in, in the signature's order, and a plain tuple of tensors out.
+
+    A file whose output is a class of transformers could not be loaded without transformers. An output that repeats
+    another, or hands an input through, becomes a tensor of its own, since formats with named outputs need one each.
+    """
+    graph = fx.Graph()
+    outputs = graph.graph_copy(graph_module.graph, {})
+    for placeholder, spec in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
+        placeholder.target = as_argument(spec.name)
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if _is_tensor(leaf)]
+    seen: set[fx.Node] = set()
+    flat = []
+    for leaf in leaves:
+        if leaf in seen or leaf.op in ("placeholder", "get_attr"):
+            leaf = graph.call_function(torch.clone, (leaf,))
+        seen.add(leaf)
+        flat.append(leaf)
+    graph.output(tuple(flat))
+    return fx.GraphModule(graph_module, graph)
+
+
+def _is_tensor(leaf: object) -> TypeGuard[fx.Node]:
+    """Whether an output is a tensor; sizes and constants that a model returns are passed over."""
+    return isinstance(leaf, fx.Node) and not isinstance(
+        leaf.meta.get("val"), (torch.SymInt, torch.SymFloat, int, float)
+    )
+
+
+def to_program(
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor]
+) -> ExportedProgram:
+    """Exports a flat graph, every declared dimension dynamic.
+
+    Raises:
+        ExportError: The transformed graph fixes a dimension, or holds what ``torch.export`` cannot take.
+    """
+    inputs = as_arguments({spec.name: example[spec.name] for spec in signature.inputs})
+    try:
+        try:
+            program = _export(graph_module, inputs, signature.dynamic_shapes())
+        except (UserError, AssertionError) as error:
+            if not any(told in str(error) for told in _UNSOLVED):
+                raise
+            program = _export(graph_module, inputs, signature.dynamic_shapes(named=False))
+            if not _is_dynamic(program, signature):
+                raise
+    except Exception as error:  # torch.export raises many kinds; each means the same to the user
+        raise ExportError(
+            f"torch.export refused the transformed graph: {first_line(error)}",
+            place="export",
+            mend="Run again with --without RULE to find the transformation that it does not take.",
+        ) from error
+    _check_ranges(program, signature)
+    _widen(program, signature)
+    drop_own_exclusions(program, graph_module)
+    return program
+
+
+# What torch.export says where it solves the conditions on a size that has a name, and finds a single one, or none:
+# wrongly, of linear attention over chunks, and of what is padded to a multiple. Where sizes have no names it solves
+# nothing.
+_UNSOLVED = ("Specializations unexpectedly required", "Cannot create Dim with inconsistent", "Constraints violated")
+
+
+def _export(
+    graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], shapes: Mapping[str, Any]
+) -> ExportedProgram:
+    with transformers_exporters.exporting(), _attention_of_any_length(graph_module):
+        return transformers_exporters.export_module(graph_module, inputs, shapes)
+
+
+def _attention_of_any_length(graph_module: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
+    """Has torch trace attention as it writes it out, where only running tells how much there is to attend to.
+
+    To choose among its faster kernels it asks whether there is nothing. The graph holds the operator all the same.
+    """
+    attended = (
+        argument.meta.get("val")
+        for node in graph_module.graph.find_nodes(op="call_function", target=_ATTENTION)
+        for argument in node.all_input_nodes
+    )
+    unknown = any(isinstance(value, torch.Tensor) and free_unbacked_symbols(value) for value in attended)
+    return sdpa_kernel(SDPBackend.MATH) if unknown else contextlib.nullcontext()
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _is_dynamic(program: ExportedProgram, signature: Signature) -> bool:
+    """Whether no axis was fixed that is dynamic in the signature, nor holds for one size alone."""
+    single = {symbol for symbol, limits in program.range_constraints.items() if limits.is_singleton()}
+    return all(
+        isinstance(found, torch.SymInt) and found.node.expr.free_symbols - single
+        for spec, placeholder in _inputs(program, signature)
+        for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True)
+        if isinstance(size, str)
+    )
+
+
+def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
+    """Checks that no range ends below that of the signature: where sizes have no names, torch.export narrows.
+
+    It may begin above: while it traces, torch takes every size for 2 or more, of results too.
+
+    Raises:
+        ExportError: It holds at fewer.
+    """
+    for spec, placeholder in _inputs(program, signature):
+        for size, found in zip(spec.shape, placeholder.meta["val"].shape, strict=True):
+            if size not in signature.dims or not isinstance(found, torch.SymInt):  # a sum's are those of its parts
+                continue
+            limits, dim = bound_sympy(found.node.expr, program.range_constraints), signature.dims[str(size)]
+            most = int_oo if dim.max is None else dim.max
+            if limits.upper < most:
+                raise ExportError(
+                    f"as torch.export traces the graph again it holds for {size} up to {limits.upper} alone, and"
+                    f" {'any' if dim.max is None else dim.max} is promised",
+                    place="export",
+                    mend="Run again with --without RULE to find the transformation that asks for the size.",
+                )
+
+
+def _inputs(program: ExportedProgram, signature: Signature) -> Iterator[tuple[TensorSpec, fx.Node]]:
+    names = set(program.graph_signature.user_inputs)
+    placeholders = [node for node in program.graph.find_nodes(op="placeholder") if node.name in names]
+    return zip(signature.inputs, placeholders, strict=True)
+
+
+def _widen(program: ExportedProgram, signature: Signature) -> None:
+    """Has an axis begin at its least size, or that of a sum of dimensions at the sum of theirs.
+
+    While it traces, ``torch.export`` takes every dynamic size for 2 or more; only those that are declared widen again.
+    """
+    for spec, placeholder in _inputs(program, signature):
+        for axis, size in enumerate(spec.shape):
+            if isinstance(size, str):
+                symbol = placeholder.meta["val"].shape[axis].node.expr
+                if (limits := program.range_constraints.get(symbol)) is not None:
+                    least = sum(signature.dims[name].min for name in size.split(" + "))
+                    program.range_constraints[symbol] = ValueRanges(least, limits.upper)
+
+
+def save(program: ExportedProgram, path: Path, *, lowerings: Sequence[str] = ()) -> None:
+    """Writes a ``.pt2`` file; ``torch.export.load(path).module()(**inputs)`` returns a tuple of tensors.
+
+    Sample inputs are left out, and so is where each node came from: the one is not needed to run the file, the other
+    differs from run to run.
+
+    Args:
+        lowerings: Names of `optexport.config.passes`; those of other formats are passed over.
+
+    Raises:
+        ExportError: The graph, or a weight, is of a kind that the format lacks.
+        OSError: The disk is full.
+    """
+    program = copy.copy(passes.lower(program, lowerings, "pt2"))
+    program._example_inputs = None
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("from_node", None)
+                node.meta.pop("stack_trace", None)
+    check_room(path, program)
+    try:
+        with transformers_exporters.quiet():
+            torch.export.save(program, path)
+    except OSError:
+        raise
+    except Exception as error:  # torch.export raises many kinds
+        raise ExportError(
+            f"torch.export.save could not write the graph: {_last_line(error)}",
+            place="export.formats: pt2",
+            mend='Leave "pt2" out of export.formats.',
+        ) from error
+
+
+def _last_line(error: BaseException) -> str:
+    """What went wrong, of a message that holds a traceback; else its first line."""
+    _, _, trace = str(error).partition("Traceback")
+    return trace.strip().splitlines()[-1] if trace.strip() else first_line(error)

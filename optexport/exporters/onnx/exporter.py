@@ -1,0 +1,187 @@
+"""ONNX, through ``torch.onnx`` under the patches that transformers keeps for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir
+import onnxscript.optimizer
+import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from torch import fx
+
+from optexport.config.passes import ATTENTION_OPSET
+from optexport.errors import ExportError, OptexportError, first_line, root_cause
+from optexport.exporters import transformers_exporters
+from optexport.exporters.exported_program import to_program
+from optexport.exporters.onnx import fourier, int64, max_pool, passes, sigmoid
+from optexport.exporters.onnx.session_probe import check_opens
+from optexport.signature.signature import Signature, as_argument, as_arguments
+
+# Weights beyond this many bytes go to a file of their own; a protobuf holds no more than 2 GB.
+EXTERNAL_DATA_ABOVE = 1 << 30
+# What the name of a weight ends with that a file holds transposed.
+TRANSPOSED = ".transposed"
+
+
+def convert(
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], opset: int | None = None
+) -> onnx_ir.Model:
+    """An ONNX model whose inputs, outputs and dynamic axes are named as in the signature.
+
+    Args:
+        graph_module: Flat: tensors in, a tuple of tensors out. Not changed.
+
+    Raises:
+        ExportError: The graph holds an operator that ONNX lacks.
+    """
+    try:
+        with transformers_exporters.onnx_patches():
+            model = _convert(graph_module, signature, example, opset)
+    except OptexportError:
+        raise
+    except Exception as error:  # torch.onnx wraps whatever went wrong in types of its own
+        raise ExportError(
+            f"torch.onnx could not convert the graph: {root_cause(error)}",
+            place="export.formats: onnx",
+            mend='Try another export.opset, or leave "onnx" out of export.formats.',
+        ) from error
+    if opset is not None and (written := model.opset_imports.get("")) != opset:
+        raise ExportError(
+            f"torch.onnx wrote opset {written} where {opset} was asked for",
+            place="export.opset",
+            mend="Ask for an opset that it knows, or leave the choice to it.",
+        )
+    return model
+
+
+def write(
+    model: onnx_ir.Model,
+    path: Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    lowerings: Sequence[str] = (),
+    external_data_above: int = EXTERNAL_DATA_ABOVE,
+) -> None:
+    """Writes an ONNX file.
+
+    Args:
+        model: Not changed.
+        metadata: Written to the model's ``metadata_props``, each value as JSON.
+        lowerings: Names of `optexport.config.passes`; those of other formats are passed over.
+        external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
+
+    Raises:
+        ExportError: A lowering fails, the file does not pass ``onnx.checker``, or it crashes ONNX Runtime.
+    """
+    model = passes.lower(model.clone(), lowerings)
+    model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    onnx_ir.save(model, path, external_data=f"{path.name}.data" if size > external_data_above else None)
+    try:
+        onnx.checker.check_model(str(path), full_check=False)
+    except onnx.checker.ValidationError as error:
+        raise ExportError(
+            f"onnx.checker refuses the file: {first_line(error)}".replace(f"{path.parent}{os.sep}", ""),
+            place=path.name,
+            mend="This is a defect of the exporter: please report it with the config.",
+        ) from error
+    check_opens(path, {node.op_type for node in model.graph.all_nodes()})
+
+
+def _convert(
+    graph_module: fx.GraphModule, signature: Signature, example: Mapping[str, torch.Tensor], opset: int | None
+) -> onnx_ir.Model:
+    patched = copy.copy(graph_module)
+    patched.graph = copy.deepcopy(graph_module.graph)
+    transformers_exporters.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
+    patched.recompile()
+    program = fourier.as_products(to_program(patched, signature, example))
+    transformers_exporters.fix_for_onnx(program)
+    converted = torch.onnx.export(
+        program,
+        args=(),
+        kwargs=as_arguments({spec.name: example[spec.name] for spec in signature.inputs}),
+        input_names=[spec.name for spec in signature.inputs],
+        output_names=[spec.name for spec in signature.outputs],
+        dynamic_shapes={
+            as_argument(spec.name): {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+            for spec in signature.inputs
+        },
+        custom_translation_table=transformers_exporters.onnx_translations(),
+        opset_version=opset,
+        verbose=False,
+        optimize=False,  # whose rewriting takes a constant of 1e-8 for zero
+    )
+    assert converted is not None
+    transposed = _transposed_weights(converted.model.graph)
+    onnxscript.optimizer.fold_constants(converted.model)
+    _name_transposed(converted.model.graph, transposed)
+    onnxscript.optimizer.remove_unused_nodes(converted.model)
+    transformers_exporters.fix_onnx_model(converted)
+    _expand_masks(converted.model)
+    int64.mend(converted.model)
+    max_pool.mend(converted.model)
+    sigmoid.mend(converted.model)
+    _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
+    # Metadata of the nodes holds the paths of the machine that built the file.
+    return ClearMetadataAndDocStringPass()(converted.model).model
+
+
+def _transposed_weights(graph: onnx_ir.Graph) -> list[tuple[onnx_ir.Node, str]]:
+    """The products by a weight that is yet to be transposed, and the name of the weight."""
+    found = []
+    for node in graph.all_nodes():
+        source = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+        weight = source.inputs[0] if source is not None and source.op_type == "Transpose" else None
+        if weight is not None and weight.is_initializer() and weight.name is not None:
+            found.append((node, weight.name))
+    return found
+
+
+def _name_transposed(graph: onnx_ir.Graph, weights: Sequence[tuple[onnx_ir.Node, str]]) -> None:
+    """Names weights after what they were made of, where they are initializers now, so that a file tells its layers."""
+    for node, name in weights:
+        value = node.inputs[1]
+        if value is not None and value.is_initializer() and TRANSPOSED not in (value.name or ""):
+            same = sum(known.startswith(f"{name}{TRANSPOSED}") for known in graph.initializers)
+            value.name = f"{name}{TRANSPOSED}" + (f"_{same}" if same else "")
+
+
+def _expand_masks(model: onnx_ir.Model) -> None:
+    """Gives masks of Attention a row for each query and a column for each key.
+
+    The operator takes those that are broadcast there; ONNX Runtime 1.31 raises.
+    """
+    for node in list(model.graph.all_nodes()):
+        if node.op_type != "Attention" or node.domain or len(node.inputs) < 4 or node.inputs[3] is None:
+            continue
+        query, key, _, mask = node.inputs[:4]
+        assert query is not None and key is not None and mask is not None
+        if mask.shape is not None and query.shape is not None and key.shape is not None:
+            wanted = [query.shape[-2], key.shape[-2]]
+            if list(mask.shape[-2:]) == wanted and None not in wanted:
+                continue
+        tape = onnx_ir.tape.Tape()
+        rows, columns = (tape.op("Shape", [value], {"start": -2, "end": -1}) for value in (query, key))
+        expanded = tape.op("Expand", [mask, tape.op("Concat", [rows, columns], {"axis": 0})])
+        assert node.graph is not None
+        node.graph.insert_before(node, list(tape.nodes))
+        node.replace_input_with(3, expanded)
+
+
+def _name_outputs(graph: onnx_ir.Graph, names: Sequence[str]) -> None:
+    """Names the outputs; an inner value that bears such a name already gets another."""
+    outputs = dict(zip(graph.outputs, names, strict=True))
+    inner = [value for node in graph.all_nodes() for value in node.outputs] + list(graph.initializers.values())
+    for value in inner:
+        if value not in outputs and value.name in names:
+            value.name = f"{value.name}/inner"
+    for value, name in outputs.items():
+        value.name = name

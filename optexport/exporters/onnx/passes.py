@@ -1,0 +1,159 @@
+"""Lowerings of ONNX files: other operators for the same numbers, of which ONNX Runtime runs some faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
+from optexport.config.passes import ATTENTION_OPSET
+from optexport.errors import ExportError, first_line
+from optexport.exporters import transformers_exporters
+
+# What the patterns of onnxscript take for zero.
+_TAKEN_FOR_ZERO = 1e-8
+
+
+def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
+    """Applies lowerings of the file, in the order of `optexport.config.passes.LOWERINGS` whatever
+    that of the names.
+
+    Args:
+        model: It may be changed; names of inputs and outputs stay.
+
+    Raises:
+        ExportError: A package that does it fails.
+    """
+    for name, apply in _LOWERINGS.items():
+        if name in names:
+            model = apply(model)
+    return model
+
+
+def opset(names: Sequence[str], asked: int | None) -> int | None:
+    """The opset to export with: the one that is asked for, or else one that has what the lowerings write."""
+    return ATTENTION_OPSET if asked is None and "attention" in names else asked
+
+
+def _sum_residuals(model: onnx_ir.Model) -> onnx_ir.Model:
+    """``LayerNormalization(Add(x, y))`` becomes ``LayerNormalization(Sum(x, y))``, where neither is a constant.
+
+    ONNX Runtime 1.31 makes SkipLayerNormalization of the former when it opens a file; its kernel for the CPU takes 4.8
+    ns an element, LayerNormalization's 0.6 (AMD EPYC, one thread, `python -m tests.benchmarks.profiling`).
+    """
+    for norm in model.graph.all_nodes():
+        add = _producer(norm.inputs[0], "Add") if _is(norm, "LayerNormalization") else None
+        if add is not None and not any(_constant_shape(operand) is not None for operand in add.inputs):
+            add.op_type = "Sum"
+    return model
+
+
+def _gemm(model: onnx_ir.Model) -> onnx_ir.Model:
+    """``Add(MatMul(x, W), b)`` becomes Reshape, Gemm and Reshape, where x has three dimensions or more."""
+    for add in list(model.graph.all_nodes()):
+        if not _is(add, "Add"):
+            continue
+        for product, bias in (add.inputs, reversed(add.inputs)):
+            matmul = _producer(product, "MatMul")
+            nodes = [] if matmul is None else _gemm_nodes(matmul, bias)
+            if matmul is not None and nodes:
+                graph = add.graph
+                assert graph is not None
+                onnx_ir.convenience.replace_nodes_and_values(graph, add, [add], nodes, add.outputs, nodes[-1].outputs)
+                turned = _producer(matmul.inputs[1], "Transpose")
+                graph.remove(matmul, safe=True)
+                if turned is not None and not (turned.outputs[0].uses() or turned.outputs[0].is_graph_output()):
+                    assert turned.graph is not None
+                    turned.graph.remove(turned, safe=True)
+                break
+    return model
+
+
+def _gemm_nodes(matmul: onnx_ir.Node, bias: onnx_ir.Value | None) -> Sequence[onnx_ir.Node]:
+    """What computes a product by a weight plus a bias by one Gemm; nothing where the product is no such."""
+    (x, weight), product = matmul.inputs, matmul.outputs[0]
+    if len(product.uses()) > 1 or product.is_graph_output():
+        return []
+    transpose = _producer(weight, "Transpose")  # a weight that several layers share
+    if transpose is not None:
+        if transpose.attributes.get_ints("perm", (1, 0)) != (1, 0):
+            return []
+        weight = transpose.inputs[0]
+    shape = _constant_shape(weight)
+    if x is None or x.shape is None or len(x.shape) < 3 or shape is None or len(shape) != 2:
+        return []
+    rows, columns = shape if transpose is None else shape[::-1]
+    if _constant_shape(bias) != (columns,):
+        return []
+    tape = onnx_ir.tape.Tape()
+
+    def integers(values: Sequence[int]) -> onnx_ir.Value:
+        return tape.op("Constant", [], {"value_ints": values})
+
+    flat = tape.op("Reshape", [x, integers([-1, rows])])
+    result = tape.op("Gemm", [flat, weight, bias], {"transB": int(transpose is not None)})
+    leading = [size if isinstance(size, int) else -1 for size in x.shape[:-1]]
+    if leading.count(-1) < 2:
+        tape.op("Reshape", [result, integers([*leading, columns])])
+    else:
+        sizes = tape.op("Concat", [tape.op("Shape", [x], {"start": 0, "end": -1}), integers([columns])], {"axis": 0})
+        tape.op("Reshape", [result, sizes], {"allowzero": 1})  # a size of 0 is that of an empty batch
+    return list(tape.nodes)
+
+
+def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
+    """Fuses operators into ONNX Runtime's own for its CPU provider.
+
+    Left as it is: a file with a number that onnxscript's patterns take for zero, and one that would call an operator
+    that the standard's domain lacks (SimplifiedLayerNormalization), which onnx.checker refuses.
+    """
+    if any(_holds_tiny(tensor) for tensor in _constants(model)):
+        return model
+    fused = model.clone()
+    try:
+        transformers_exporters.fuse_for_onnxruntime(fused)
+    except Exception as error:  # rewriting raises whatever it meets
+        raise ExportError(
+            f"transformers could not fuse the file's operators: {first_line(error)}",
+            place="lowering transformers-fusions",
+            mend="Leave it out.",
+        ) from error
+    if any(node.domain == "" and not onnx.defs.has(node.op_type) for node in fused.graph.all_nodes()):
+        return model
+    ClearMetadataAndDocStringPass()(fused)  # it writes down which of its functions made a node
+    return fused
+
+
+def _constants(model: onnx_ir.Model) -> list[onnx_ir.TensorProtocol]:
+    nodes = [node.attributes["value"].as_tensor() for node in model.graph.all_nodes() if "value" in node.attributes]
+    return nodes + [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
+
+
+def _holds_tiny(tensor: onnx_ir.TensorProtocol) -> bool:
+    """Whether a tensor is a single number that is no zero, though nearly so."""
+    return tensor.size == 1 and bool(0 < np.abs(tensor.numpy().astype(np.float64)).item() <= _TAKEN_FOR_ZERO)
+
+
+def _producer(value: onnx_ir.Value | None, op_type: str) -> onnx_ir.Node | None:
+    """The node that computes a value, where it is one of that type."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and _is(node, op_type) else None
+
+
+def _is(node: onnx_ir.Node, op_type: str) -> bool:
+    return node.op_type == op_type and node.domain == ""
+
+
+def _constant_shape(value: onnx_ir.Value | None) -> tuple[int, ...] | None:
+    """The shape of a value that the file holds; None of any other."""
+    return None if value is None or value.const_value is None else tuple(value.const_value.shape.numpy())
+
+
+_LOWERINGS: Mapping[str, Callable[[onnx_ir.Model], onnx_ir.Model]] = {
+    "sum-residuals": _sum_residuals,
+    "gemm": _gemm,
+    "transformers-fusions": _fuse_as_transformers,
+}

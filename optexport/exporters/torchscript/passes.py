@@ -1,0 +1,135 @@
+"""Lowerings of TorchScript and ``.pt2`` files: other operators for the same numbers, some of them faster."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from optexport._utils import aten_ops
+from optexport.exporters.torchscript import channels_last
+
+aten = torch.ops.aten
+
+
+def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> ExportedProgram:
+    """Applies the lowerings of a graph, which are all but ``freeze``, to a copy that shares what weights it can.
+
+    Args:
+        program: Not changed.
+        file_format: "torchscript" or "pt2": the one that the copy is written to.
+    """
+    if not {"onednn-linear", "channels-last"} & set(names) or not torch.backends.mkldnn.is_available():
+        return program
+    lowered = copy.copy(program)
+    lowered._graph_module = copy.copy(program.graph_module)
+    lowered._graph_module.graph = copy.deepcopy(program.graph)
+    # TorchScript takes [0.0] for a list of another type, torch.export.save cannot write [].
+    scalars = [] if file_format == "torchscript" else [0.0]
+    if "onednn-linear" in names:
+        _call_onednn(lowered, scalars)
+    if "channels-last" in names:
+        _move_channels(lowered, scalars)
+    lowered.graph_module.recompile()
+    return lowered
+
+
+def raise_again(program: ExportedProgram) -> None:
+    """Puts back, in place, the layers that oneDNN was called for, so that a file can be a source again."""
+    graph = program.graph
+    channels_last.raise_again(graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.mkldnn._linear_pointwise.default):
+        x, weight, bias, post, _, algorithm = node.args
+        linear = node
+        if post == "gelu":
+            with graph.inserting_before(node):
+                linear = graph.call_function(aten.linear.default)
+            linear.meta = dict(node.meta)
+            node.target, node.args, node.kwargs = aten.gelu.default, (linear,), {"approximate": algorithm}
+        linear.target, linear.args = aten.linear.default, (x, weight, bias)
+    program.graph_module.recompile()
+
+
+def freeze(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+    """Makes the weights of a scripted module constants of its code, and computes what depends on nothing else."""
+    frozen: torch.jit.ScriptModule = torch.jit.freeze(module.eval())
+    return frozen
+
+
+def _move_channels(program: ExportedProgram, scalars: Sequence[float]) -> None:
+    """Lets convolutions of images give results whose channels lie last in memory."""
+    parameters, state = program.graph_signature.inputs_to_parameters, dict(program.state_dict)
+    weights = {node: weight for node, weight in _weights(program).items() if node.name in parameters}
+    for node in channels_last.lay_out(program.graph, weights, scalars):
+        laid_out = weights[node].detach().contiguous(memory_format=torch.channels_last)
+        state[parameters[node.name]] = nn.Parameter(laid_out, weights[node].requires_grad)
+    program._state_dict = state
+    program._graph_signature = copy.deepcopy(program.graph_signature)
+    for spec, returned in zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True):
+        if isinstance(returned, fx.Node):  # which may be a copy that has another name
+            spec.arg.name = returned.name
+
+
+def _call_onednn(program: ExportedProgram, scalars: Sequence[float]) -> None:
+    """Calls oneDNN for linear layers of float32, and for a GELU that alone uses one.
+
+    ``aten.linear`` goes to the BLAS that torch is built with: MKL, which is slow on processors that are not Intel's.
+    For bfloat16 it goes to oneDNN already. A ReLU is left alone, since oneDNN's makes 0 of NaN.
+    """
+    graph = program.graph
+    weights = _weights(program)
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        x, weight, bias = aten_ops.arguments(node).values()
+        if not _fits(x, weights.get(weight), bias, weights.get(bias)):
+            continue
+        last, post = node, ("none", scalars, "")
+        # Right after it, so that nothing between them changes x in place.
+        if list(node.users) == [node.next] and node.next.target is aten.gelu.default:
+            last, post = node.next, ("gelu", scalars, node.next.kwargs.get("approximate", "none"))
+        last.target = torch.ops.mkldnn._linear_pointwise.default  # in place: outputs of a program go by their names
+        last.args, last.kwargs = (x, weight, bias, *post), {}
+        if last is not node:
+            graph.erase_node(node)
+
+
+def _weights(program: ExportedProgram) -> dict[Any, torch.Tensor]:
+    """The tensors that a program carries, by the placeholders that stand for them."""
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    kept = {**program.state_dict, **program.constants}
+    constants = signature.inputs_to_lifted_tensor_constants
+    found = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = kept.get((names | constants).get(node.name))
+        if isinstance(value, torch.Tensor):
+            found[node] = value
+    return found
+
+
+def _fits(x: fx.Node, weight: torch.Tensor | None, bias: fx.Node | None, bias_value: torch.Tensor | None) -> bool:
+    """Whether oneDNN computes a linear layer as torch does.
+
+    It refuses layers without features, reads a bias that is no plain vector wrongly, and lacks float64.
+    """
+    return (
+        x.meta["val"].dtype == torch.float32
+        and weight is not None
+        and weight.device.type == "cpu"
+        and weight.layout == torch.strided
+        and weight.dtype == torch.float32
+        and weight.dim() == 2
+        and weight.shape[1] > 0
+        and (
+            bias is None
+            or (
+                bias_value is not None
+                and bias_value.dtype == torch.float32
+                and bias_value.shape == weight.shape[:1]
+                and bias_value.is_contiguous()
+            )
+        )
+    )

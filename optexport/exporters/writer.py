@@ -1,0 +1,104 @@
+"""Writes the files of one graph; what several of them are made from is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import onnx_ir
+from torch import fx
+from torch.export import ExportedProgram
+
+from optexport import __version__
+from optexport.bundle.manifest import ArtifactRecord
+from optexport.config.load import Format
+from optexport.config.passes import of_format
+from optexport.exporters import exported_program
+from optexport.exporters.onnx import exporter as onnx_exporter
+from optexport.exporters.onnx import passes
+from optexport.exporters.torchscript import exporter as torchscript_exporter
+from optexport.loading.loader import Loaded
+from optexport.runtime import placement
+from optexport.runtime.devices import Device
+from optexport.signature.signature import Batch, Signature
+from optexport.tracing.shapes.path_probe import drop_unfounded
+from optexport.transformations.apply import Applied
+
+_FILES = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt", "pt2": "model.pt2"}
+
+
+class Writer:
+    """Writes a graph in any format.
+
+    Args:
+        example: Inputs at the traced sizes, on the CPU.
+        applied: What was done to the graph, for what files say of their making.
+        device: Where the files are to run. The graph is on the CPU.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        signature: Signature,
+        example: Batch,
+        loaded: Loaded,
+        applied: Sequence[Applied],
+        device: Device = "cpu",
+    ) -> None:
+        self.signature, self.example, self.device = signature, example, device
+        self._loaded, self._applied = loaded, applied
+        self.flat = exported_program.flatten(graph_module, signature)
+        self._onnx_model = cache(self._convert)
+
+    @cached_property
+    def program(self) -> ExportedProgram:
+        """The graph as it was exported again, for ``.pt2`` and TorchScript; ONNX is exported under patches of its own.
+
+        Raises:
+            ExportError: ``torch.export`` refuses it.
+        """
+        program = exported_program.to_program(self.flat, self.signature, self.example)
+        drop_unfounded(program, self.flat, self.signature, self.example)
+        return program if self.device == "cpu" else placement.program_to(program, self.device)
+
+    def write(
+        self, file_format: Format, folder: Path, lowerings: Sequence[str], opset: int | None = None
+    ) -> ArtifactRecord:
+        """Writes a file.
+
+        Args:
+            opset: That of an ONNX file; the exporter's own choice by default.
+
+        Raises:
+            ExportError: The graph cannot be written in that format.
+        """
+        path, fixed_shape = folder / _FILES[file_format], None
+        lowerings = [name for name in of_format(file_format) if name in lowerings]  # in the order of their application
+        if file_format == "pt2":
+            exported_program.save(self.program, path, lowerings=lowerings)
+        elif file_format == "torchscript":
+            example = {name: tensor.to(self.device) for name, tensor in self.example.items()}
+            fixed_shape = torchscript_exporter.save(self.program, self.signature, example, path, lowerings=lowerings)
+        else:
+            model = self._onnx_model(passes.opset(lowerings, opset))
+            onnx_exporter.write(model, path, metadata=self.metadata(lowerings), lowerings=lowerings)
+        return ArtifactRecord(
+            format=file_format, path=path.name, device=self.device, fixed_shape=fixed_shape, lowerings=lowerings
+        )
+
+    def metadata(self, lowerings: Sequence[str]) -> dict[str, Any]:
+        """What an ONNX file says of its own making, in its ``metadata_props``."""
+        return {
+            "optexport.version": __version__,
+            "optexport.weights_sha256": self._loaded.weights_sha256,
+            "optexport.transformations": [
+                {"rule": a.rule.name, "options": dict(a.rule.options), "changes": len(a.report.changes)}
+                for a in self._applied
+            ],
+            "optexport.lowerings": list(lowerings),
+        }
+
+    def _convert(self, opset: int | None) -> onnx_ir.Model:
+        return onnx_exporter.convert(self.flat, self.signature, self.example, opset)

@@ -1,0 +1,181 @@
+"""What a model's outputs mean, by its task: labels with scores, transcripts, embeddings. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from optexport.bundle.manifest import ApplicationRecord
+from optexport.config.processing import LABELS, PROBABILITIES
+from optexport.config.tasks import SPEECH
+from optexport.inference.bundle import Arrays, Bundle
+
+Answer = dict[str, Any]
+Array = npt.NDArray[Any]
+
+_LOGITS = "logits"
+_SHOWN = 5
+_FIRST_NUMBERS = 4
+
+
+def answers(bundle: Bundle, inputs: Arrays, outputs: Arrays) -> list[Answer]:
+    """One answer for each row of a batch, as JSON holds it.
+
+    A task that is not known here, or whose output or tokenizer is not there, is answered with the outputs as they are.
+    """
+    rows = next((array.shape[0] for array in inputs.values() if array.ndim), 1)
+    application = bundle.application
+    answer = _ANSWERS.get(application.task or "")
+    given = outputs.get(_LOGITS if application.outputs == _LOGITS else PROBABILITIES)
+    reads = inputs.keys() & {"input_ids", "decoder_input_ids"}
+    if answer in _OF_TOKENS and ("input_ids" not in reads or "tokenizer" not in application.preprocessors):
+        answer = None
+    if answer is _transcript and (reads or "tokenizer" not in application.preprocessors):
+        answer = None
+    if answer is None or given is None or given.shape[0] != rows or np.isnan(given).any():
+        return [_outputs(outputs, row, rows) for row in range(rows)]
+    if application.outputs == LABELS:
+        return [_ranked(application, outputs[LABELS][row], given[row]) for row in range(rows)]
+    return [answer(bundle, {name: array[row] for name, array in inputs.items()}, given[row]) for row in range(rows)]
+
+
+def similarities(found: Sequence[Answer]) -> list[list[float]] | None:
+    """The cosine of each two sentence embeddings; None where there are not two."""
+    rows = [answer.get("outputs", {}).get("sentence_embedding") for answer in found]
+    if len(rows) < 2 or None in rows:
+        return None
+    vectors = np.asarray(rows, dtype=np.float64)
+    if not np.isfinite(vectors).all():
+        return None
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    return [[float(value) for value in row] for row in vectors @ vectors.T]
+
+
+def _outputs(outputs: Arrays, row: int, rows: int) -> Answer:
+    """The outputs of a row; one that has no row for each is given whole."""
+    own = {name: array[row] if array.ndim and array.shape[0] == rows else array for name, array in outputs.items()}
+    return {"outputs": {name: _numbers(array) for name, array in own.items()}}
+
+
+def _numbers(array: Array) -> Any:
+    """Nested lists; NaN and infinity, which JSON does not have, are texts."""
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        texts = np.where(np.isfinite(array), array.astype(object), array.astype(str))
+        return texts.tolist()
+    return array.tolist()
+
+
+def _scores(application: ApplicationRecord, given: Array, kind: str | None) -> Array:
+    """Scores of the last axis: softmax or sigmoid of logits, the logits themselves, or what the file made of them."""
+    logits = given.astype(np.float64)
+    kind = kind if application.outputs == _LOGITS else None
+    if kind == "softmax":
+        shifted = np.exp(logits - logits.max(-1, keepdims=True))
+        return shifted / shifted.sum(-1, keepdims=True)  # type: ignore[no-any-return]  # numpy's arithmetic is
+    return 1 / (1 + np.exp(-logits)) if kind == "sigmoid" else logits
+
+
+def _label(application: ApplicationRecord, index: int) -> str:
+    labels = application.labels or []
+    return labels[index] if index < len(labels) else str(index)
+
+
+def _best(scores: Array, count: int = _SHOWN) -> list[int]:
+    return [int(index) for index in np.argsort(-scores, kind="stable")[:count]]
+
+
+def _classes(bundle: Bundle, _: Arrays, given: Array) -> Answer:
+    scores = _scores(bundle.application, given.reshape(-1), bundle.application.scores)
+    best = np.asarray(_best(scores, len(scores)))
+    return _ranked(bundle.application, best, scores[best])
+
+
+def _ranked(application: ApplicationRecord, labels: Array, scores: Array) -> Answer:
+    """Labels by their indices, the likeliest first, with their scores."""
+    pairs = zip(labels.reshape(-1).tolist(), scores.reshape(-1).tolist(), strict=True)
+    return {"labels": [{"label": _label(application, index), "score": score} for index, score in pairs]}
+
+
+def _tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
+    """A label for every token that stands for a piece of the text."""
+    ids, tokenizer = inputs["input_ids"], bundle.tokenizer
+    scores = _scores(bundle.application, given, bundle.application.scores)
+    said = [
+        {"token": token, "label": _label(bundle.application, int(row.argmax())), "score": float(row.max())}
+        for token, identity, row in zip(tokenizer.convert_ids_to_tokens(ids.tolist()), ids, scores, strict=True)
+        if identity not in tokenizer.all_special_ids
+    ]
+    return {"tokens": said}
+
+
+def _fills(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
+    """The best tokens for each mask, and the text with each of them in its place."""
+    ids, tokenizer = inputs["input_ids"], bundle.tokenizer
+    masks = []
+    for place in np.flatnonzero(ids == tokenizer.mask_token_id):
+        scores = _scores(bundle.application, given[place], "softmax")
+        fills = []
+        for index in _best(scores):
+            filled = ids.copy()
+            filled[place] = index
+            text = tokenizer.decode(filled, skip_special_tokens=True)
+            fills.append({"token": tokenizer.decode([index]).strip(), "score": float(scores[index]), "text": text})
+        masks.append(fills)
+    return {"mask_token": tokenizer.mask_token, "masks": masks}
+
+
+def _next_tokens(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
+    """The most likely tokens after the text."""
+    kept = np.flatnonzero(inputs.get("attention_mask", np.ones(len(given), np.int64)))
+    scores = _scores(bundle.application, given[kept[-1] if len(kept) else -1], "softmax")
+    return {"next": [{"token": bundle.tokenizer.decode([i]), "score": float(scores[i])} for i in _best(scores)]}
+
+
+def _transcript(bundle: Bundle, _: Arrays, given: Array) -> Answer:
+    """The likeliest token at each moment, of which the tokenizer makes a text: repeated ones are one, blanks none."""
+    return {"transcript": bundle.tokenizer.decode(given.argmax(-1))}
+
+
+_ANSWERS: dict[str, Callable[[Bundle, Arrays, Array], Answer]] = {
+    **dict.fromkeys(
+        ("text-classification", "image-classification", "audio-classification", "video-classification"), _classes
+    ),
+    "token-classification": _tokens,
+    "fill-mask": _fills,
+    "text-generation": _next_tokens,
+    SPEECH: _transcript,
+}
+_OF_TOKENS = (_tokens, _fills, _next_tokens)
+
+
+def as_text(answer: Answer) -> list[str]:
+    """An answer as lines for people."""
+    if "transcript" in answer:
+        return [answer["transcript"]]
+    if "labels" in answer:
+        return [f"{ranked['label']:24} {ranked['score']:.4f}" for ranked in answer["labels"][:_SHOWN]]
+    if "tokens" in answer:
+        return [f"{told['token']:24} {told['label']:16} {told['score']:.4f}" for told in answer["tokens"]]
+    if "masks" in answer:
+        lines = [
+            f"{fill['token']:24} {fill['score']:.4f}  {fill['text']}" for fills in answer["masks"] for fill in fills
+        ]
+        return lines or [f"there is no {answer['mask_token']} to fill in it"]
+    if "next" in answer:
+        return [f"{told['token']!r:24} {told['score']:.4f}" for told in answer["next"]]
+    return [line for name, value in answer["outputs"].items() for line in _array_as_text(name, np.asarray(value))]
+
+
+def _array_as_text(name: str, array: Array) -> list[str]:
+    first = " ".join(f"{value:.4g}" if isinstance(value, float) else str(value)
+                     for value in array.reshape(-1)[:_FIRST_NUMBERS].tolist())  # fmt: skip
+    more = " ..." if array.size > _FIRST_NUMBERS else ""
+    return [f"{name} [{', '.join(map(str, array.shape))}] {first}{more}"]
+
+
+def similarities_as_text(table: Sequence[Sequence[float]]) -> list[str]:
+    """A table of cosines as lines for people."""
+    return ["cosine similarity", *("  " + " ".join(f"{value:6.3f}" for value in row) for row in table)]

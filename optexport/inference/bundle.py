@@ -1,0 +1,397 @@
+"""A bundle in use: its file in its runtime, and its own tokenizer or processor.
+
+Needs neither the original model, nor its code or weights; for an ONNX file nothing but numpy and ONNX Runtime, and
+transformers where texts, images or sounds are to be made inputs of.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from optexport._utils.platform import is_of_memory
+from optexport.bundle.digests import read_manifest
+from optexport.bundle.layout import as_path
+from optexport.bundle.manifest import ApplicationRecord, ArtifactRecord, Manifest, TensorRecord
+from optexport.errors import (
+    BundleError,
+    ConfigError,
+    DeviceError,
+    ExportError,
+    OptexportError,
+    did_you_mean,
+    first_line,
+    panics_as_errors,
+)
+from optexport.inference import images, sounds
+from optexport.loading import preprocessors
+from optexport.runtime import devices
+
+Arrays = dict[str, npt.NDArray[Any]]
+Run = Callable[[Mapping[str, npt.NDArray[Any]]], Arrays]
+
+# Tokenizers that know no longest sequence say 1e30.
+_UNLIMITED = 10**9
+
+
+class Bundle:
+    """What `Bundle.load` gives: call it with inputs by name.
+
+    Attributes:
+        manifest: What the bundle says of itself.
+        format: Which of its files is run.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, artifact: ArtifactRecord, run: Run) -> None:
+        self.manifest = manifest
+        self.format: str = artifact.format
+        self._folder, self._artifact, self._run = folder, artifact, run
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], format: str | None = None) -> Bundle:  # noqa: A002 - as in the config
+        """Opens a bundle, after checking that it is whole and unchanged.
+
+        Args:
+            path: The bundle's folder, which may lie anywhere.
+            format: "onnx", "torchscript" or "pt2"; by default ONNX, or else the first that it holds.
+
+        Raises:
+            ConfigError: The folder is no bundle, or holds no file of that format.
+            BundleError: A file is missing, added, changed, or cannot be loaded.
+            DeviceError: There is no such device here as the file is for.
+        """
+        folder = as_path(path, "path")
+        manifest = read_manifest(folder)
+        held = {artifact.format: artifact for artifact in manifest.artifacts}
+        wanted = format or ("onnx" if "onnx" in held else manifest.artifacts[0].format)
+        artifact = next((one for name, one in held.items() if name == wanted), None)
+        if artifact is None:
+            raise ConfigError(f"it holds no {wanted} file", place=str(folder), mend=f"It holds {', '.join(held)}.")
+        outputs = [output.name for output in manifest.outputs]
+        try:
+            run = (_open_onnx if wanted == "onnx" else _open_torch)(folder, artifact, outputs)
+        except DeviceError:
+            raise
+        except OptexportError as error:
+            raise BundleError(error.cause, place=error.place) from error
+        return cls(folder, manifest, artifact, run)
+
+    @property
+    def application(self) -> ApplicationRecord:
+        """What the model is for; a bundle that does not tell has no task, labels, tokenizer or processor."""
+        return self.manifest.application or ApplicationRecord(
+            task=None, labels=None, scores=None, preprocessors=[], prompt="", missing=[]
+        )
+
+    def __call__(self, /, **inputs: Any) -> Arrays:
+        """Runs the file.
+
+        Args:
+            inputs: numpy arrays or torch tensors by the names of the manifest's inputs. Integers of fewer bits are
+                taken where the model wants more, and floating point numbers likewise.
+
+        Returns:
+            The outputs by name; those in bfloat16 as float32.
+
+        Raises:
+            ConfigError: An input is missing, unknown, or not of its dtype, rank or sizes, or the file refuses it.
+            ExportError: There is not enough memory to run it.
+        """
+        specs = {spec.name: spec for spec in self.manifest.inputs}
+        inputs = self._without_constants(inputs)
+        for name in inputs:
+            if name not in specs:
+                raise ConfigError("the model takes no such input", place=name, mend=did_you_mean(name, specs))
+        if absent := [name for name in specs if name not in inputs]:
+            raise ConfigError(f"the model needs {', '.join(absent)} too", place="inputs", mend=self._signature)
+        arrays = {name: as_input(spec, inputs[name]) for name, spec in specs.items()}
+        self._check_sizes(arrays)
+        try:
+            return self._run(arrays)
+        except Exception as error:  # each runtime raises its own
+            if is_of_memory(error):
+                raise ExportError(
+                    "there is not enough memory to run it on these inputs",
+                    place=self._artifact.path,
+                    mend="Free memory, or give fewer or shorter rows.",
+                ) from error
+            fixed = self._artifact.fixed_shape
+            raise ConfigError(
+                f"the file does not run on these inputs: {first_line(error)}",
+                place=self._artifact.path,
+                mend=self._signature if fixed is None else f"It takes the traced sizes only, since {fixed}.",
+            ) from error
+
+    def _without_constants(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs but for those that the file holds to the values that they are given with."""
+        for name, held in self.manifest.constants.items():
+            if name in inputs and not is_held(held, inputs[name]):
+                raise held_error(name, held)
+        return {name: value for name, value in inputs.items() if name not in self.manifest.constants}
+
+    @property
+    def _signature(self) -> str:
+        shown = (f"{s.name} [{', '.join(map(str, s.shape))}] {s.dtype}" for s in self.manifest.inputs)
+        return f"It takes {'; '.join(shown)}."
+
+    def _check_sizes(self, arrays: Arrays) -> None:
+        """Checks the sizes that are fixed, and that each dynamic one is the same everywhere.
+
+        Sizes beyond those that were proven are left to the runtime, as the bundle's files are.
+        """
+        first: dict[str, tuple[str, int]] = {}
+        for spec in self.manifest.inputs:
+            for axis, (wanted, size) in enumerate(zip(spec.shape, arrays[spec.name].shape, strict=True)):
+                if isinstance(wanted, str):
+                    other, known = first.setdefault(wanted, (spec.name, size))
+                    problem = f"{wanted} is {size} in it, and {known} in {other}" if size != known else None
+                else:
+                    problem = f"axis {axis} is {size}, and the model takes {wanted}" if size != wanted else None
+                if problem is not None:
+                    raise ConfigError(problem, place=spec.name, mend=self._signature)
+
+    def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None, sounds: Any = None) -> Arrays:
+        """Makes inputs of texts, images or sounds, or of several of them.
+
+        Several texts are padded to the longest, at the right, and cut to what the model takes.
+
+        Args:
+            texts: One, or several.
+            images: One, or several: paths, or images as PIL or numpy hold them.
+            sounds: One, or several of one length: paths of WAV files, or numpy arrays [samples] from -1 to 1, with as
+                many samples a second as the model takes.
+
+        Returns:
+            Inputs by name, as far as these make them.
+
+        Raises:
+            ConfigError: The bundle has nothing to make them with, or they cannot be read or padded.
+        """
+        arrays: Arrays = {}
+        if texts is not None:
+            arrays |= self._from_texts(
+                list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [texts]
+            )
+        if images is not None:
+            arrays |= self._from_images(list(images) if isinstance(images, list | tuple) else [images])
+        if sounds is not None:
+            arrays |= self._from_sounds(list(sounds) if isinstance(sounds, list | tuple) else [sounds])
+        specs = {spec.name: spec for spec in self.manifest.inputs}
+        return {name: array.astype(_dtype(specs[name])) for name, array in arrays.items() if name in specs}
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The bundle's tokenizer, as transformers loads it.
+
+        Raises:
+            ConfigError: It has none.
+            BundleError: It cannot be loaded.
+        """
+        self._check_holds("tokenizer")
+        return preprocessors.load(self._folder, "tokenizer")
+
+    @cached_property
+    def image_processor(self) -> Any:
+        """The bundle's image processor, as transformers loads it; raises as `tokenizer` does."""
+        self._check_holds("image_processor")
+        return preprocessors.load(self._folder, "image_processor")
+
+    @cached_property
+    def feature_extractor(self) -> Any:
+        """What makes inputs of sounds, as transformers loads it; raises as `tokenizer` does."""
+        self._check_holds("feature_extractor")
+        return preprocessors.load(self._folder, "feature_extractor")
+
+    def _check_holds(self, kind: preprocessors.Kind) -> None:
+        if kind not in self.application.preprocessors:
+            named = kind.replace("_", " ")
+            why = [reason for reason in self.application.missing if reason.startswith(named)]
+            raise ConfigError(
+                f"it holds no {named}"
+                + (f" ({why[0]})" if why else ", as its source had none, or it is a part of a generative model"),
+                place=str(self._folder),
+                mend=f"Give the inputs themselves, on the command line with --data. {self._signature}",
+            )
+
+    def _from_texts(self, texts: Sequence[str]) -> Arrays:
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ConfigError("they must be texts, one at least", place="texts")
+        tokenizer, names = self.tokenizer, {spec.name for spec in self.manifest.inputs}
+        least, most = self._lengths()
+        limit = min(most, tokenizer.model_max_length)
+        cut = {"truncation": True, "max_length": limit} if limit < _UNLIMITED else {}
+        texts = [self.application.prompt + text for text in texts]
+        encoded = _encoded(tokenizer, texts, **cut)
+        lengths = [len(ids) for ids in encoded["input_ids"]]
+        width = max(least, *lengths)
+        if min(lengths) < width and "attention_mask" not in names:
+            raise ConfigError(
+                f"they are {', '.join(map(str, lengths))} tokens long, and would be padded to {width}, "
+                "but the model takes no mask that says where",
+                place="texts",
+                mend="Give one at a time." if len(texts) > 1 and least < width else None,
+            )
+        if min(lengths) < width and preprocessors.pad_token(tokenizer) is None:
+            raise ConfigError("the tokenizer has no token to pad with", place="texts", mend="Give one at a time.")
+        if min(lengths) < width:
+            # At the right, whatever the tokenizer prefers: before a text padding would change its positions.
+            pad = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": width}
+            encoded = _encoded(tokenizer, texts, **pad)
+        arrays = {name: np.asarray(rows) for name, rows in encoded.items()}
+        return {"token_type_ids": np.zeros_like(arrays["input_ids"]), **arrays}
+
+    def _lengths(self) -> tuple[int, int]:
+        """The fewest and most tokens that the file was proven with."""
+        shape = next((spec.shape for spec in self.manifest.inputs if spec.name == "input_ids"), [])
+        size = shape[-1] if shape else ""
+        if isinstance(size, int):
+            return size, size
+        dim = self.manifest.dims.get(size)
+        return (1, _UNLIMITED) if dim is None else (dim.min, dim.max or _UNLIMITED)
+
+    def _from_images(self, given: Sequence[Any]) -> Arrays:
+        if not given:
+            raise ConfigError("there must be one at least", place="images")
+        processor = self.image_processor
+        try:
+            return dict(processor(images=[images.read(image) for image in given], return_tensors="np"))
+        except ConfigError:
+            raise
+        except Exception as error:  # transformers raises many kinds
+            raise ConfigError(f"they cannot be processed: {first_line(error)}", place="images") from error
+
+    def _from_sounds(self, given: Sequence[Any]) -> Arrays:
+        if not given:
+            raise ConfigError("there must be one at least", place="sounds")
+        extractor = self.feature_extractor
+        rate = int(extractor.sampling_rate)
+        read = [sounds.read(sound, rate) for sound in given]
+        masked = any(spec.name == "attention_mask" for spec in self.manifest.inputs)
+        options = {"return_attention_mask": True} if masked else {}
+        try:
+            made = {
+                name: np.asarray(rows)
+                for name, rows in extractor(read, sampling_rate=rate, return_tensors="np", **options).items()
+            }
+        except Exception as error:  # transformers raises many kinds
+            raise ConfigError(f"they cannot be processed: {first_line(error)}", place="sounds") from error
+        if any(array.dtype == object for array in made.values()):  # rows of several lengths
+            lengths = ", ".join(str(len(sound)) for sound in read)
+            raise ConfigError(f"they are {lengths} samples long", place="sounds", mend="Give one at a time.")
+        return made
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
+    try:
+        with panics_as_errors():
+            return tokenizer(texts, **options)
+    except Exception as error:  # half a surrogate pair, as a broken encoding leaves it, is one that they refuse
+        raise ConfigError(f"the tokenizer does not take them: {first_line(error)}", place="texts") from error
+
+
+def _dtype(spec: TensorRecord) -> np.dtype[Any]:
+    if spec.dtype == "bfloat16":
+        raise ConfigError("it is bfloat16, which numpy does not hold", place=spec.name)
+    return np.dtype(spec.dtype)
+
+
+def is_held(held: Any, value: Any) -> bool:
+    """Whether a value is what a file holds an input to, as the manifest writes it; fractions may be of float32."""
+    value = _untorched(value)
+    try:
+        given, own = np.asarray(value), np.asarray(held)
+    except (ValueError, TypeError):  # rows of several lengths, or a tensor that numpy does not hold
+        return False
+    if given.tolist() == held:
+        return True
+    if own.dtype.kind != "f" or given.dtype.kind not in "fiu" or own.shape != given.shape:
+        return False
+    return np.array_equal(given.astype(np.float32), own) or np.array_equal(given, own.astype(np.float32))
+
+
+def held_error(name: str, held: Any) -> ConfigError:
+    """That a file holds an input to another value than the one that it is given."""
+    return ConfigError(f"the file holds for {held} alone", place=name, mend="Export the model for others.")
+
+
+def _untorched(value: Any) -> Any:
+    """A tensor of torch as a numpy array, if it can be one; anything else as it is."""
+    if not hasattr(value, "detach"):  # torch is not imported for this
+        return value
+    try:
+        value = value.detach().cpu()
+        # numpy does not hold bfloat16, and float32 holds all of it.
+        return (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    except (TypeError, RuntimeError):  # sparse, say
+        return value
+
+
+def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
+    """An input as a runtime takes it.
+
+    Args:
+        value: A numpy array, or a tensor of torch.
+
+    Raises:
+        ConfigError: It is neither, or not of the dtype or rank that the model takes, or holds tokens below 0.
+    """
+    value = _untorched(value)
+    if not isinstance(value, np.ndarray | np.generic):
+        raise ConfigError(f"it is a {type(value).__name__}, and neither a numpy array nor a tensor", place=spec.name)
+    array, wanted = np.asarray(value), _dtype(spec)
+    whole = array.dtype.kind in "iub" and wanted.kind in "iu"
+    if not (array.dtype.kind == wanted.kind or whole) or not np.can_cast(array.dtype, wanted, "safe"):
+        raise ConfigError(f"it is {array.dtype}, and the model takes {spec.dtype}", place=spec.name)
+    if array.ndim != len(spec.shape):
+        shape = ", ".join(map(str, spec.shape))
+        raise ConfigError(f"its shape is {list(array.shape)}, and the model takes [{shape}]", place=spec.name)
+    # Where PyTorch refuses a token below 0, ONNX counts it from the vocabulary's end.
+    if spec.name.endswith("input_ids") and array.size and array.min() < 0:
+        raise ConfigError("a token is below 0", place=spec.name)
+    return np.ascontiguousarray(array, dtype=wanted).reshape(array.shape)
+
+
+def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -> Run:
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what it refuses, it raises too
+    try:
+        session = devices.onnx_session(folder / artifact.path, options, artifact.device)
+    except OptexportError:
+        raise
+    except Exception as error:  # the runtime's exceptions share no base class
+        place = str(folder / artifact.path)
+        raise BundleError(f"ONNX Runtime refuses the file: {first_line(error)}", place=place) from error
+    wanted = [given.name for given in session.get_inputs()]
+
+    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        results = session.run(list(outputs), {name: inputs[name] for name in wanted})
+        return {name: np.asarray(result) for name, result in zip(outputs, results, strict=True)}
+
+    return run
+
+
+def _open_torch(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -> Run:
+    import torch
+
+    from optexport.runtime import runners
+
+    open_it = runners.open_torchscript if artifact.format == "torchscript" else runners.open_pt2
+    opened = open_it(folder / artifact.path, outputs, artifact.device)
+
+    def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        results = opened({name: torch.from_numpy(array) for name, array in inputs.items()})
+        return {
+            name: (result.float() if result.dtype == torch.bfloat16 else result).numpy()
+            for name, result in results.items()
+        }
+
+    return run

@@ -1,0 +1,75 @@
+"""What the manifest says of a model's use: its task, its labels, and what makes its inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from optexport.bundle.manifest import ApplicationRecord
+from optexport.config.processing import LABELS, PROBABILITIES
+from optexport.config.tasks import AUTO_CLASSES, SENTENCES, SPEECH
+from optexport.loading import preprocessors, sentence_embedding
+from optexport.loading.loader import Loaded
+from optexport.loading.processing import processing_of
+from optexport.signature.positions import most_tokens
+from optexport.signature.signature import Signature
+
+# What the names of classes end with; a model without a head gives features.
+_ENDINGS = {auto.removeprefix("AutoModel"): task for task, auto in AUTO_CLASSES.items() if auto != "AutoModel"}
+_ENDINGS |= {"LMHeadModel": "text-generation", "ForCTC": SPEECH}
+
+
+def describe(task: str | None, loaded: Loaded, signature: Signature, folder: Path) -> ApplicationRecord:
+    """Writes the model's tokenizer or processor to the draft of a bundle, and says what the model is for.
+
+    Args:
+        task: The one that the config names.
+        folder: The draft.
+    """
+    task = task or _task_of(loaded.model)
+    config: Any = getattr(loaded.model, "config", None)
+    inputs = [spec.name for spec in signature.inputs]
+    encoded = getattr(config, "is_encoder_decoder", False)  # then its tokens are read by who generates
+    classes = processing_of(loaded.model).classes
+    saved = preprocessors.save(
+        loaded.pretrained, inputs, folder, most_tokens(config), gives_tokens=task == SPEECH and not encoded
+    )
+    return ApplicationRecord(
+        task=task,
+        labels=_labels(task, config),
+        scores=_scores(task, config) if classes is None else classes.function,
+        preprocessors=list(saved.kinds),
+        prompt="" if loaded.pretrained is None else loaded.pretrained.prompt,
+        missing=list(saved.missing),
+        outputs="logits" if classes is None else PROBABILITIES if classes.best is None else LABELS,
+    )
+
+
+def _task_of(model: Any) -> str | None:
+    if isinstance(model, sentence_embedding.SentenceEmbedder):
+        return SENTENCES
+    if not hasattr(model, "main_input_name"):
+        return None
+    name = type(model).__name__
+    return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), None) or (
+        "feature-extraction" if name.endswith("Model") else None
+    )
+
+
+def _classifies(task: str | None, config: Any) -> bool:
+    return task is not None and task.endswith("-classification") and getattr(config, "num_labels", 0) > 0
+
+
+def _labels(task: str | None, config: Any) -> list[str] | None:
+    if not _classifies(task, config):
+        return None
+    return [str(config.id2label.get(index, index)) for index in range(config.num_labels)]
+
+
+def _scores(task: str | None, config: Any) -> Literal["softmax", "sigmoid"] | None:
+    """As the pipelines of transformers make scores of logits."""
+    problem = getattr(config, "problem_type", None)
+    if not _classifies(task, config) or problem == "regression":
+        return None
+    several = problem == "multi_label_classification" or (config.num_labels == 1 and task != "token-classification")
+    return "sigmoid" if several else "softmax"

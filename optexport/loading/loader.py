@@ -1,0 +1,334 @@
+"""Loading the model, from wherever the config says it is."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from optexport._utils.tensors import bytes_of
+from optexport._utils.torch_settings import Settings
+from optexport.config.load import ModelConfig
+from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_model, source_kind
+from optexport.config.tasks import AUTO_CLASSES
+from optexport.errors import ConfigError, SourceError, first_line
+from optexport.exporters import transformers_exporters
+from optexport.exporters.torchscript import passes
+from optexport.loading import (
+    adapters,
+    config_limits,
+    hub_kernels,
+    peft_patterns,
+    pretrained_files,
+    sentence_embedding,
+    torchscript,
+    weight_counts,
+)
+from optexport.runtime.untrusted import archives
+from optexport.signature import exported_program
+from optexport.signature.arguments import Arguments, Constant, holding, taking_tensors
+from optexport.signature.signature import as_arguments
+from optexport.tracing.module_reconstruction import unlift
+from optexport.transformations import registry
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Where transformers finds a model's tokenizer or processor: a folder or hub id, and how to load from it.
+
+    Attributes:
+        tokenizer: The model's tokenizer, where it was loaded with the model.
+        image_processor: The model's image processor, where it is another than the one that lies there.
+        prompt: What stands before every text.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    tokenizer: Any = None
+    prompt: str = ""
+    image_processor: Any = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded model, in eval mode.
+
+    Attributes:
+        model: The original, to trace and to compare with.
+        program: The program that a ``.pt2`` file held; ``model`` is then its module.
+        revision: What identifies the source's version: a commit, or a package with its version; None if unknown.
+        pretrained: Where its tokenizer or processor is; None where there is none.
+        constants: The arguments that are fixed, by name.
+        converted: What is traced instead of ``model``, where that is a TorchScript program.
+    """
+
+    model: nn.Module
+    program: ExportedProgram | None = None
+    revision: str | None = None
+    pretrained: Pretrained | None = None
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    converted: nn.Module | None = None
+
+    @property
+    def to_trace(self) -> nn.Module | ExportedProgram:
+        return self.program or self.converted or self.model
+
+    def called_with(self, tensors: Mapping[str, torch.Tensor], arguments: Arguments | None) -> Loaded:
+        """The same, ready to be traced with an example.
+
+        Args:
+            arguments: Where the tensors belong in the model's arguments; None where it takes them by these names.
+
+        Raises:
+            SourceError: It is a TorchScript program that no graph can be made of.
+        """
+        model, converted = self.model, self.converted
+        if isinstance(model, torch.jit.ScriptModule):
+            args, kwargs = ((), dict(tensors)) if arguments is None else arguments.filled(as_arguments(tensors))
+            converted = torchscript.convert(model, args, kwargs)
+        if arguments is None:
+            return replace(self, converted=converted)
+        return replace(
+            self,
+            model=taking_tensors(model, arguments),
+            converted=None if converted is None else taking_tensors(converted, arguments),
+            constants=arguments.constants,
+        )
+
+    def holding(self, names: Sequence[str], held: Mapping[str, torch.Tensor]) -> Loaded:
+        """The same with some of the tensors that it takes held to values; ``names`` are those of all."""
+        return replace(
+            self,
+            model=holding(self.model, names, held),
+            converted=None if self.converted is None else holding(self.converted, names, held),
+            constants={**self.constants, **held},
+        )
+
+    @classmethod
+    def of_program(cls, program: ExportedProgram, revision: str | None = None) -> Loaded:
+        """A program, and the module that it is of."""
+        return cls(unlift(program), program, revision, constants=exported_program.constants(program))
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """A digest of all parameters and buffers, those that are not saved too: names, dtypes, shapes and bytes."""
+        digest = hashlib.sha256()
+        tensors = {**dict(self.model.named_buffers(remove_duplicate=False)), **self.model.state_dict()}
+        for name, tensor in sorted(tensors.items()):
+            if isinstance(tensor, torch.Tensor):
+                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+                digest.update(bytes_of(tensor.cpu()).numpy().data)
+        return digest.hexdigest()
+
+
+# What modules set for the whole process as they were imported, which is once; it holds for their models in later runs.
+_set_by: weakref.WeakKeyDictionary[ModuleType, Settings] = weakref.WeakKeyDictionary()
+
+# What holds for a tokenizer as it does for its model.
+_SHARED_OPTIONS = ("trust_remote_code", "local_files_only", "revision")
+
+
+def load(config: ModelConfig, folder: Path, downloaded: Path | None = None) -> Loaded:
+    """Loads a model.
+
+    Args:
+        folder: The config's folder, which paths are relative to.
+        downloaded: Where the model of an MLflow source now lies: a folder of transformers, or a ``.pt2`` file.
+
+    Raises:
+        SourceError: It cannot be loaded, or not without running untrusted code, or some of its weights are missing.
+    """
+    if config.adapter is not None:
+        config = config.model_copy(update={"adapter": str(_resolved(config.adapter, folder))})
+    kind = source_kind(config.source, folder)
+    rest = config.source.partition(":")[2]
+    if kind is SourceKind.PYTHON:
+        return _from_factory(rest, config, folder)
+    if kind is SourceKind.PACKAGE:
+        location, revision = _in_package(rest)
+        return _from_path(location, config, revision)
+    if kind is SourceKind.MLFLOW:
+        assert downloaded is not None
+        return _from_path(downloaded, config, rest)
+    if kind is SourceKind.HUB:
+        return _from_pretrained(config.source, config, local=False)
+    return _from_path(_resolved(config.source, folder), config, None)
+
+
+def _resolved(path: str, folder: Path) -> Path:
+    return (folder / os.path.expanduser(path)).resolve()
+
+
+def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
+    before = Settings.now()
+    factory: Callable[..., Any] = registry.import_from(location, folder, "model.source")
+    module = sys.modules[location.partition(":")[0]]
+    if (after := Settings.now()) != before:
+        _set_by[module] = after
+    elif module in _set_by:
+        _set_by[module].apply()
+    registry.check_makes(nn.Module, factory, location, "model.source")
+    try:
+        with registry.importing_beside(folder):
+            model = factory(**config.arguments)
+    except (Exception, SystemExit) as error:  # code of the user's, which may raise anything, or leave
+        raise SourceError(
+            f"the factory raised {type(error).__name__}: {first_line(error)}",
+            place=f"model.source: python:{location}",
+            mend=f"It is called as {location.rpartition(':')[2]}{registry.parameters(factory)}.",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise SourceError(f"the factory returned a {type(model).__name__}, not a module", place=f"python:{location}")
+    training = next((name for name, part in model.named_modules() if part.training and _heeds_training(part)), None)
+    if training and not model.training:
+        raise SourceError(
+            f"the factory returned a model in eval mode, and {training} in it is in training mode",
+            place=f"model.source: python:{location}",
+            mend="Call model.eval() at its end: dropout and batch norms compute something else in training.",
+        )
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if (unfilled := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
+        raise SourceError(
+            f"the factory returned a model whose {unfilled} holds no values: it is on the meta device",
+            place=f"model.source: python:{location}",
+            mend="Call model.to_empty(device='cpu') and load_state_dict, or make it outside of torch.device('meta').",
+        )
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    return Loaded(model.eval(), pretrained=Pretrained(name, {}) if name else None)
+
+
+def _heeds_training(module: nn.Module) -> bool:
+    """Whether a module computes something else in training, as far as its code tells: an activation does not."""
+    try:
+        return any(
+            "self.training" in inspect.getsource(kind) for kind in type(module).__mro__[: -len(nn.Module.__mro__)]
+        )
+    except (OSError, TypeError):
+        return True
+
+
+def _in_package(rest: str) -> tuple[Path, str | None]:
+    """The path inside an installed package, found without importing it."""
+    name, _, inner = rest.partition("/")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SourceError(f"the package {name} is not installed", place="model.source", mend="pip install it.")
+    path = Path(next(iter(spec.submodule_search_locations))) / inner
+    if not path.exists():
+        raise SourceError(f"the package {name} has no {inner}", place="model.source")
+    distributions = importlib.metadata.packages_distributions().get(name, [])
+    revision = f"{distributions[0]} {importlib.metadata.version(distributions[0])}" if distributions else None
+    return path, revision
+
+
+def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
+    if path.suffix == ".pt2":
+        program = archives.load_pt2(path)
+        passes.raise_again(program)
+        return Loaded.of_program(program, revision)
+    if path.suffix in TORCHSCRIPT_SUFFIXES:
+        return Loaded(torchscript.load(path), revision=revision)
+    if (missing := missing_model(path)) is not None:
+        raise SourceError(f"it {missing[0]}", place=str(path), mend=missing[1])
+    loaded = _from_pretrained(str(path), config, local=True)
+    return Loaded(loaded.model, revision=revision, pretrained=loaded.pretrained)
+
+
+def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
+    import transformers
+
+    options: dict[str, Any] = {
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": local,
+        **({"revision": config.revision} if config.revision else {}),
+    }
+    trained_for = ""
+    try:
+        if not local:
+            pretrained_files.check_reachable(name, options)
+        config_limits.check(name, options)
+        # transformers loads an adapter that lies beside a model, or a part of it, without being asked.
+        peft_patterns.check_beside(name, options)
+        pretrained_files.check_shards(name)
+        if sentence_embedding.wanted(config.task, name, options):
+            return _from_sentence_transformers(name, config, options)
+        with transformers_exporters.quiet(), hub_kernels.refused(options):
+            model_config = transformers.AutoConfig.from_pretrained(name, **options)
+            trained_for = f"; its config names {', '.join(model_config.architectures or ['no task'])}"
+            cls = _model_class(config.task, model_config)
+            if config.attn_implementation:
+                options["attn_implementation"] = config.attn_implementation
+            if config.dtype:
+                options["dtype"] = getattr(torch, config.dtype)
+            if local:
+                weight_counts.check(cls, model_config, Path(name), trust_remote_code=config.trust_remote_code)
+            model, info = cls.from_pretrained(name, config=model_config, output_loading_info=True, **options)
+    except (ConfigError, SourceError):
+        raise
+    except Exception as error:  # transformers and its hub client raise many kinds
+        if "Weights only load failed" in str(error):  # torch advises to run the code
+            raise SourceError(
+                "its weights are a pickle that calls code, which is not run",
+                place=f"model.source: {config.source}",
+                mend="Save them as safetensors, on a machine that may run that code: model.save_pretrained(folder).",
+            ) from error
+        raise SourceError(
+            f"transformers could not load it: {first_line(error)}",
+            place=f"model.source: {config.source}",
+            mend=f"Check the folder, and model.task{trained_for}."
+            if local
+            else f"There is no folder {name} beside the config, so that it is looked for on the hub. "
+            "Check the path, or the name and the network.",
+        ) from error
+    adapter = None if config.adapter is None else Path(config.adapter)
+    brought = () if adapter is None else adapters.saved_weights(adapter)  # a head that was trained with it, for one
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing := [key for key in absent if key not in brought]:
+        raise SourceError(
+            f"{len(missing)} weights are not in the checkpoint, {missing[0]} for one: they would be random numbers",
+            place=f"model.source: {config.source} as {type(model).__name__}",
+            mend=f"Choose the task that it was trained for; its config names {model_config.architectures}.",
+        )
+    if adapter is not None:
+        model = adapters.merge(model, adapter)
+    beside = Pretrained(name, {key: options[key] for key in _SHARED_OPTIONS if key in options})
+    return Loaded(model.eval(), revision=getattr(model_config, "_commit_hash", None), pretrained=beside)
+
+
+def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Loaded:
+    if config.adapter is not None:
+        raise SourceError(
+            "an adapter is not merged into the modules of sentence-transformers",
+            place=f"model.adapter: {Path(config.adapter).name}",
+            mend='Merge it before saving the model, or export the transformer alone: task = "feature-extraction".',
+        )
+    given = {"dtype": config.dtype and getattr(torch, config.dtype), "attn_implementation": config.attn_implementation}
+    with transformers_exporters.quiet(), hub_kernels.refused(options):
+        found = sentence_embedding.load(
+            name, options, {key: value for key, value in given.items() if value}, f"model.source: {config.source}"
+        )
+    beside = Pretrained(name, options, found.tokenizer, found.prompt)
+    return Loaded(found.model, revision=getattr(found.model.config, "_commit_hash", None), pretrained=beside)
+
+
+def _model_class(task: str | None, model_config: Any) -> Any:
+    import transformers
+
+    if task is not None:
+        return getattr(transformers, AUTO_CLASSES[task])
+    named = [getattr(transformers, name, None) for name in model_config.architectures or []]
+    return next((cls for cls in named if cls is not None), transformers.AutoModel)

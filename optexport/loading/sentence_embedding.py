@@ -1,0 +1,212 @@
+"""Models of sentence-transformers: a transformer, and the modules that make one vector of a sentence of its output.
+
+The one door to ``sentence_transformers``, an optional package: its extra is ``sentence-transformers``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from optexport._utils.extras import check_extra
+from optexport.config.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
+from optexport.errors import SourceError, first_line, panics_as_errors
+from optexport.loading import sentence_settings, tokenizer_growth
+from optexport.loading.pretrained_files import find
+from optexport.loading.sentence_settings import MODULES
+from optexport.signature.signature import unused
+
+_OUTPUT = "sentence_embedding"
+
+
+class SentenceEmbedder(nn.Module):
+    """The modules of a ``SentenceTransformer`` as a function of tensors.
+
+    Args:
+        modules: The transformer first, then whatever makes a sentence's embedding of its token embeddings.
+        width: How many numbers of an embedding are kept; all where it is None.
+    """
+
+    main_input_name = "input_ids"
+
+    def __init__(self, modules: Sequence[nn.Module], width: int | None = None) -> None:
+        super().__init__()
+        for module in modules:
+            name = type(module).__name__.lower()
+            self.add_module(unused(name, self._modules), module)
+        self.width = width
+
+    @property
+    def config(self) -> Any:
+        """The config of the transformer."""
+        return next(iter(self.children())).config
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Embeds sentences.
+
+        Args:
+            input_ids: Integers, [batch, sequence].
+            attention_mask: 0 where a row is padded; integers, [batch, sequence].
+            token_type_ids: Integers, [batch, sequence].
+
+        Returns:
+            ``sentence_embedding``, floating point, [batch, width].
+        """
+        features: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if token_type_ids is not None:
+            features["token_type_ids"] = token_type_ids
+        for module in self.children():
+            features = module(features)
+        return {_OUTPUT: features[_OUTPUT][..., : self.width]}
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """A loaded model, in eval mode.
+
+    Attributes:
+        tokenizer: That of the model, which cuts texts where the model wants it.
+        prompt: What stands before every text.
+    """
+
+    model: SentenceEmbedder
+    tokenizer: Any
+    prompt: str
+
+
+def wanted(task: str | None, name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a source is to be loaded with its modules: where that is asked for, or where it has some and nothing is.
+
+    Args:
+        name: A folder, or a hub id.
+        options: As for ``from_pretrained``.
+    """
+    return task == SENTENCES or (task is None and _kind(name, options) == "SentenceTransformer")
+
+
+def _kind(name: str, options: Mapping[str, Any]) -> str | None:
+    """The class of sentence-transformers that a source was saved from; None where it is none."""
+    if find(name, MODULES, options) is None:
+        return None
+    path = find(name, "config_sentence_transformers.json", options)
+    try:
+        return sentence_kind(path)
+    except (ValueError, AttributeError) as error:
+        raise SourceError(f"it is no JSON object: {first_line(error)}", place=str(path)) from error
+
+
+def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any], place: str) -> Embedder:
+    """Loads a model with its modules.
+
+    Args:
+        name: A folder, or a hub id.
+        options: ``trust_remote_code``, ``local_files_only`` and ``revision``.
+        model_options: What else the transformer is to be loaded with: ``dtype`` and ``attn_implementation``.
+        place: What errors name.
+
+    Raises:
+        ConfigError: The library is not installed.
+        SourceError: It is none, cannot be loaded, lacks weights, or does something that no graph of tensors holds.
+    """
+    kind = _kind(name, options)
+    if kind != "SentenceTransformer":
+        what = f"it is a {kind} of sentence-transformers" if kind else f"it holds no {MODULES}"
+        raise SourceError(
+            f"{what}, so it gives no sentence embeddings",
+            place=place,
+            mend=f'task = "{SENTENCES}" is for what SentenceTransformer.save_pretrained wrote.',
+        )
+    check_extra("sentence-transformers", place, TRANSFORMER_ALONE)
+    from sentence_transformers import SentenceTransformer
+
+    sentence_settings.check(name, options)
+    given = {**model_options, "weights_only": True}  # what is given here goes before what the folder says
+    try:
+        tokenizer_growth.check(name, options)
+        with panics_as_errors():
+            sentences = SentenceTransformer(name, device="cpu", model_kwargs=given, **options).eval()
+            probe = sentences.preprocess(["a", "a b c"])
+    except Exception as error:  # sentence-transformers, transformers and the hub's client raise many kinds
+        raise SourceError(
+            f"sentence-transformers could not load it: {first_line(error)}",
+            place=place,
+            mend="The folder brings code of its own: read it, then model.trust_remote_code = true runs it."
+            if "trust_remote_code" in str(error)
+            else TRANSFORMER_ALONE,
+        ) from error
+    modules = list(sentences.children())
+    _check_transformer(modules[0], place)
+    _check_weights(modules, name, options, place)
+    prompt = sentences.prompts.get(sentences.default_prompt_name or "") or ""
+    if prompt and any(getattr(module, "include_prompt", True) is False for module in modules):
+        raise SourceError(
+            "its pooling leaves out the tokens of the prompt, wherever a row's padding ends, which no graph holds",
+            place=place,
+            mend=TRANSFORMER_ALONE,
+        )
+    _check_modules(modules, probe, place)
+    return Embedder(SentenceEmbedder(modules, sentences.truncate_dim).eval(), sentences.tokenizer, prompt)
+
+
+def _check_transformer(module: nn.Module, place: str) -> None:
+    if not isinstance(getattr(module, "model", None), PreTrainedModel):
+        raise SourceError(
+            f"it starts with a {type(module).__name__}, which no model of transformers is",
+            place=place,
+            mend="Models that start with a Transformer are exported; for others give a python: factory.",
+        )
+    takes: Any = module.modality_config
+    if "text" not in takes or "message" in takes:  # a message is what a chat is made of
+        raise SourceError(
+            f"it takes {', '.join(map(str, takes))}, and not plain texts",
+            place=place,
+            mend=TRANSFORMER_ALONE,
+        )
+
+
+def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str, Any], place: str) -> None:
+    """Refuses a checkpoint without some of the weights: sentence-transformers would go on with random numbers."""
+    path = find(name, MODULES, options)
+    assert path is not None
+    for module, entry in zip(modules, json.loads(path.read_text(encoding="utf-8")), strict=True):
+        model: Any = getattr(module, "model", None)
+        if not str(entry["type"]).endswith(".Transformer") or getattr(model, "peft_config", None):
+            continue
+        _, info = type(model).from_pretrained(
+            name, subfolder=entry["path"], config=model.config, output_loading_info=True, **options
+        )
+        read = module.modality_config["text"]["method_output_name"]  # type: ignore[index]  # an attribute of its own
+        missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+        if read == "last_hidden_state":  # of which no pooler is a part
+            missing = [key for key in missing if not key.startswith("pooler.")]
+        if missing:
+            raise SourceError(
+                f"{len(missing)} weights are not in the checkpoint, {missing[0]} for one: they would be random numbers",
+                place=f"{place}, {entry['path'] or type(model).__name__}",
+            )
+
+
+def _check_modules(modules: Sequence[nn.Module], features: dict[str, Any], place: str) -> None:
+    """Runs the modules on what a graph takes, so that one which needs more is named."""
+    features = {name: value for name, value in features.items() if name in ("input_ids", "attention_mask")}
+    for module in modules:
+        what = f"{place}, {type(module).__name__}"
+        try:
+            with torch.no_grad():
+                features = module(features)
+        except Exception as error:  # a module's own code may raise anything
+            raise SourceError(
+                f"it does not run on token ids and a mask alone: {type(error).__name__}: {first_line(error)}",
+                place=what,
+                mend=TRANSFORMER_ALONE,
+            ) from error
+    if not isinstance(features.get(_OUTPUT), torch.Tensor):
+        raise SourceError(f"its modules give no {_OUTPUT}", place=place, mend=TRANSFORMER_ALONE)

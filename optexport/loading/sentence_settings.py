@@ -1,0 +1,158 @@
+"""What a folder of sentence-transformers may set for the libraries that read it: options, but no path and no switch.
+
+Its ``sentence_bert_config.json`` holds tables that sentence-transformers hands to ``from_pretrained`` as they stand:
+``weights_only = false`` there unpickles the weights, which runs any code, and ``vocab_file`` reads any file of the
+machine. Its modules are of any class in sentence-transformers, and some load whatever else their own files name, as
+``WordEmbeddings`` does a whole other model. So only what is known to be harmless is let through.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from optexport.config.tasks import TRANSFORMER_ALONE
+from optexport.errors import SourceError, first_line
+from optexport.loading import peft_patterns
+from optexport.loading.pretrained_files import find
+
+MODULES = "modules.json"
+# All that a Transformer of sentence-transformers looks for in its folder.
+_KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+_SETTINGS = tuple(f"sentence_{kind}_config.json" for kind in _KINDS)
+_CONFIG_FILE = "config.json"
+_ROUTERS = ("router_config.json", _CONFIG_FILE)  # of a module that holds others, in folders of their own
+
+# The modules that load nothing but numbers and a tokenizer of their own folder, wherever releases have their classes.
+_CLASSES = {
+    *("Transformer", "Pooling", "Dense", "Normalize", "LayerNorm", "Dropout", "CNN", "LSTM", "WeightedLayerPooling"),
+    *("Router", "Asym", "StaticEmbedding", "BoW", "WordWeights"),
+}
+_OWN = "sentence_transformers."  # others are code of the model's own, which sentence-transformers asks for before
+
+_MODEL = {"add_pooling_layer", "attn_implementation", "dtype", "torch_dtype"}
+_TOKENIZER = {
+    *("add_bos_token", "add_eos_token", "do_lower_case", "max_length", "model_max_length", "padding", "padding_side"),
+    *("truncation", "truncation_side", "use_fast"),
+}
+_CONFIG = {"add_pooling_layer", "is_decoder", "num_labels", "use_cache"}
+_ALLOWED: Mapping[str, Collection[str]] = {
+    "model_kwargs": _MODEL,
+    "model_args": _MODEL,
+    "processor_kwargs": _TOKENIZER,
+    "tokenizer_args": _TOKENIZER,
+    "config_kwargs": _CONFIG,
+    "config_args": _CONFIG,
+}
+_MOST = 200  # modules: links in a circle would make many of few
+_DROPPED = "trust_remote_code"  # sentence-transformers itself passes over what a folder says of that
+_ELSEWHERE = ("model_name_or_path", "tokenizer_name_or_path", "processor_name", "cache_dir")
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """Checks that what lies beside a model's modules sets nothing but what is known to be harmless.
+
+    Args:
+        name: A folder, or a hub id.
+        options: As for ``from_pretrained``.
+
+    Raises:
+        SourceError: It does, or is no JSON object.
+    """
+    modules = find(name, MODULES, options)
+    listed = [] if modules is None else _read(modules)
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise SourceError("it is no list of JSON objects", place=str(modules))
+    waiting = [("", ""), *((str(entry.get("path", "")), _known_class(entry.get("type"), modules)) for entry in listed)]
+    seen: set[tuple[str, str]] = set()
+    while waiting:
+        subfolder, kind = waiting.pop()
+        if (subfolder, kind) in seen:
+            continue
+        seen.add((subfolder, kind))
+        if len(seen) > _MOST:
+            raise SourceError(f"it holds more than {_MOST} modules", place=name)
+        inside = {**options, "subfolder": subfolder}
+        for filename in _SETTINGS:
+            if (path := find(name, filename, inside)) is not None:
+                _check_settings(_read(path), path)
+        if (path := find(name, peft_patterns.CONFIG, inside)) is not None:
+            peft_patterns.check(path)
+        if kind == "Dense" and not options.get("trust_remote_code"):
+            _check_dense(find(name, _CONFIG_FILE, inside))
+        for filename in _ROUTERS:
+            types = None if (path := find(name, filename, inside)) is None else _read(path)
+            types = types.get("types") if isinstance(types, dict) else None
+            if isinstance(types, dict):
+                waiting += [(str(PurePosixPath(subfolder, each)), _known_class(of, path)) for each, of in types.items()]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise SourceError(f"it is no JSON: {first_line(error)}", place=str(path)) from error
+
+
+def _known_class(kind: Any, path: Path | None) -> str:
+    """The name of a class; one of sentence-transformers must be known to load nothing but its own folder's files."""
+    name = kind.rpartition(".")[2] if isinstance(kind, str) else ""
+    if not name or (kind.startswith(_OWN) and name not in _CLASSES):
+        raise SourceError(
+            f"a module is of the class {kind}, which is not known to read nothing but its own folder",
+            place=str(path),
+            mend=f"Known are {', '.join(sorted(_CLASSES))}. {TRANSFORMER_ALONE}",
+        )
+    return name
+
+
+def _check_dense(path: Path | None) -> None:
+    """Refuses what sentence-transformers puts another thing in place of, or leaves out, and tells only its log."""
+    from sentence_transformers.base.modules import Dense
+
+    settings = None if path is None else _read(path)
+    if not isinstance(settings, dict):
+        return
+    function = settings.get("activation_function")
+    if function is not None and not str(function).startswith("torch."):
+        raise SourceError(
+            f"its activation_function is {function}, which is none of torch's, and another would be taken for it",
+            place=str(path),
+            mend="Where that code may run: model.trust_remote_code = true.",
+        )
+    if unknown := sorted(settings.keys() - inspect.signature(Dense).parameters.keys()):
+        raise SourceError(
+            f"its {unknown[0]} is unknown to sentence-transformers, which would leave it out",
+            place=str(path),
+            mend=f"Take that out of the file, if the model does without it. {TRANSFORMER_ALONE}",
+        )
+
+
+def _check_settings(settings: Any, path: Path) -> None:
+    if not isinstance(settings, dict):
+        raise SourceError("it is no JSON object", place=str(path))
+    refused = [key for key in _ELSEWHERE if settings.get(key) is not None]
+    for table, allowed in _ALLOWED.items():
+        given = settings.get(table, {})
+        if not isinstance(given, dict):
+            raise SourceError(f"{table} is no JSON object", place=str(path))
+        for key, value in given.items():
+            if key != _DROPPED and (key not in allowed or not _plain(value)):
+                refused.append(f"{table}.{key}")
+    if refused:
+        raise SourceError(
+            f"it sets {refused[0]}, which may run code, or read other files than the folder's",
+            place=str(path),
+            mend=f"Take that out of the file, if the model does without it. {TRANSFORMER_ALONE}",
+        )
+
+
+def _plain(value: Any) -> bool:
+    """Whether it is a number, a switch or a name: no path, and none of a hub's, as of code for attention."""
+    if isinstance(value, str):
+        return re.fullmatch(r"[\w.]*", value) is not None
+    return value is None or isinstance(value, bool | int | float)

@@ -1,0 +1,138 @@
+"""TorchScript programs as a source: turned into a graph that ``torch.export`` can trace, where that can be done.
+
+The original that everything is compared with stays the TorchScript program itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._export import converter as _converter
+from torch._export.passes.replace_quantized_ops_with_standard_ops_pass import (
+    replace_quantized_ops_with_standard_ops,
+)
+
+from optexport.errors import SourceError, first_line
+from optexport.exporters import transformers_exporters
+from optexport.runtime.untrusted import archives
+from optexport.signature.arguments import plain
+from optexport.signature.signature import call_signature
+
+_MEND = "Export the model from its Python source, or a submodule of it that only computes."
+
+
+def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
+    """Turns a TorchScript program into a module that takes the same arguments by the same names.
+
+    Args:
+        args: Those to trace with that come first: tensors, constants, and tuples, lists and dicts of them.
+        kwargs: The others by name.
+
+    Raises:
+        SourceError: It does what has no counterpart in a graph: a loop over data, or a change of its own attributes.
+    """
+    _refuse_state(script)
+    signature = call_signature(script)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    made = None
+    try:
+        with transformers_exporters.quiet(), torch.no_grad():
+            made = _converter.TS2EPConverter(script, bound.args)
+            blocks, attributes = _converter.get_block_to_lifted_attrs(made.ts_graph)
+            graph_module = _converter.TS2FXGraphConverter(
+                made.ts_graph,
+                made.name_to_param,
+                made.name_to_buffer,
+                blocks,
+                made.name_to_non_tensor_attributes,
+                made.name_to_constant,
+                attributes,
+            ).convert()
+            replace_quantized_ops_with_standard_ops(graph_module)
+    except Exception as error:  # the converter raises many kinds
+        raise SourceError(
+            f"torch.export's converter cannot turn the program into a graph: {_reason(made, error)}",
+            place=_name(script),
+            mend=_MEND,
+        ) from error
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for placeholder, parameter in zip(placeholders, signature.parameters.values(), strict=True):
+        placeholder.target = parameter.name
+        if parameter.default is None or isinstance(parameter.default, bool | int | float | str):
+            placeholder.args = (parameter.default,)
+    graph_module.recompile()
+    converted = plain(graph_module, _name(script)).eval()
+    _check_runs(script, converted, bound.args)
+    return converted
+
+
+def _check_runs(script: torch.jit.ScriptModule, converted: nn.Module, args: tuple[Any, ...]) -> None:
+    """Refuses a graph that fails where its program does not: the converter has errors of its own."""
+    failures: list[Exception | None] = []
+    for module in (converted, script):
+        try:
+            with torch.no_grad(), transformers_exporters.quiet():
+                module(*copy.deepcopy(args))
+            failures.append(None)
+        except Exception as error:  # a program's own code may raise anything, and is called again when it is traced
+            failures.append(error)
+    ours, theirs = failures
+    if ours is not None and theirs is None:
+        raise SourceError(
+            f"the graph that torch.export's converter makes of it does not run: {first_line(ours)}",
+            place=_name(script),
+            mend=_MEND,
+        ) from ours
+
+
+def load(path: Path) -> torch.jit.ScriptModule:
+    """Loads a TorchScript file that may come from anywhere; see `optexport.runtime.untrusted.archives`.
+
+    Raises:
+        SourceError: It could do more than compute, is damaged, holds no program, or one in train mode.
+    """
+    script = archives.load_torchscript(path)
+    call_signature(script)
+    return script.eval() if hasattr(script, "training") else script  # a frozen one is in eval mode for good
+
+
+def _name(script: torch.jit.ScriptModule) -> str:
+    return str(script.original_name)
+
+
+def _nodes(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _nodes(inner)
+
+
+def _refuse_state(script: torch.jit.ScriptModule) -> None:
+    """Refuses a program that keeps something from one call for the next: a graph would forget it."""
+    for node in _nodes(script.inlined_graph):
+        if node.kind() == "prim::SetAttr":
+            raise SourceError(
+                f"it changes its attribute {node.s('name')} when it is called (prim::SetAttr, {_line(str(node))})",
+                place=_name(script),
+                mend=_MEND,
+            )
+
+
+def _line(node: str) -> str:
+    """Where in the program's source a node is from, as the text of the node says."""
+    found = re.search(r"# ([^\s\]]+?):(\d+):\d+", node)
+    return f"{Path(found.group(1)).name}, line {found.group(2)}" if found else "no line known"
+
+
+def _reason(converter: _converter.TS2EPConverter | None, error: Exception) -> str:
+    """What the converter stopped at: the operators that it does not know, with their lines, or its own words."""
+    told = "" if converter is None else str(converter.explain(print_output=False))
+    unknown = [(kind, _line(node)) for kind, node in re.findall(r"^ *\d+\. (\S+) \[(.*)", told, re.MULTILINE)]
+    return ", ".join(f"{kind} ({line})" for kind, line in dict.fromkeys(unknown)) or first_line(error)

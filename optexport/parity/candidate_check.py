@@ -1,0 +1,141 @@
+"""Checks the places of a run, looks for more inputs that fail where asked to, and makes small those that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from optexport.cache import results, store
+from optexport.config.load import ParityConfig
+from optexport.parity import perturbation, search
+from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.reference import Call, Reference
+from optexport.runtime.runners import Run
+from optexport.signature.signature import Signature
+
+_FOUND = "found by search: "
+
+
+class Suspects:
+    """Checks each place of a run.
+
+    Args:
+        proof: Compares places on the cases.
+        run: Runs the original on a batch and names its outputs.
+        vocabularies: The number of ids that an input may hold, of those that go into an embedding.
+        config: How far results may be from the original's, and how much effort is made to find those that are not.
+
+    Attributes:
+        kept: The places whose results were taken from an earlier run.
+    """
+
+    def __init__(
+        self,
+        proof: Proof,
+        run: Call,
+        model: nn.Module,
+        signature: Signature,
+        vocabularies: Mapping[str, int],
+        config: ParityConfig,
+    ) -> None:
+        self.proof, self.run, self.model = proof, run, model
+        self.signature, self.vocabularies, self.config = signature, vocabularies, config
+        self.kept: list[str] = []
+        self._measured = dict(proof.bounds)
+        self._failing: tuple[PlaceParity, Callable[[], Run], Signature] | None = None
+
+    def check(
+        self,
+        place: str,
+        open_candidate: Callable[[], Run],
+        *,
+        content: str | None = None,
+        traced_shape_only: bool = False,
+        precision: str | None = None,
+    ) -> PlaceParity:
+        """Checks a place on the cases; with exhaustive effort, on others too, and one that fails joins them.
+
+        Of lower precision there is none to look for: no single input fails a gate.
+
+        Args:
+            open_candidate: Gives how to run it. Not called where an earlier run kept what that content gave.
+            content: A digest of what the candidate is; None where its results are not kept.
+        """
+        at = self.proof.reference.at_traced_shape() if traced_shape_only else self.proof.reference
+        entry = self._entry(place, content, at)
+        stored = results.read(entry) if entry else None
+        if stored is not None:
+            self.kept.append(place)
+            parity = self.proof.take(place, stored[0], traced_shape_only=traced_shape_only, precision=precision)
+        else:
+            candidate = open_candidate()
+            parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only, precision=precision)
+            if entry and parity.passed:
+                results.write(entry, self.proof.results(place))
+            del candidate
+        if precision is not None:
+            return parity
+        if not parity.passed:
+            parity = self._look_closer(parity, traced_shape_only=traced_shape_only)
+        signature = self.signature.at(at.cases[0].batch) if traced_shape_only else self.signature
+        if parity.passed and self.config.effort == "exhaustive":
+            parity = self._search(parity, open_candidate(), signature, traced_shape_only=traced_shape_only)
+        if not parity.passed:
+            self._failing = self._failing or (parity, open_candidate, signature)
+        return parity
+
+    def _look_closer(self, parity: PlaceParity, *, traced_shape_only: bool) -> PlaceParity:
+        """Compares a place that failed anew, where the original itself is no nearer to float64 by rounding alone."""
+        proof, config = self.proof, self.config
+        found = perturbation.bounds(proof, parity, self.run, self.model, config.multiple, config.seed, self._measured)
+        if found is None:
+            return parity
+        cases = dict.fromkeys(case.case for output in parity.outputs for case in output.cases if case.failure)
+        ways = (*proof.reference.ways, f"with weights moved by half their last bit at {' and '.join(cases)}")
+        proof.reference, proof.bounds = replace(proof.reference, ways=ways), found
+        return proof.take(parity.place, proof.results(parity.place), traced_shape_only=traced_shape_only)
+
+    def _entry(self, place: str, content: str | None, reference: Reference) -> str:
+        """What the results of a place are kept under; empty where they are not."""
+        if content is None or not reference.name or not store.enabled():
+            return ""
+        return store.name("results", reference.name, [case.name for case in reference.cases], place, content)
+
+    def _search(
+        self, parity: PlaceParity, candidate: Run, signature: Signature, *, traced_shape_only: bool
+    ) -> PlaceParity:
+        """Looks for more inputs at which a place that passed fails, and checks it there too."""
+        # Of random values an integer may be a tie, which says nothing of the candidate.
+        outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
+        measure, example = self._measurer(outputs), self.proof.reference.cases[0].batch
+        fails = search.failure_test(measure, candidate)
+        found = search.find_failing(fails, example, signature, self.vocabularies, seed=self.config.seed)
+        measured = None if found is None else measure(replace(found, name=f"{_FOUND}{found.name}"))
+        if measured is None:
+            return parity
+        self.proof.extend(*measured)
+        return self.proof.check(parity.place, candidate, traced_shape_only=traced_shape_only)
+
+    def smallest(self) -> str | None:
+        """The smallest input that was found at which the first place that failed still fails."""
+        assert self._failing is not None
+        place, open_candidate, signature = self._failing
+        outputs = [output for output in place.outputs if not output.passed]
+        if not outputs:  # it is the decisions at all cases together that fail
+            return None
+        name = next(case.case for case in outputs[0].cases if case.failure is not None)
+        if name.startswith(_FOUND):  # it is small already
+            return None
+        reference = self.proof.reference
+        case = next(case for case in reference.cases if case.name == name)
+        real = all(reference.outputs[0][output.output].is_floating_point() for output in outputs)
+        fails = search.failure_test(self._measurer([output.output for output in outputs]), open_candidate())
+        found = search.smallest_failing(fails, case, signature, self.vocabularies, values=real)
+        return None if found is None else found.name
+
+    def _measurer(self, outputs: Sequence[str]) -> search.Measure:
+        bounds = {name: self.proof.bounds[name] for name in outputs}
+        fallback = self.proof.reference.fallback is not None
+        return search.measurer(self.run, self.model, bounds, self.config.multiple, fallback=fallback)

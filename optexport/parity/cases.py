@@ -1,0 +1,282 @@
+"""The batches that a model is checked on: the traced one, real data, and sizes that were never traced."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from optexport.config.load import Effort
+from optexport.errors import ConfigError, TraceError
+from optexport.signature.resizing import resize, resize_tensor
+from optexport.signature.signature import Batch, Dim, Dynamic, Signature
+
+# Check inputs hold at most this many numbers, or this many times those of the example where that is more; those at the
+# ends of a range, where the other sizes are small, hold more.
+_BUDGET = 8192
+_BUDGET_TIMES = 4
+_BUDGET_AT_ENDS = 1 << 20
+_BUDGET_IN_DOUBT = 1 << 24
+_LEAST_UNTRACED = 3
+# Where effort is no object: every size up to this, and the powers of two beyond it with their neighbours.
+_EVERY_SIZE_UP_TO = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch to check on.
+
+    Attributes:
+        extreme: Whether its values are unlike data, so that its rounding says nothing of that of other cases.
+        optional: Whether nobody declared its values, so that a model may refuse them.
+        data: Whether it is the user's data.
+        otherwise: What to check on instead, in turn, where the model refuses the batch: with less padding.
+    """
+
+    name: str
+    batch: Batch
+    extreme: bool = False
+    optional: bool = False
+    data: bool = False
+    otherwise: tuple[Batch, ...] = ()
+
+
+def cases(
+    example: Batch,
+    real: Sequence[Batch],
+    signature: Signature,
+    doubtful: Sequence[Mapping[str, int]] = (),
+    effort: Effort = "standard",
+) -> list[Case]:
+    """The batches to check on: the traced one, the user's data, and at least three sizes that were never traced.
+
+    Fewer only where the declared ranges hold fewer sizes.
+
+    Args:
+        doubtful: Sizes to check on whatever else is, since the trace may not hold there; of those dimensions that the
+            doubt is about.
+        effort: With "quick", of the data only the first batch, and of the declared ranges not every end. With
+            "exhaustive", many more sizes, none of them cut for being large.
+
+    Raises:
+        TraceError: A size in doubt makes every batch too large to check on.
+    """
+    data = [Case("data" if len(real) == 1 else f"data {i}", batch, data=True) for i, batch in enumerate(real)]
+    data = data[:1] if effort == "quick" else data
+    others = [case for case in data if not _is_same(case.batch, example)]
+    found = [Case("traced", example, data=len(others) < len(data)), *others]
+    traced = signature.sizes(example)
+    budget = max(_BUDGET, _BUDGET_TIMES * sum(tensor.numel() for tensor in example.values()))
+    seen = [signature.sizes(case.batch) for case in found]
+    ends, between = _untraced_sizes(signature, traced, effort)
+    most_in_doubt = math.inf if effort == "exhaustive" else max(budget, _BUDGET_IN_DOUBT)
+    in_doubt = [_around(sizes, example, signature, most_in_doubt) for sizes in doubtful]
+    given, preferred = len(found), [*in_doubt, *ends, *between]
+    for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
+        if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
+            break
+        most = max(budget, _BUDGET_AT_ENDS) if sizes in ends else budget
+        is_whole = effort == "exhaustive" or index < len(in_doubt)
+        sizes = sizes if is_whole else cut_to(most, example, signature, sizes)
+        if sizes not in seen:
+            seen.append(sizes)
+            name = ", ".join(f"{dim} {size}" for dim, size in sizes.items())
+            batch = resize(example, signature, sizes)
+            padded, less = with_padding(batch, UNTRACED_PADDING), with_padding(batch, LESS_PADDING)
+            is_padded = any(padded[given] is not tensor for given, tensor in batch.items())
+            found.append(Case(name, padded, otherwise=(less, batch) if is_padded else ()))
+    return found
+
+
+def _is_same(one: Batch, other: Batch) -> bool:
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
+
+
+def _around(doubt: Mapping[str, int], example: Batch, signature: Signature, most: float) -> dict[str, int]:
+    """Sizes in doubt with those of the other dimensions, which alone are cut: beside the doubt the trace may hold."""
+    sizes = cut_to(most, example, signature, {**signature.sizes(example), **doubt}, kept=doubt)
+    if (numbers := _numbers(example, signature, sizes)) > most:
+        names = " and ".join(doubt)
+        raise TraceError(
+            f"at {', '.join(f'{name} {size}' for name, size in doubt.items())} the model may go another way than it "
+            f"was traced in, and even the smallest batch there holds {numbers:,} numbers, too many to try unasked",
+            place="inputs.dynamic",
+            mend=f'End the range of {names} below that, or set parity.effort = "exhaustive" to have it tried.',
+        )
+    return sizes
+
+
+def cut_to(
+    most: float, batch: Batch, signature: Signature, sizes: Mapping[str, int], kept: Collection[str] = ()
+) -> dict[str, int]:
+    """Halves the sizes, that first which is the largest beside the batch's own, until it holds that many numbers.
+
+    Args:
+        kept: Dimensions whose size stays.
+    """
+    cut, given = dict(sizes), signature.sizes(batch)
+    least = {name: max(signature.dims[name].min, 1) for name in cut}
+    while _numbers(batch, signature, cut) > most:
+        free = [name for name in cut if name not in kept and cut[name] > least[name]]
+        if not free:
+            break
+        largest = max(free, key=lambda name: cut[name] / given[name])
+        cut[largest] = max(cut[largest] // 2, least[largest])
+    return cut
+
+
+def _numbers(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> int:
+    """How many numbers a batch would hold at other sizes."""
+    return sum(map(math.prod, shapes_at(batch, signature, sizes).values()))
+
+
+def shapes_at(batch: Batch, signature: Signature, sizes: Mapping[str, int]) -> dict[str, list[int]]:
+    """The shapes that the inputs of a batch would have at other sizes."""
+    shapes = {name: list(tensor.shape) for name, tensor in batch.items()}
+    for name, axes in signature.sizes_at(sizes).items():
+        for axis, size in axes.items():
+            shapes[name][axis] = size
+    return shapes
+
+
+def _untraced_sizes(
+    signature: Signature, traced: Mapping[str, int], effort: Effort
+) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    """Sizes at the ends of their ranges, and others."""
+    names = list(traced)
+    if not names:
+        return [], []
+
+    dims = signature.dims
+    smallest = {name: _clamped(dims[name], 1) for name in names}
+    prime = {name: _clamped(dims[name], _prime_after(traced[name] + i)) for i, name in enumerate(names)}
+    longer = {name: _clamped(dims[name], 4 * traced[name]) for name in names}
+    largest = {name: _clamped(dims[name], dims[name].max or 4 * traced[name]) for name in names}
+    head, *tail = names
+    if effort == "quick":
+        return [], [smallest, prime, {**longer, head: smallest[head]}]
+    ends = [smallest, {**largest, head: smallest[head]}, {**smallest, head: largest[head]}]
+    if len(tail) > 1:  # all of them at their largest may have to be cut
+        ends += [{**smallest, name: largest[name]} for name in tail]
+    others = [
+        prime,
+        {**longer, head: smallest[head]},
+        {**prime, head: longer[head]},
+        {**smallest, head: prime[head]},
+        {**smallest, **{name: prime[name] for name in tail}},
+    ]
+    if effort == "exhaustive":
+        others += [longer, largest, *({**smallest, name: size} for name in names for size in _many(dims[name], traced))]
+    return ends, others
+
+
+def _many(dim: Dim, traced: Mapping[str, int]) -> list[int]:
+    """Sizes of a range where what computes them may change: small ones, and those about each power of two."""
+    most = dim.max or 4 * traced[dim.name]
+    about = {2**power + step for power in range(most.bit_length() + 1) for step in (-1, 0, 1)}
+    sizes = {*range(1, _EVERY_SIZE_UP_TO + 1), *about, most}
+    return sorted(size for size in sizes if dim.min <= size <= most)
+
+
+def _nearby_sizes(signature: Signature, traced: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The sizes next to the traced ones, for ranges too narrow to hold enough others."""
+    for step in (1, -1, 2, -2, 3, -3):
+        moved = {name: _clamped(signature.dims[name], size + step) for name, size in traced.items()}
+        yield from ({**traced, name: size} for name, size in moved.items())
+        yield moved
+
+
+def _clamped(dim: Dim, size: int) -> int:
+    return max(dim.min, size if dim.max is None else min(size, dim.max))
+
+
+def _prime_after(number: int) -> int:
+    candidate = number + 1
+    while candidate < 2 or any(candidate % divisor == 0 for divisor in range(2, int(candidate**0.5) + 1)):
+        candidate += 1
+    return candidate
+
+
+# How the rows of a batch are padded, in turn.
+PADDINGS = ("right", "left", "whole")
+UNTRACED_PADDING = ("none", "right", "left", "none", "whole")
+# What every model of padded rows takes.
+LESS_PADDING = ("right", "none")
+_LEAST_PADDED = 3
+
+IsMask = Callable[[str, torch.Tensor], bool]
+
+
+def is_padding_mask(name: str, tensor: torch.Tensor) -> bool:
+    """Whether it says which tokens are padding: of all that is called a mask, what holds a 1 for each other token."""
+    named = name == "mask" or name.endswith("attention_mask")
+    return named and tensor.dim() == 2 and is_mask(name, tensor)
+
+
+def is_mask(name: str, tensor: torch.Tensor) -> bool:
+    """Whether it says of each of its places, by 0 or 1, if it counts, as far as its name and its values tell."""
+    return "mask" in name and tensor.dim() >= 2 and bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def with_padding(batch: Batch, kinds: Sequence[str], padded: IsMask = is_padding_mask) -> Batch:
+    """Pads the rows of a batch that has masks of [batch, sequence], in turn: at the right, at the left, or wholly.
+
+    Padding that is there already stays. Rows of fewer than three tokens are left alone. No two masks are padded alike,
+    so that one does not stand for the other.
+
+    Args:
+        padded: Whether an input is such a mask. Of those with more axes no row is padded wholly, of the last axis: a
+            mask of an image, or of what is seen from each token, leaves something everywhere.
+    """
+    masks = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in batch.items()
+        if padded(name, tensor)
+    }
+    for index, mask in enumerate(masks.values()):
+        usual = [kind for kind in kinds if kind != "whole" or mask.dim() == 2]
+        in_turn = itertools.islice(itertools.cycle(usual), index, None)
+        for row, kind in zip(mask.flatten(0, -2), in_turn, strict=False):
+            kept = row.nonzero().flatten()
+            if (length := len(kept)) >= _LEAST_PADDED:
+                row[{"right": kept[(length + 1) // 2 :], "left": kept[: length // 3], "whole": kept}.get(kind, [])] = 0
+    return {**batch, **masks}
+
+
+def at_least_two(batch: Batch) -> Batch:
+    """A batch of one as a batch of two: of one alone, tracing would take it that the model takes no other."""
+    if any(tensor.dim() == 0 or tensor.shape[0] != 1 for tensor in batch.values()):
+        return batch
+    return traceable(batch, {name: {0: "batch"} for name in batch})
+
+
+def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
+    """A batch with every dynamic axis at least 2 long, as tracing needs it, and inside its declared range.
+
+    Raises:
+        ConfigError: An axis that is declared has no elements to be repeated.
+    """
+    sizes: dict[str, int] = {}
+    for name, axes in dynamic.items():
+        for axis, given in axes.items():
+            if batch[name].shape[axis] == 0:
+                raise ConfigError(
+                    f"axis {axis} holds nothing, and is declared dynamic",
+                    place=f"inputs: {name}",
+                    mend="Give at least one element along it, or leave it out of the dynamic axes.",
+                )
+            dim = given if isinstance(given, Dim) else Dim(given)
+            size = max(batch[name].shape[axis], dim.min, 2)
+            sizes.setdefault(dim.name, size if dim.max is None else min(size, dim.max))
+    return {
+        name: resize_tensor(
+            tensor,
+            {axis: sizes[d.name if isinstance(d, Dim) else d] for axis, d in dynamic.get(name, {}).items()},
+        )
+        for name, tensor in batch.items()
+    }

@@ -1,0 +1,332 @@
+"""The proof: does a candidate compute what the original computes, as far as the original's own precision tells?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from optexport._utils.platform import is_of_memory
+from optexport.errors import ExportError, first_line
+from optexport.parity import distances
+from optexport.parity.gates import Decision, Gate, judge
+from optexport.parity.noise_floor import Bound, of_lower_precision
+from optexport.parity.reference import Outputs, Reference, kept
+from optexport.runtime.runners import Run
+
+# The places of the pipeline.
+ORIGINAL = "original"
+GRAPH = "transformed graph"
+ONNX = "onnx"
+ONNX_OPTIMISED = "onnx, optimised"
+# The ONNX file before it is lowered.
+ONNX_FLOAT32 = "onnx in float32"
+ONNX_FLOAT32_OPTIMISED = "onnx in float32, optimised"
+# Places whose own is not the graph that came last.
+_MADE_FROM = {ONNX_OPTIMISED: ONNX, ONNX_FLOAT32_OPTIMISED: ONNX_FLOAT32, ONNX: ONNX_FLOAT32}
+
+
+@dataclass(frozen=True)
+class CaseParity:
+    """How one output compares at one case.
+
+    Attributes:
+        distance: The largest distance of an element from the reference.
+        limit: The largest distance that is allowed to any.
+        failure: Why it fails; None where it passes.
+    """
+
+    case: str
+    distance: float
+    limit: float
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class OutputParity:
+    """How one output of a candidate compares. Distances are the largest over all elements and ordinary cases.
+
+    Attributes:
+        max_abs: Distance from the reference (float64, or the original where a fixed tolerance is asked for).
+        max_rel: The same, relative to the reference's element, or to a millionth of its largest where that is more.
+        cosine: Smallest cosine similarity of a case with the reference; 1 is the same direction.
+        floor: The original's own distance from float64.
+        limit: The distance up to which it passes.
+        multiple: ``max_abs`` as a multiple of the floor.
+        step: Distance from the place that it was made from: what this step of the pipeline changed.
+        argmax_agreement: Share of positions whose largest element along the last axis is the same.
+        tolerance: The absolute tolerance against the original itself that would just have passed.
+        worst_case: The case of ``max_abs``.
+        cases: How it compares at each case, extreme ones too.
+    """
+
+    output: str
+    max_abs: float
+    max_rel: float
+    cosine: float
+    floor: float
+    limit: float
+    multiple: float
+    step: float
+    argmax_agreement: float
+    tolerance: float
+    worst_case: str
+    cases: tuple[CaseParity, ...]
+
+    @property
+    def failure(self) -> str | None:
+        """Why it fails, at the first case where it does; None where it passes."""
+        return next((f"at {case.case}: {case.failure}" for case in self.cases if case.failure is not None), None)
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None
+
+
+@dataclass(frozen=True)
+class PlaceParity:
+    """How a candidate compares at one place of the pipeline.
+
+    Attributes:
+        made_from: The place before it on its way: of the transformed graph the original, of what the runtime
+            optimises the file as it stands, of any other the transformed graph.
+        decisions: How it decides, gate by gate.
+        precision: What it was lowered to, so that its decisions are held to gates, and not its distances to the floor.
+    """
+
+    place: str
+    outputs: tuple[OutputParity, ...]
+    made_from: str
+    decisions: tuple[Decision, ...] = ()
+    precision: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The place, and its precision where that is not the original's."""
+        return self.place if self.precision is None else f"{self.place} ({self.precision})"
+
+    @property
+    def passed(self) -> bool:
+        return self.near and all(decision.passed for decision in self.decisions)
+
+    @property
+    def near(self) -> bool:
+        """Whether the distances pass, whatever the gates say."""
+        return all(output.passed for output in self.outputs)
+
+
+class Proof:
+    """Compares what comes out at each place of the pipeline with the original, and with the place before.
+
+    Attributes:
+        places: How each place compares, in the order in which they were checked; the original comes first.
+    """
+
+    def __init__(self, reference: Reference, bounds: Mapping[str, Bound], gates: Sequence[Gate] = ()) -> None:
+        self.reference = reference
+        self.bounds = bounds
+        self.gates = tuple(gates)
+        self.places: list[PlaceParity] = []
+        self._results: dict[str, dict[str, Outputs | str]] = {}
+        self._add(ORIGINAL, list(reference.outputs), reference)
+
+    @property
+    def passed(self) -> bool:
+        return all(place.passed for place in self.places)
+
+    def result(self, place: str, case: str) -> Outputs | str:
+        """What a place gave at a case; where it raised, what."""
+        return self._results[place][case]
+
+    def results(self, place: str) -> list[Outputs]:
+        """What a place that raised nowhere gave at each of its cases."""
+        return [result for result in self._results[place].values() if not isinstance(result, str)]
+
+    def check(
+        self, place: str, run: Run, *, traced_shape_only: bool = False, precision: str | None = None
+    ) -> PlaceParity:
+        """Compares a candidate on all cases, or on those shaped as the traced one.
+
+        A candidate that raises fails with what it raised: a size that was baked in shows in this way. A place that is
+        checked again is compared anew.
+
+        Args:
+            precision: What it was lowered to. Then distances are limited by atol and rtol only, if these are given.
+
+        Raises:
+            ExportError: There is not enough memory to run it, which says nothing of its results.
+        """
+        reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
+        results: list[Outputs | str] = []
+        with torch.no_grad():
+            for case in reference.cases:
+                try:
+                    result = run(case.batch)
+                except Exception as error:  # each runtime raises kinds of its own
+                    if is_of_memory(error):
+                        raise _memory_error(place, case.name) from error
+                    results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
+                else:
+                    results.append(kept(case, result))
+        return self.take(place, results, traced_shape_only=traced_shape_only, precision=precision)
+
+    def take(
+        self,
+        place: str,
+        results: Sequence[Outputs | str],
+        *,
+        traced_shape_only: bool = False,
+        precision: str | None = None,
+    ) -> PlaceParity:
+        """The same, of a candidate that was run: what it gave at each case, or what it raised."""
+        reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
+        return self._add(place, list(results), reference, precision)
+
+    def extend(self, found: Reference, bounds: Mapping[str, Bound]) -> None:
+        """Adds cases with bounds of their own, for some of the outputs; places are checked there too from now on."""
+        self.reference = self.reference.followed_by(found)
+        extended = {}
+        for name, bound in self.bounds.items():
+            own = bounds[name].limit if name in bounds else math.inf
+            limits = dict.fromkeys((case.name for case in found.cases), 0.0 if bound.fixed else own)
+            extended[name] = replace(bound, extremes={**bound.extremes, **limits})
+        self.bounds = extended
+
+    def _add(
+        self, place: str, results: list[Outputs | str], reference: Reference, precision: str | None = None
+    ) -> PlaceParity:
+        graphs = [name for name in self._results if name.startswith(GRAPH)]
+        if _MADE_FROM.get(place) in self._results:
+            made_from = _MADE_FROM[place]
+        elif place.startswith(GRAPH) and precision is not None:  # a graph that was cast is made from the one before
+            made_from = graphs[-1]
+        elif place.startswith(GRAPH) or not graphs:  # a bundle holds none
+            made_from = ORIGINAL
+        else:
+            made_from = graphs[-1]  # files are checked right after the graph that they are made of
+        self._results[place] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
+        before = [self._results[made_from].get(case.name, "") for case in reference.cases]
+        bounds = self.bounds if precision is None else of_lower_precision(self.bounds, reference)
+        empty = {name for name in bounds if not any(given[name].numel() for given in self.reference.outputs)}
+        uncounted = self._uncounted(reference) if precision is not None else frozenset()
+        outputs = (
+            _compare(name, results, before, reference, bound, always_empty=name in empty, uncounted=uncounted)
+            for name, bound in bounds.items()
+        )
+        decided = tuple(judge(gate, results, reference) for gate in self.gates)
+        self.places = [checked for checked in self.places if checked.place != place]
+        self.places.append(PlaceParity(place, tuple(outputs), made_from, decided, precision))
+        return self.places[-1]
+
+    def _uncounted(self, reference: Reference) -> frozenset[str]:
+        """The ordinary cases that gates leave alone, since they are on the user's data."""
+        counted = {case for gate in self.gates for case in gate.cases}
+        real = any(gate.real for gate in self.gates)
+        return frozenset(c.name for c in reference.cases if real and not c.extreme and c.name not in counted)
+
+
+# How far a file of lower precision may be at sizes at which no gate counts, of an output's length as a vector. It is
+# there for what is no longer the same model; a cosine of 0.87 is as far.
+_GROSS = 0.5
+# And of the largest value of any ordinary case: what is next to nothing there, as the distance of a row to itself, is
+# noise in any precision.
+_GROSS_OF_LARGEST = 0.05
+
+
+def _largest(name: str, reference: Reference) -> float:
+    ordinary = [o[name] for case, o in zip(reference.cases, reference.outputs, strict=True) if not case.extreme]
+    return max(distances.largest(distances.finite(output).abs()) for output in ordinary)
+
+
+def _memory_error(place: str, case: str) -> ExportError:
+    return ExportError(
+        f"there was not enough memory to run it at {case}, where the original ran",
+        place=place,
+        mend='Free memory, or prove less at a time: parity.effort = "quick", or smaller ranges in inputs.dynamic.',
+    )
+
+
+def _compare(
+    name: str,
+    results: Sequence[Outputs | str],
+    results_before: Sequence[Outputs | str],
+    reference: Reference,
+    bound: Bound,
+    *,
+    always_empty: bool,
+    uncounted: Collection[str] = (),
+) -> OutputParity:
+    max_abs = max_rel = tolerance = step = 0.0
+    cosine, agreements, worst = 1.0, list[float](), reference.cases[0].name
+    compared: list[CaseParity] = []
+    for index, (case, result) in enumerate(zip(reference.cases, results, strict=True)):
+        original, exact = reference.outputs[index][name], reference.exact[index][name]
+        problem = result if isinstance(result, str) else distances.why_incomparable(result.get(name), original)
+        if problem is not None:
+            compared.append(CaseParity(case.name, math.inf, bound.limit, problem))
+            max_abs = max_rel = tolerance = step = math.inf
+            cosine, worst = 0.0, case.name
+            agreements.append(0.0)
+            continue
+        assert not isinstance(result, str)
+        candidate = result[name]
+        expected = original if bound.fixed else distances.known(exact, original)
+        distance, magnitude = distances.distance(candidate, expected), distances.finite(expected).abs()
+        farthest = distances.largest(distance)
+        allowed = bound.allowed(case.name, magnitude)
+        if not bound.fixed and math.isfinite(bound.limit) and original.is_floating_point():
+            own = 16 * distances.LEAST_FLOOR_ULPS * torch.finfo(original.dtype).eps * magnitude
+            allowed = torch.where(distances.marks(original, exact), own, allowed)
+        limit = distances.largest(allowed)
+        wrong = bool((distance > allowed).any())
+        failure = None
+        if wrong and original.is_floating_point():
+            worst_at = torch.where(distance > allowed, distance, -1.0).argmax()
+            apart, most = (float(each.expand_as(distance).flatten()[worst_at]) for each in (distance, allowed))
+            failure = f"{apart:.3g} from the reference, {most:.3g} allowed"
+        elif wrong:
+            failure = _other_numbers(candidate, original, exact)
+        elif case.name in uncounted and original.is_floating_point() and not bound.fixed:
+            apart, whole = float(distance.norm()), float(magnitude.norm())
+            if apart > _GROSS * whole and farthest > _GROSS_OF_LARGEST * _largest(name, reference):
+                failure = f"{apart:.3g} from the reference as a whole, which is {whole:.3g} long; gates are on the data"
+        compared.append(CaseParity(case.name, farthest, limit, failure))
+        nearness = distances.largest(distances.distance(candidate, original))
+        if case.name in bound.extremes:
+            tolerance = max(tolerance, nearness if wrong else 0.0)
+            continue
+        if farthest >= max_abs:
+            max_abs, worst = farthest, case.name
+        least = max(1e-6 * distances.largest(magnitude), 1e-300)
+        max_rel = max(max_rel, distances.largest(distance / magnitude.clamp(min=least)))
+        tolerance = max(tolerance, nearness)
+        if (
+            not isinstance(before := results_before[index], str)
+            and name in before
+            and before[name].shape == candidate.shape
+        ):
+            step = max(step, distances.largest(distances.distance(candidate, before[name])))
+        cosine = min(cosine, distances.cosine(candidate, expected))
+        agreements.append(distances.argmax_agreement(candidate, original))
+    originals = [outputs[name] for outputs in reference.outputs]
+    if not always_empty and not any(bool(torch.isfinite(original).any()) for original in originals):
+        numbers_given = any(original.numel() for original in originals)
+        problem = f"the original gives nothing{' but NaN or infinity' * numbers_given}, so nothing is proven"
+        compared[0] = replace(compared[0], failure=compared[0].failure or problem)
+    multiple = 0.0 if max_abs == 0 else math.inf if bound.floor == 0 else max_abs / bound.floor
+    agreement = sum(agreements) / len(agreements) if agreements else 1.0  # of extreme cases alone there are none
+    numbers = (max_abs, max_rel, cosine, bound.floor, bound.limit, multiple, step, agreement, tolerance)
+    return OutputParity(name, *numbers, worst, tuple(compared))
+
+
+def _other_numbers(candidate: torch.Tensor, original: torch.Tensor, exact: torch.Tensor) -> str:
+    """How many whole numbers, or truth values, differ; and whether rounding alone decides them."""
+    text = f"{int((candidate != original).sum())} of {original.numel()} values are others"
+    if not (decided := int((exact != original).sum())):
+        return text
+    return (
+        f"{text}; the original itself gives others in float64, {decided} of them: rounding decides. Export in a higher "
+        "precision, or leave the output out (keep-outputs)"
+    )

@@ -1,0 +1,118 @@
+"""Turns what was compared into the record of it that a manifest holds and every report is made from."""
+
+from __future__ import annotations
+
+import math
+
+from optexport.bundle.manifest import (
+    BoundRecord,
+    CaseDecisionRecord,
+    CaseRecord,
+    DecisionRecord,
+    GateRecord,
+    OutputRecord,
+    ParityRecord,
+    PlaceRecord,
+)
+from optexport.parity import distances
+from optexport.parity.checker import OutputParity, Proof
+from optexport.parity.gates import Decision
+from optexport.parity.noise_floor import Bound
+from optexport.parity.reference import Reference
+
+
+def parity_record(proof: Proof) -> ParityRecord:
+    """The proof as the manifest holds it; distances to three digits."""
+    return ParityRecord(
+        cases=[case.name for case in proof.reference.cases],
+        extreme_cases=[case.name for case in proof.reference.cases if case.extreme],
+        bounds={name: _bound(name, bound, proof.reference) for name, bound in proof.bounds.items()},
+        ways=list(proof.reference.ways),
+        fallback=proof.reference.fallback,
+        unguided=list(proof.reference.unguided),
+        left_out=list(proof.reference.left_out),
+        gates=[
+            GateRecord(
+                measure=gate.measure,
+                output=gate.output,
+                min=gate.min,
+                k=gate.k,
+                classes=gate.classes,
+                slack=gate.slack,
+                cases=list(gate.cases),
+                real=gate.real,
+            )
+            for gate in proof.gates
+        ],
+        places=[
+            PlaceRecord(
+                place=place.place,
+                made_from=place.made_from,
+                outputs=[_output(output) for output in place.outputs],
+                decisions=[_decision(decision) for decision in place.decisions],
+                precision=place.precision,
+            )
+            for place in proof.places
+        ],
+    )
+
+
+def _bound(name: str, bound: Bound, reference: Reference) -> BoundRecord:
+    extremes = {case: limit if math.isfinite(limit) else None for case, limit in bound.extremes.items()}
+    cases = zip(reference.cases, reference.outputs, strict=True)
+    ordinary = [outputs[name] for case, outputs in cases if case.name not in bound.extremes]
+    largest = max((distances.largest(distances.finite(tensor).abs()) for tensor in ordinary), default=0.0)
+    return BoundRecord(
+        floor=bound.floor,
+        limit=bound.limit,
+        atol=bound.atol,
+        rtol=bound.rtol,
+        extremes=extremes,
+        largest=_rounded(largest),
+    )
+
+
+def _output(output: OutputParity) -> OutputRecord:
+    return OutputRecord(
+        output=output.output,
+        max_abs=_rounded(output.max_abs),
+        max_rel=_rounded(output.max_rel),
+        cosine=round(output.cosine, 9),
+        multiple=_rounded(output.multiple),
+        step=_rounded(output.step),
+        argmax_agreement=output.argmax_agreement,
+        tolerance=_rounded(output.tolerance),
+        worst_case=output.worst_case,
+        cases=[
+            CaseRecord(case=c.case, distance=_rounded(c.distance), limit=_rounded(c.limit), failure=c.failure)
+            for c in output.cases
+        ],
+    )
+
+
+def _decision(decision: Decision) -> DecisionRecord:
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return DecisionRecord(
+        measure=decision.gate.measure,
+        output=decision.gate.output,
+        value=number(decision.value),
+        mean=number(decision.mean),
+        low=decision.low,
+        high=decision.high,
+        count=decision.count,
+        ties=decision.ties,
+        min=decision.gate.min,
+        failure=decision.failure,
+        cases=[
+            CaseDecisionRecord(case=c.case, total=c.total, smallest=number(c.smallest), count=c.count)
+            for c in decision.cases
+        ],
+    )
+
+
+def _rounded(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return rounded if math.isfinite(rounded := float(f"{value:.3g}")) else value  # near the largest float64

@@ -1,0 +1,303 @@
+"""Searches for inputs at which a candidate fails: a small one where one is known, any where none is."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from optexport._utils import signals
+from optexport._utils.module_state import buffers_kept
+from optexport.parity import distances
+from optexport.parity.cases import Case, cut_to, is_padding_mask, with_padding
+from optexport.parity.checker import Proof
+from optexport.parity.noise_floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
+from optexport.parity.reference import Call, Reference
+from optexport.parity.reference_run import in_double
+from optexport.runtime.runners import Run
+from optexport.signature.resizing import resize
+from optexport.signature.signature import Batch, Signature
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+Fails = Callable[[Batch], bool]
+Measure = Callable[[Case], tuple[Reference, dict[str, Bound]] | None]
+
+# What a search may take: so many seconds to make a failing input small, so many inputs to look for one.
+_SECONDS = 30.0
+_EXAMPLES = 200
+# Of each input so many of the whole numbers that it holds are tried by themselves; and so many random batches.
+_CONSTANTS = 32
+_SEEDS = 8
+_GIVEN = "as given"
+
+
+def smallest_failing(
+    fails: Fails,
+    failing: Case,
+    signature: Signature,
+    vocabularies: Mapping[str, int],
+    *,
+    values: bool = True,
+    seconds: float = _SECONDS,
+) -> Case | None:
+    """Makes a failing input small: the least sizes, and the simplest values, at which the candidate still fails.
+
+    Args:
+        fails: Whether the candidate fails on a batch; see `failure_test`.
+        failing: A case where it does.
+        signature: The inputs, and the sizes that they may have; with no dynamic dimension only values are changed.
+        vocabularies: The number of ids that an input may hold, of those that go into an embedding.
+        values: Whether to make the values simpler too.
+        seconds: Ends the search, with the smallest that was found by then.
+
+    Returns:
+        A case named after its sizes and values; None where nothing smaller than the given one fails.
+    """
+    sizes = signature.sizes(failing.batch)
+    ranges = {name: (dim.min, max(dim.min, sizes[name])) for name, dim in signature.dims.items() if name in sizes}
+    choices = {name: _choices(name, tensor, vocabularies) for name, tensor in failing.batch.items()}
+    space = _Space(failing, signature, ranges, choices)
+    check = _Check(fails, space, seconds)
+    given = (tuple(sizes[name] for name in ranges), (_GIVEN,) * len(choices))
+    if not check(given):
+        return None
+    found = _with_smaller_sizes(check, given)
+    if values:
+        found = _with_simpler_values(check, found)
+        found = _with_smaller_sizes(check, found)
+    return None if found == given else space.case(found)
+
+
+def find_failing(
+    fails: Fails,
+    example: Batch,
+    signature: Signature,
+    vocabularies: Mapping[str, int],
+    *,
+    seed: int = 0,
+    examples: int = _EXAMPLES,
+    most_numbers: int = 8192,
+) -> Case | None:
+    """Looks for an input at which a candidate fails, among all sizes that are declared and values of many kinds.
+
+    The same inputs are tried every time. A failing one is made small.
+
+    Args:
+        fails: Whether the candidate fails on a batch; see `failure_test`.
+        example: The traced batch.
+        examples: How many inputs are tried.
+        most_numbers: How many numbers one input may hold; its sizes are cut until it does.
+    """
+    traced = signature.sizes(example)
+    ranges = {name: (dim.min, max(dim.min, dim.max or 4 * traced[name])) for name, dim in signature.dims.items()}
+    seeds = tuple(f"random {turn}" for turn in range(_SEEDS))
+    choices = {name: (*_choices(name, tensor, vocabularies), *seeds) for name, tensor in example.items()}
+    from hypothesis import strategies as st
+
+    space = _Space(Case("traced", example), signature, ranges, choices, vocabularies, most_numbers)
+    check = _Check(fails, space, math.inf)
+    sizes = st.tuples(*(st.integers(low, high) for low, high in ranges.values()))
+    kinds = st.tuples(*(st.sampled_from(kinds) for kinds in choices.values()))
+    found = _find(check, st.tuples(sizes, kinds), examples, seed)
+    return None if found is None else space.case(found)
+
+
+def measurer(
+    run: Call, model: nn.Module, bounds: Mapping[str, Bound], multiple: float, *, fallback: bool = False
+) -> Measure:
+    """A function that says what the original computes on a batch, and how far from that a candidate may be.
+
+    An input that was not there when the floor was measured has a floor of its own: the limit is the multiple of that
+    where it is more, and at least that of `FALLBACK_ULPS` units in the last place. Where the original raises, or gives
+    NaN or infinity, the candidate may do what it likes, and the function gives None.
+
+    Args:
+        run: Runs a model on a batch and names its outputs.
+        model: The original; one copy of it is made for float64.
+        bounds: The limits of the outputs that are looked at, on the cases that they were measured on.
+        multiple: That of the limits.
+        fallback: Whether float64 cannot be had.
+    """
+    double: nn.Module | None = None
+    if not fallback and any(tensor.is_floating_point() for tensor in [*model.parameters(), *model.buffers()]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
+            double = copy.deepcopy(model).double()
+
+    def measure(case: Case) -> tuple[Reference, dict[str, Bound]] | None:
+        with torch.no_grad(), buffers_kept(model):
+            try:
+                outputs = run(model, case.batch)
+                exact = outputs if double is None else run(double, in_double(case.batch))
+            except Exception:  # a model's own code may raise anything
+                return None
+        if not all(bool(torch.isfinite(outputs[name]).all()) for name in bounds):
+            return None
+        reference = Reference((case,), (outputs,), (exact,))
+        noise = reference.noise[0]
+        return reference, {name: _own(bound, outputs[name], noise[name], multiple) for name, bound in bounds.items()}
+
+    return measure
+
+
+def failure_test(measure: Measure, candidate: Run) -> Fails:
+    """A function that says whether a candidate fails on a batch."""
+
+    def fails(batch: Batch) -> bool:
+        measured = measure(Case("found", batch))
+        return measured is not None and not Proof(*measured).check("candidate", candidate).passed
+
+    return fails
+
+
+def _own(bound: Bound, original: torch.Tensor, noise: float, multiple: float) -> Bound:
+    if bound.fixed or not original.is_floating_point():
+        return bound
+    scale = distances.largest(distances.finite(original).abs())
+    limit = max(bound.limit, multiple * max(noise, FALLBACK_ULPS * torch.finfo(original.dtype).eps * scale))
+    drowned = limit > LARGEST_LIMIT * scale and limit > bound.limit
+    return replace(bound, limit=math.inf if drowned else limit, extremes={})
+
+
+# The size of each dimension, and what each input holds.
+_Choice = tuple[tuple[int, ...], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class _Space:
+    """What is searched: a size from the range of each dimension, and values of one of several kinds for each input."""
+
+    given: Case
+    signature: Signature
+    ranges: Mapping[str, tuple[int, int]]
+    choices: Mapping[str, Sequence[str]]
+    vocabularies: Mapping[str, int] | None = None
+    most_numbers: float = math.inf
+
+    def batch(self, choice: _Choice) -> Batch:
+        resized = resize(self.given.batch, self.signature, self._sizes(choice))
+        values = zip(resized.items(), choice[1], strict=True)
+        return {name: self._values(name, tensor, kind) for (name, tensor), kind in values}
+
+    def case(self, choice: _Choice) -> Case:
+        sizes = [", ".join(f"{name} {size}" for name, size in self._sizes(choice).items())]
+        kinds = [f"{name} {kind}" for name, kind in zip(self.given.batch, choice[1], strict=True) if kind != _GIVEN]
+        like = [f"else as at {self.given.name}"] if len(kinds) < len(choice[1]) else []
+        return Case("; ".join(part for part in (*sizes, *kinds, *like) if part), self.batch(choice))
+
+    def _sizes(self, choice: _Choice) -> dict[str, int]:
+        sizes = dict(zip(self.ranges, choice[0], strict=True))
+        return cut_to(self.most_numbers, self.given.batch, self.signature, sizes)
+
+    def _values(self, name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:
+        word, _, number = kind.partition(" ")
+        match word:
+            case "all":
+                return torch.full_like(tensor, float(number) if tensor.is_floating_point() else int(number))
+            case "padded":
+                return with_padding({name: torch.ones_like(tensor)}, (number,))[name]
+            case "random":
+                return _random(tensor, (self.vocabularies or {}).get(name), int(number))
+        return tensor
+
+
+def _choices(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> tuple[str, ...]:
+    """What an input may hold, the simplest first."""
+    if is_padding_mask(name, tensor):
+        return ("all 1", "padded right", "padded left", "all 0", _GIVEN)
+    if tensor.is_floating_point():
+        return ("all 0", "all 1", _GIVEN)
+    if tensor.dtype is torch.bool:
+        return ("all 0", "all 1", _GIVEN)
+    ends = [0, vocabularies[name] - 1] if name in vocabularies else []
+    constants = sorted({*tensor.unique().tolist()[:_CONSTANTS], *ends})
+    return (*(f"all {number}" for number in constants), _GIVEN)
+
+
+def _random(tensor: torch.Tensor, count: int | None, seed: int) -> torch.Tensor:
+    """Normal numbers as large as those that are there, ids of the vocabulary, or numbers that are there already."""
+    generator = torch.Generator().manual_seed(seed)
+    if tensor.is_floating_point():
+        size = max(float(distances.finite(tensor).abs().double().mean()), 1e-6)
+        return (torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * size).to(tensor.dtype)
+    known = tensor.flatten() if count is None else torch.arange(count)
+    return known[torch.randint(len(known), tensor.shape, generator=generator)].to(tensor.dtype)
+
+
+class _Check:
+    """Whether a choice fails, each asked once, and when time is up none that is new."""
+
+    def __init__(self, fails: Fails, space: _Space, seconds: float) -> None:
+        self.fails, self.space, self.end = fails, space, time.monotonic() + seconds
+        self.known: dict[_Choice, bool] = {}
+
+    def __call__(self, choice: _Choice) -> bool:
+        if choice not in self.known:
+            if time.monotonic() > self.end:
+                return False
+            self.known[choice] = self.fails(self.space.batch(choice))
+        return self.known[choice]
+
+
+def _with_smaller_sizes(check: _Check, choice: _Choice) -> _Choice:
+    """The same values at the smallest sizes that are found to fail."""
+    from hypothesis import strategies as st
+
+    # Most sizes are the largest, where it fails for sure, so that hypothesis soon has something to make smaller.
+    limits = [(low, size) for (low, _), size in zip(check.space.ranges.values(), choice[0], strict=True)]
+    sizes = (st.integers(low, size + 3 * (size - low + 1)).map(partial(min, size)) for low, size in limits)
+    found = _find(check, st.tuples(st.tuples(*sizes), st.just(choice[1])), _EXAMPLES, seed=0)
+    return choice if found is None else found
+
+
+def _with_simpler_values(check: _Check, choice: _Choice) -> _Choice:
+    """For one input after the other the simplest values that still fail."""
+    sizes, kinds = choice[0], list(choice[1])
+    for index, simpler in enumerate(check.space.choices.values()):
+        trials = ((sizes, (*kinds[:index], kind, *kinds[index + 1 :])) for kind in simpler)
+        kinds = list(next((trial for trial in trials if check(trial)), (sizes, tuple(kinds)))[1])
+    return sizes, tuple(kinds)
+
+
+def _find(check: _Check, choices: SearchStrategy[_Choice], examples: int, seed: int) -> _Choice | None:
+    """The simplest choice that fails, as far as hypothesis finds it."""
+    import hypothesis  # here, since most runs have no use for it
+
+    settings = hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    with _no_files():
+        try:
+            found: _Choice = hypothesis.find(choices, check, settings=settings, random=random.Random(seed))  # noqa: S311
+        except (hypothesis.errors.NoSuchExample, hypothesis.errors.FailedHealthCheck):
+            return None  # the latter where a test of hypothesis, which may not hold another, is what calls
+    return found
+
+
+@contextmanager
+def _no_files() -> Iterator[None]:
+    """Within it, hypothesis keeps its files elsewhere than in the working directory."""
+    from hypothesis import configuration
+
+    with signals.temporary_folder() as folder:
+        configuration.set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            configuration.set_hypothesis_home_dir(None)

@@ -1,0 +1,220 @@
+"""Cases at the traced sizes whose values find faults that data seldom does: padding, boundary ids, zeros, large ones.
+
+What is not here finds nothing that these do not. Rows that are alike, or constant, are computed as any others; and in a
+normalisation of a constant row only rounding is left, by which honest exports differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+import torch
+
+from optexport.config.load import Effort, TensorConfig
+from optexport.parity.cases import LESS_PADDING, PADDINGS, Case, is_mask, with_padding
+from optexport.signature.signature import Batch
+
+# Normal numbers times 64 reach 200: beyond what exp takes in float32, and beyond every clamp of usual activations.
+_LARGE_TIMES = 64
+_LARGE_TIMES_IN_HALF = 8  # float16 ends at 65504
+# From here on float32 holds every second whole number; int32 holds them all.
+_BEYOND_FLOAT32 = 2**24
+_KINDS = 5
+_SEEDS = 4
+
+
+def special_cases(
+    example: Batch,
+    vocabularies: Mapping[str, int],
+    effort: Effort,
+    seed: int,
+    *,
+    declared: Mapping[str, TensorConfig] = MappingProxyType({}),
+    attention_masks: Collection[str] = (),
+    sized_by_values: bool = False,
+) -> list[Case]:
+    """The cases of special values.
+
+    Args:
+        example: The traced batch.
+        vocabularies: The number of ids that an input may hold, of those that go into an embedding.
+        effort: With "quick", padding alone; with "exhaustive" also random values, and whole numbers below zero.
+        seed: For the random values.
+        declared: What is known of inputs of random numbers: whole numbers are made up between their ends.
+        attention_masks: Inputs that are added to scores, and so hide nothing by a 1.
+        sized_by_values: Whether results may be as large as the numbers that inputs hold. No whole numbers are made up
+            then, which would ask for more memory than there is.
+    """
+    found = _padded(example)
+    if effort == "quick":
+        return found
+    if vocabularies:
+        ids = {name: _with_boundary_ids(example[name], count) for name, count in vocabularies.items()}
+        found.append(Case("boundary ids", {**example, **ids}, optional=True))
+    if values := {name: tensor for name, tensor in example.items() if _holds_values(name, tensor)}:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
+        large = {name: tensor * _times(tensor.dtype) for name, tensor in values.items()}
+        times = max(_times(tensor.dtype) for tensor in values.values())
+        found.append(Case("zeros", {**example, **zeros}, extreme=True, optional=True))
+        found.append(Case(f"values {times} times as large", {**example, **large}, extreme=True, optional=True))
+    for name in [name for name, tensor in values.items() if _is_constant(tensor)]:  # each alone: a model may refuse one
+        found.append(Case(f"noise as {name}", {**example, name: _noise(example[name], seed)}, optional=True))
+    for name in [name for name, tensor in example.items() if "mask" in name and tensor.numel()]:
+        if all(torch.equal(case.batch[name], example[name]) for case in found):
+            found += _turned(example, name, is_added=name in attention_masks)
+    if not sized_by_values:
+        for name in [name for name, tensor in example.items() if _holds_whole_numbers(name, tensor, vocabularies)]:
+            found += _whole_numbers(example, name, effort, _ends(example[name].dtype, declared.get(name)))
+    for name in [name for name, tensor in example.items() if tensor.dtype is torch.bool and tensor.numel()]:
+        found += _truths(example, name)
+    for turn in range(_SEEDS if effort == "exhaustive" and (values or vocabularies) else 0):
+        drawn = _random(example, [*values], vocabularies, seed + turn)
+        found.append(Case(f"random values {turn}", drawn, optional=True))
+    return found
+
+
+def _padded(example: Batch) -> list[Case]:
+    """The traced batch with every kind of padding: as one case, or as several where it has fewer rows than kinds.
+
+    Where it has several masks each of them gets every kind, in another order, and none at all once.
+    """
+    found: list[Case] = []
+    rows = max(1, next((tensor.shape[0] for tensor in example.values() if tensor.dim()), 1))
+    turns = (*PADDINGS, "none")
+    several = sum(is_mask(name, tensor) for name, tensor in example.items()) > 1
+    for start in range(0, len(turns) if several else len(PADDINGS), rows):
+        kinds = (*turns[start:], *turns[:start])
+        padded = with_padding(example, kinds, is_mask)
+        if any(is_mask(name, tensor) and not torch.equal(padded[name], tensor) for name, tensor in example.items()):
+            told = ", ".join(kinds[:rows]).removesuffix(", none")
+            less = with_padding(example, LESS_PADDING, is_mask)
+            found.append(Case(f"padded {told}", padded, optional=True, otherwise=(less,)))
+    return found
+
+
+def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
+    """The first two ids and the last two at every second place, at each place all of them in turn over the rows.
+
+    Where the tensor is so small that not all of them would appear, at every place.
+    """
+    boundary = torch.tensor(sorted({0, min(1, count - 1), max(0, count - 2), count - 1}), dtype=ids.dtype)
+    length = ids.shape[-1] if ids.dim() else 1
+    places = torch.arange(ids.numel())
+    row, column = places // max(1, length), places % max(1, length)
+    rows = ids.numel() // max(1, length)
+    every_second = length >= 2 * len(boundary) or (length > 1 and rows >= len(boundary))
+    chosen = boundary[(column // 2 + row if every_second else places) % len(boundary)]
+    kept = (column % 2 == 0) if every_second else torch.zeros_like(places, dtype=torch.bool)
+    return torch.where(kept, ids.flatten(), chosen).reshape(ids.shape)
+
+
+def _holds_values(name: str, tensor: torch.Tensor) -> bool:
+    """Whether it holds real numbers: not a mask, of which 0 and the smallest number are marks."""
+    return tensor.is_floating_point() and "mask" not in name and bool(torch.isfinite(tensor).all())
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
+
+
+def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
+    """Cases of a mask that padding leaves as it is, of which nothing but its values tells what it hides by.
+
+    Of zeros and ones every second place is the other one. Zeros that are real numbers may also be added, and what hides
+    is then the least of them: not 1, where they are added to the scores of an attention, as torch's own encoder layer
+    takes any number for hiding in eval mode. Of other numbers, as what is added mostly is, each place has that of its
+    neighbour.
+    """
+    mask = example[name]
+    places = sum(torch.arange(size).reshape(-1, *[1] * (mask.dim() - axis - 1)) for axis, size in enumerate(mask.shape))
+    turns = torch.as_tensor(places).expand(mask.shape) % 2 == (mask.numel() > 1)
+    made: dict[str, torch.Tensor] = {}
+    if bool(((mask == 0) | (mask == 1)).all()):
+        # Of truths every second place is tried anyway.
+        if not is_added and (mask.dtype is not torch.bool or mask.numel() == 1):
+            made["turned at every second place"] = torch.where(turns, 1 - mask.to(torch.int8), mask).to(mask.dtype)
+        if mask.is_floating_point() and not mask.any():
+            made["hiding every second place"] = mask.masked_fill(turns, torch.finfo(mask.dtype).min)
+    elif _is_constant(mask):
+        made["turned at every second place"] = mask.masked_fill(turns, 0)
+    elif mask.dim():
+        made["moved by one place"] = mask.roll(1, -1)
+    return [
+        Case(f"{name} {how}", {**example, name: values}, extreme=True, optional=True)
+        for how, values in made.items()
+        if not torch.equal(values, mask)
+    ]
+
+
+def _noise(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers about the one that a tensor holds, of its sign, since a model may take no others; about a half for 0."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+    return torch.where(tensor == 0, drawn, tensor.double() * (drawn + 0.5)).to(tensor.dtype)
+
+
+def _holds_whole_numbers(name: str, tensor: torch.Tensor, vocabularies: Mapping[str, int]) -> bool:
+    """Whether it holds whole numbers that may be any: no ids, and not the marks of a mask."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    return is_whole and name not in vocabularies and "mask" not in name
+
+
+def _ends(dtype: torch.dtype, declared: TensorConfig | None) -> tuple[int, int]:
+    """The least and the largest whole number: of the dtype, where no other is declared."""
+    ends = torch.iinfo(dtype)
+    low, high = (None, None) if declared is None else (declared.low, declared.high)
+    least = ends.min if low is None else max(ends.min, math.ceil(low))
+    return least, ends.max if high is None else min(ends.max, math.ceil(high) - 1)
+
+
+def _whole_numbers(example: Batch, name: str, effort: Effort, ends: tuple[int, int]) -> list[Case]:
+    """Cases of one input alone, since a model may refuse any of them, as an index that is out of range."""
+    tensor, (least, most) = example[name], ends
+    steps = torch.arange(tensor.numel()).reshape(tensor.shape) % _KINDS
+    start = max(least, min(_BEYOND_FLOAT32, most - _KINDS + 1))
+    made = {f"from {start:,}": start + steps}
+    if least <= 0 <= most:
+        made["zero"] = torch.zeros_like(steps)
+    if effort == "exhaustive" and least < 0:
+        made["below zero"] = (-1 - steps).clamp(min=least)
+    inside = {kind: values.clamp(max=most).to(tensor.dtype) for kind, values in made.items()}
+    return [
+        Case(f"{name} {kind}", {**example, name: values}, extreme=True, optional=True)
+        for kind, values in inside.items()
+    ]
+
+
+def _truths(example: Batch, name: str) -> list[Case]:
+    """Cases of one input of true and false.
+
+    Not of false alone: what is selected where nothing is left may be any, as of scores that are all minus infinity.
+    """
+    tensor = example[name]
+    places = torch.arange(tensor.numel()).reshape(tensor.shape)
+    made = {"every second": places % 2 == 0}
+    if "mask" not in name:
+        made["all true"] = torch.ones_like(tensor)
+    return [
+        Case(f"{name} {kind}", {**example, name: values}, optional=True)
+        for kind, values in made.items()
+        if not torch.equal(values, tensor)
+    ]
+
+
+def _times(dtype: torch.dtype) -> int:
+    return _LARGE_TIMES_IN_HALF if dtype is torch.float16 else _LARGE_TIMES
+
+
+def _random(example: Batch, values: list[str], vocabularies: Mapping[str, int], seed: int) -> Batch:
+    """Any ids of the vocabulary, and normal numbers of the mean and the spread of the example."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    drawn = dict(example)
+    for name, count in vocabularies.items():
+        drawn[name] = torch.randint(0, count, example[name].shape, generator=generator).to(example[name].dtype)
+    for name in values:
+        known = example[name].double()
+        noise = torch.randn(known.shape, generator=generator, dtype=torch.float64)
+        drawn[name] = (known.mean() + noise * known.std(correction=0)).to(example[name].dtype)
+    return drawn

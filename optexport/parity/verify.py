@@ -1,0 +1,144 @@
+"""Checks a bundle by itself: its files are the ones that were proven, and they still give the stored outputs.
+
+Needs torch and onnxruntime; neither transformers, nor the original model, nor its code.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from optexport.bundle import contents, digests
+from optexport.bundle.layout import MANIFEST, as_path
+from optexport.bundle.manifest import BoundRecord, GateRecord, Manifest
+from optexport.config.metrics import MEASURES, METRIC
+from optexport.errors import BundleError, ExportError
+from optexport.parity.checker import Proof
+from optexport.parity.gates import CaseDecision, Gate, pooled
+from optexport.parity.noise_floor import Bound
+from optexport.runtime import runners
+
+
+def verify(folder: str | Path) -> Proof:
+    """Runs a bundle's files on its stored inputs and compares them with its stored outputs.
+
+    The gates on decisions are checked again too, on the stored cases. A gate on a user's own metric is not: its code is
+    no part of the bundle.
+
+    Returns:
+        How each file compares, in each of its runtimes, after the original itself.
+
+    Raises:
+        ConfigError: The folder is no bundle.
+        BundleError: A file is missing, added, changed, or cannot be loaded.
+        DeviceError: There is no such device here as the files are for.
+    """
+    folder = as_path(folder, "folder")
+    return prove(folder, digests.read_manifest(folder))
+
+
+def prove(folder: Path, manifest: Manifest) -> Proof:
+    """The same of a bundle whose files are known to be those of its manifest.
+
+    Raises:
+        BundleError: A file cannot be loaded.
+        DeviceError: As for `verify`.
+    """
+    _check_precisions(manifest)
+    outputs = [output.name for output in manifest.outputs]
+    reference = contents.read_reference(
+        folder / contents.REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases
+    )
+    bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
+    proof = Proof(reference, bounds, gates_of(manifest))
+    try:
+        for artifact in manifest.artifacts:
+            for place, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
+                precision = None if artifact.precision is None else artifact.precision.precision
+                proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
+                del run  # before the next is opened: each holds the weights
+    except ExportError as error:  # whose mends are for those who export
+        raise BundleError(error.cause, place=error.place) from error
+    _check_cases(proof, manifest)
+    return proof
+
+
+def unchecked_gates(manifest: Manifest) -> list[str]:
+    """The gates of a bundle that `verify` does not hold its files against, and which say nothing of them now."""
+    checked = [(gate.measure, gate.output) for gate in gates_of(manifest)]
+    left = [record for record in manifest.parity.gates if (record.measure, record.output) not in checked]
+    return [record.measure if record.output is None else f"{record.output}, {record.measure}" for record in left]
+
+
+def _check_precisions(manifest: Manifest) -> None:
+    """Refuses a file that is called of lower precision where the bundle's own proof is of another one.
+
+    No distance limits such a file, so that the word of one line of the manifest would be enough for any file to pass.
+
+    Raises:
+        BundleError: One is, or no gate is demanded of it.
+    """
+    proven = {place.place: place.precision for place in manifest.parity.places}
+    for artifact in manifest.artifacts:
+        precision = None if artifact.precision is None else artifact.precision.precision
+        if proven.get(artifact.format) != precision or (precision is not None and not manifest.parity.gates):
+            told = "of the model's own precision" if precision is None else precision
+            raise BundleError(f"it calls {artifact.format} {told}, and holds no proof of that", place=MANIFEST)
+
+
+def _check_cases(proof: Proof, manifest: Manifest) -> None:
+    """Refuses a file that the bundle has no proof of, or that is called of fixed shape where that has other sizes too.
+
+    Raises:
+        BundleError: One is.
+    """
+    proven = {place.place: place for place in manifest.parity.places}
+    for place in proof.places[1:]:
+        now = {case.case for output in place.outputs for case in output.cases}
+        if (record := proven.get(place.place)) is None:
+            raise BundleError(f"it holds no proof of {place.place}", place=MANIFEST)
+        then = {case.case for output in record.outputs for case in output.cases}
+        if missing := sorted(then.intersection(manifest.reference_cases) - now):
+            told = f"it calls {place.place} of fixed shape, and its proof has {missing[0]}"
+            raise BundleError(told, place=MANIFEST)
+
+
+def gates_of(manifest: Manifest) -> list[Gate]:
+    """The gates that the stored cases can be held against.
+
+    Raises:
+        BundleError: One is on what is no measure, or no output.
+    """
+    outputs = [output.name for output in manifest.outputs]
+    records = [record for record in manifest.parity.gates if not record.measure.startswith(METRIC)]
+    if not all(record.measure in MEASURES and record.output in outputs for record in records):
+        raise BundleError("it has a gate on what is no measure, or no output", place=MANIFEST)
+    gates = [_gate(record, manifest) for record in records]
+    return [gate for gate in gates if gate is not None]
+
+
+def bound_of(record: BoundRecord) -> Bound:
+    """The bound that a manifest holds."""
+    extremes = {case: math.inf if limit is None else limit for case, limit in record.extremes.items()}
+    return Bound(record.floor, record.limit, record.atol, record.rtol, extremes)
+
+
+def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
+    """A gate as the stored cases can be held against it; None where there is nothing to count in them.
+
+    A share of all cases may be higher than that of the stored ones; then these must do as well as they did.
+    """
+    least = record.min
+    for place in manifest.parity.places:
+        for decision in place.decisions:
+            if (decision.measure, decision.output) == (record.measure, record.output):
+                stored = [
+                    CaseDecision(c.case, c.total, math.inf if c.smallest is None else c.smallest, c.count)
+                    for c in decision.cases
+                    if c.case in manifest.reference_cases
+                ]
+                if math.isnan(value := pooled(record.measure, stored)):
+                    return None
+                least = min(least, value)
+    cases, real = tuple(record.cases), record.real
+    return Gate(record.measure, record.output, least, cases, real, record.k, record.classes, record.slack)

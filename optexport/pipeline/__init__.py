@@ -1,0 +1,1 @@
+"""The export pipeline, from model source to verified bundle."""

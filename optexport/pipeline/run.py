@@ -1,0 +1,328 @@
+"""The way of a model through the stages, from its source to a proven bundle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optexport import tracking
+from optexport._utils import atomic_dir, signals, torch_settings
+from optexport._utils.packages import versions
+from optexport._utils.progress import Stages
+from optexport.bench import report
+from optexport.bench.measure import Report
+from optexport.bundle import contents, digests, layout
+from optexport.bundle.git import checkout
+from optexport.bundle.manifest import Manifest
+from optexport.bundle.measurements import Origin
+from optexport.config.benchmarks import TuneConfig
+from optexport.config.checks import check_extras
+from optexport.config.load import Config, load_config
+from optexport.config.source import SourceKind, source_kind
+from optexport.config.text import without_secrets
+from optexport.diagnosis import reproduction
+from optexport.errors import ConfigError, OptexportError, TrackingError
+from optexport.inference.describe import describe
+from optexport.inputs import preparation
+from optexport.job import Job, resolved, rules_of, unmeasured
+from optexport.loading import loader
+from optexport.loading.loader import Loaded
+from optexport.loading.processing import built_in
+from optexport.parity import gates, noise_floor
+from optexport.parity.candidate_check import Suspects
+from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.record import parity_record
+from optexport.parity.reference import Reference
+from optexport.parity.vocabulary import vocabularies
+from optexport.pipeline import bundle_writer, lockfile, measure, triton, variant
+from optexport.pipeline.steps import run_reference, sizes_apart, trace_original
+from optexport.report.html import page
+from optexport.runtime import devices
+from optexport.signature.arguments import arguments_of, as_constants
+from optexport.signature.signature import Signature
+from optexport.tracking import run_params
+from optexport.tracking.registry import Registered
+from optexport.transformations.apply import NamedRule
+from optexport.tuning import outcome, tuner
+from optexport.tuning.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run that ended well.
+
+    Attributes:
+        output: The bundle's folder.
+        parity: How near every place is to the original, in the order of the pipeline.
+        manifest: What the bundle says of itself.
+        run_id: The MLflow run, if there is one.
+        run_page: The address of that run in MLflow's own page, after the command that serves it if one is needed.
+        tracking_failure: Why the run could not be tracked, if it could not.
+        registered: What became of the model in the registry, if the config names one.
+        baseline: The folder of the untransformed export, if it was asked for.
+        bench: What was measured of the files, if anything.
+        tuned: What came of tuning, by format.
+        kept: The stages whose results were taken from an earlier run.
+    """
+
+    output: Path
+    parity: tuple[PlaceParity, ...] = field(repr=False)  # a page by itself, and so are the others
+    manifest: Manifest = field(repr=False)
+    run_id: str | None = None
+    run_page: str | None = None
+    tracking_failure: TrackingError | None = None
+    registered: Registered | None = None
+    baseline: Path | None = None
+    bench: Report | None = field(default=None, repr=False)
+    tuned: tuple[Outcome, ...] = field(default=(), repr=False)
+    kept: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every place passed; always so, since a run that did not raises `ParityError` instead."""
+        return all(place.passed for place in self.parity)
+
+    @property
+    def failure(self) -> OptexportError | None:
+        """What did not end well though the bundle is whole: its tracking, or that it was to be the champion."""
+        return self.tracking_failure or (None if self.registered is None else self.registered.failure)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The exported files by format."""
+        return {artifact.format: self.output / artifact.path for artifact in self.manifest.artifacts}
+
+    @property
+    def transformed_nodes(self) -> dict[str, list[str]]:
+        """The nodes that each rule changed."""
+        nodes: dict[str, list[str]] = {}
+        for transformation in self.manifest.transformations:
+            nodes.setdefault(transformation.rule, []).extend(n for c in transformation.changes for n in c.nodes)
+        return {rule: list(dict.fromkeys(changed)) for rule, changed in nodes.items()}  # several graphs may share them
+
+    @property
+    def removed_nodes(self) -> dict[str, list[str]]:
+        """The nodes that each rule took away, also where it put others in their place."""
+        nodes: dict[str, list[str]] = {}
+        for transformation in self.manifest.transformations:
+            gone = (n for c in transformation.changes for n in c.replaced if n not in c.nodes)
+            nodes.setdefault(transformation.rule, []).extend(gone)
+        return {rule: list(dict.fromkeys(removed)) for rule, removed in nodes.items()}
+
+
+@torch_settings.put_back()
+def run(
+    path: str | Path,
+    *,
+    without: Sequence[str] = (),
+    tune: bool = False,
+    baseline: bool = False,
+    dump: str | Path | None = None,
+    locked: bool = False,
+    stages: Stages | None = None,
+    keep: bool = True,
+) -> Result:
+    """Runs a config file.
+
+    Args:
+        without: Rules to leave out.
+        tune: Whether to tune also where the config does not ask for it.
+        baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
+        dump: A folder to write the graph to, before and after every transformation.
+        locked: Whether to refuse packages, a model or files other than those in the config's lock.
+        stages: Is told of every stage.
+        keep: Whether the bundle stays and the run is tracked; else it is only proven.
+
+    Raises:
+        OptexportError: One of its kinds, with the exit code of what went wrong.
+    """
+    stages = stages or Stages()
+    path, dump = layout.as_path(path, "path"), None if dump is None else layout.as_path(dump, "dump")
+    config, folder = load_config(path, without), path.parent
+    # As it is now: the work takes its time. A tracking URI may hold a password.
+    text = without_secrets(path)
+    if config.generation is not None:
+        raise ConfigError(
+            "it exports the parts of a generative model, of which there is no single result",
+            place=f"{path}: generation",
+            mend="Call optexport.run_generation(path), or: optexport run",
+        )
+    check_extras(config, path)
+    devices.check(config.model.device, config.export.formats, f"{path}: model.device")
+    lock = lockfile.read(path) if locked else None
+    if lock is not None:
+        lockfile.check_surroundings(lock, config, path, versions())
+        config = lockfile.pinned(config, lock, folder)
+    rules = rules_of(config, folder, without)
+    config = resolved(config, rules)
+    if tune and config.tune is None:
+        config = config.model_copy(update={"tune": TuneConfig()})
+    if not keep:
+        config = unmeasured(config)
+        config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
+    output = layout.output_of(config, folder)
+    plain = layout.beside(output, "baseline")
+    if dump is not None:
+        layout.check_outside("--dump", dump, layout.kept(output), is_file=False)
+    for place in ((output, plain) if baseline else (output,)) if keep else ():
+        contents.check_output(place)
+    if dump is not None:
+        try:
+            dump.mkdir(parents=True, exist_ok=True)
+            dump = dump.resolve()  # a model's code may change the working directory
+        except OSError as error:
+            raise ConfigError(f"nothing can be written there: {error}", place=f"--dump {dump}") from error
+    settings, origin = bundle_writer.portable(config), Origin(git=checkout(folder))
+    tags = run_params.tags(settings["model"]["source"], versions(), origin)
+    with (
+        signals.temporary_folder() as downloads,
+        contextlib.ExitStack() as until_sent,
+        tracking.tracking(config.tracking, path, output, settings, tags) as tracker,
+    ):
+        job = prepare(config, folder, rules, output, downloads, stages)
+        if lock is not None:
+            lockfile.check_model(lock, job, path)
+        job = replace(job, config_text=text, dump=dump, origin=origin)
+        if not keep:
+            job = replace(job, output=downloads / "bundle", beside=output)
+        if baseline:
+            produce(
+                replace(job, config=resolved(unmeasured(config), (), plain), rules=(), output=plain, dump=None),
+                Stages(lambda name, seconds: stages.announce(f"baseline: {name}", seconds)),
+            )
+        held = None if lock is None else digests.sha256(lockfile.lock_path(path))
+        origin = origin.model_copy(update={"lock_sha256": held, "mlflow_run": tracker.run_id})
+        result = produce(replace(job, origin=origin), stages, until_sent)
+        with stages.stage("track"):
+            tracker.send()
+    return replace(
+        result,
+        run_id=tracker.run_id,
+        run_page=tracker.page,
+        tracking_failure=tracker.failure,
+        registered=tracker.registered,
+        baseline=plain if baseline else None,
+    )
+
+
+def prepare(
+    config: Config,
+    folder: Path,
+    rules: tuple[NamedRule, ...],
+    output: Path,
+    downloads: Path,
+    stages: Stages,
+) -> Job:
+    """Loads what a config names: the model, its inputs, and metrics of the user's own.
+
+    Args:
+        folder: What paths in the config are relative to.
+        downloads: A folder for what is fetched from elsewhere.
+    """
+    metrics = gates.load_metrics(config.parity.decisions, folder)
+    with stages.stage("load"):
+        loaded = load_model(config, folder, downloads)
+    with stages.stage("inputs"):
+        given = preparation.prepare(
+            config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
+        )
+        if loaded.program is None:
+            constants = as_constants(config.inputs.constants)
+            arguments = arguments_of(loaded.model, list(given.example), constants)
+            loaded = loaded.called_with(given.example, arguments)
+    return Job(
+        config, loaded, given.example, given.real, given.dynamic, rules, output, rows=given.rows, metrics=metrics
+    )
+
+
+def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) -> Result:
+    """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before.
+
+    Args:
+        held: Takes over the lock of the bundle, which no other run replaces until it is closed.
+    """
+    with (
+        atomic_dir.drafting(job.output, held=held) as draft,
+        torch.random.fork_rng(devices=[]),
+        signals.temporary_folder() as scratch,
+    ):
+        with stages.stage("trace"):
+            traced, call = trace_original(job)
+            job = job.holding(traced.held)
+            signature = traced.signature
+            if job.config.export.layout is not None:
+                triton.check(signature, job.config.export.formats)
+            workloads = measure.workloads(job, signature, scratch)
+            nodes_before = bundle_writer.write_graph(draft / "graph_before.txt", traced.graph_module)
+        with stages.stage("reference"):
+            ids = vocabularies(traced.graph_module, signature)
+            proof = make_proof(job, run_reference(job, traced, call, ids), signature)
+        tuned: tuple[Outcome, ...] = ()
+        if job.config.tune is not None:
+            job, tuned = tuner.tune(job, traced, call, proof, workloads, job.config.tune.seconds, scratch, stages)
+        graphs = [variant.apply(each, traced.graph_module, job, stages) for each in job.branches]
+        with stages.stage("other sizes"):
+            if doubtful := sizes_apart(job, traced, graphs, call):
+                traced, call = trace_original(job)
+                proof = make_proof(job, run_reference(job, traced, call, ids, doubtful), signature)
+        suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
+        made = [
+            variant.produce(each, graph, signature, call, suspects, job, draft, stages)
+            for each, graph in zip(job.branches, graphs, strict=True)
+        ]
+        artifacts = [artifact for each in made for artifact in each.artifacts]
+        kept = [f"export {name}" for each in made for name in each.kept] + [f"check {p}" for p in suspects.kept]
+        found = parity_record(proof)
+        bench = measure.measure_exports(job, workloads, artifacts, draft, scratch, found, stages, tuned=bool(tuned))
+        with stages.stage("bundle"):
+            stored = contents.write_reference(draft / contents.REFERENCE, proof.reference)
+            if job.config_text is not None:
+                (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
+            if job.config.export.layout is not None:
+                artifacts = triton.lay_out(draft, job.config.export.output, artifacts, signature, proof.reference)
+            application = describe(job.config.model.task, job.loaded, traced.signature, draft)
+            manifest = bundle_writer.manifest(
+                job.config, job.loaded, traced, made, nodes_before, found, stored
+            ).model_copy(
+                update={"application": application, "artifacts": artifacts, "files": digests.file_records(draft)}
+            )
+            contents.write_manifest(draft, manifest)
+        measured: dict[str, Any] = {"device": devices.described(job.config.model.device)}
+        measured |= {} if bench is None else {"bench": report.as_json(bench)}
+        measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
+        measured |= {"kept": kept} if kept else {}
+        measured |= {"origin": job.origin.model_dump(exclude_none=True)}
+        contents.write_measurements(draft, bundle_writer.measurements(stages.seconds, measured))
+        with stages.stage("report"):
+            page.write(draft)
+    reproduction.remove(job.failure)
+    return Result(job.output, tuple(proof.places), manifest, bench=bench, tuned=tuned, kept=tuple(kept))
+
+
+def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
+    """Loads the model that a config names, with the processing that becomes part of it.
+
+    One that MLflow keeps is put in a folder for downloads first.
+    """
+    downloaded = None
+    if source_kind(config.model.source, folder) is SourceKind.MLFLOW:
+        uri = config.model.source.removeprefix("mlflow:")
+        downloaded = tracking.download_model(uri, config.tracking, folder, downloads)
+    return built_in(loader.load(config.model, folder, downloaded), config.processing)
+
+
+def make_proof(job: Job, reference: Reference, signature: Signature) -> Proof:
+    """What every artifact is held to: the answers of the original, a bound for each output, and the decisions."""
+    parity = job.config.parity
+    always_empty = [spec.name for spec in signature.outputs if 0 in spec.shape]
+    bounds = noise_floor.bounds(reference, parity.multiple, parity.atol, parity.rtol, always_empty=always_empty)
+    proof = Proof(
+        reference, bounds, gates.make_gates(parity.decisions, job.metrics, reference, bounds, parity.multiple)
+    )
+    gates.check_usable(proof.places[0].decisions)
+    return proof

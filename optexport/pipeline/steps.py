@@ -1,0 +1,118 @@
+"""The original of a run: its trace, how to run it or a graph of it, and what it computes on all that is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from optexport._utils import memory
+from optexport._utils.module_state import apart, buffers_kept
+from optexport.cache import model_key
+from optexport.exporters.transformers_exporters import one_pass
+from optexport.job import Job
+from optexport.parity import data_batches, size_probe
+from optexport.parity.cases import cases
+from optexport.parity.reference import Call, Reference
+from optexport.parity.reference_run import run_original
+from optexport.parity.special_values import special_cases
+from optexport.parity.vocabulary import attention_masks, sized_by_values
+from optexport.runtime.runners import Run
+from optexport.signature.signature import Batch, as_arguments, flatten_outputs
+from optexport.tracing import randomness
+from optexport.tracing.serializable import check_writable
+from optexport.tracing.trace import Traced, trace
+from optexport.transformations import KeepOutputs
+from optexport.transformations.apply import Transformed
+
+# In bytes: of a model whose weights take more, a single run is dear, and what of it lies on disk again is left there.
+_TOO_LARGE = 1 << 30
+# How much more is tried where effort is no object.
+_TIMES_EXHAUSTIVE = 16
+
+
+def trace_original(job: Job) -> tuple[Traced, Call]:
+    """Traces the model; says which outputs the rules leave, and how to run it, or a graph of it, for these."""
+    traced = trace(job.loaded.to_trace, job.example, job.dynamic)
+    check_writable(traced.graph_module.graph)
+    wanted = [set(rule.transformation.outputs) for rule in job.rules if isinstance(rule.transformation, KeepOutputs)]
+    everything, kept = traced.signature, traced.signature.keeping(set.intersection(*wanted) if wanted else ())
+    randomness.check_none(traced.graph_module, everything.output_names, kept.output_names)
+
+    def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        copied = {name: tensor.clone() for name, tensor in batch.items()}  # a model may change its inputs in place
+        with one_pass(model):
+            outputs = apart(model, flatten_outputs(model(**as_arguments(copied))).values())
+        names = (kept if len(outputs) == len(kept.outputs) else everything).output_names
+        named = dict(zip(names, outputs, strict=True))
+        return {name: named[name].detach() for name in kept.output_names}  # a model may switch gradients on
+
+    return replace(traced, signature=kept), call
+
+
+def graph_runner(graph_module: nn.Module, call: Call) -> Run:
+    """How to run the original, or a graph of it, whose buffers it may share, as a place of the pipeline."""
+
+    def run(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with buffers_kept(graph_module):
+            return call(graph_module, dict(batch))
+
+    return run
+
+
+def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: Call) -> list[dict[str, int]]:
+    """Sizes at which the original and a graph that was made of it part; none where effort is quick, or it is too large.
+
+    Args:
+        traced: Of which the graphs were made.
+    """
+    effort, model = job.config.parity.effort, job.loaded.model
+    if effort == "quick" or memory.weight_bytes(model) >= _TOO_LARGE:
+        return []
+    found = [*traced.doubtful]
+    for graph in graphs:
+        found += size_probe.parting_sizes(
+            graph_runner(model, call),
+            graph_runner(graph.graph_module, call),
+            job.example,
+            traced.signature,
+            found,
+            times=_TIMES_EXHAUSTIVE if effort == "exhaustive" else 1,
+            rounded_anew=any(applied.report.changes for applied in graph.applied),
+        )
+    return found[len(traced.doubtful) :]
+
+
+def run_reference(
+    job: Job, traced: Traced, call: Call, ids: Mapping[str, int], doubtful: Sequence[dict[str, int]] = ()
+) -> Reference:
+    """Runs the original on all that is checked; how much that is depends on the effort.
+
+    Args:
+        doubtful: Sizes to check on beside those that the trace has doubts about.
+    """
+    signature, effort = traced.signature, job.config.parity.effort
+    checked = cases(job.example, job.real, signature, [*traced.doubtful, *doubtful], effort)
+    checked += special_cases(
+        job.example,
+        ids,
+        effort,
+        job.config.parity.seed,
+        declared=job.config.inputs.tensors or {},
+        attention_masks=attention_masks(traced.graph_module, signature),
+        sized_by_values=sized_by_values(traced.graph_module),
+    )
+    reference = run_original(
+        call,
+        job.loaded.model,
+        checked,
+        declared=job.sizes_declared,
+        batched=signature.batched,
+        in_other_ways=effort != "quick",
+        device=job.config.model.device,
+        computation=model_key.of(traced.graph_module, job.loaded.model),
+    )
+    unchecked = data_batches.why_unchecked(job.real, job.rows, reference.cases)
+    return replace(reference, left_out=(*unchecked, *reference.left_out))

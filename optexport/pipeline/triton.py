@@ -1,0 +1,203 @@
+"""The Triton layout: the exported files lie in a model repository, as Triton Inference Server reads one.
+
+A file is moved there, not copied: it is stored, hashed, packed and sent once, and the manifest tells where it lies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from optexport.bundle.manifest import ArtifactRecord
+from optexport.errors import ExportError
+from optexport.parity.reference import HALVES, Reference
+from optexport.signature.signature import Batch, Signature, TensorSpec, as_argument
+
+# Not "triton": a folder of that name is a package to Python where it is started beside it, and torch takes it for the
+# real one.
+FOLDER = "model_repository"
+_LARGEST_BATCH = 2**31 - 1
+# What of lower precision has one scale for all rows of a batch, so that a row's result depends on those beside it.
+_BY_THE_BATCH = "int8"
+
+_TYPES = {
+    "bool": "TYPE_BOOL",
+    "uint8": "TYPE_UINT8",
+    "int8": "TYPE_INT8",
+    "int16": "TYPE_INT16",
+    "int32": "TYPE_INT32",
+    "int64": "TYPE_INT64",
+    "float16": "TYPE_FP16",
+    "float32": "TYPE_FP32",
+    "float64": "TYPE_FP64",
+}
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """How Triton runs a format: the names of its backend, platform and file, and the dtypes that it takes.
+
+    ``bare`` says whether it takes tensors without axes, and models without inputs.
+    """
+
+    name: str
+    platform: str
+    filename: str
+    types: Mapping[str, str]
+    bare: bool
+
+
+_BACKENDS = {
+    "onnx": _Backend(
+        "onnxruntime",
+        "onnxruntime_onnx",
+        "model.onnx",
+        {
+            **_TYPES,
+            "uint16": "TYPE_UINT16",
+            "uint32": "TYPE_UINT32",
+            "uint64": "TYPE_UINT64",
+            "bfloat16": "TYPE_BF16",
+        },
+        bare=True,
+    ),
+    "torchscript": _Backend("pytorch", "pytorch_libtorch", "model.pt", _TYPES, bare=False),
+}
+
+
+def check(signature: Signature, formats: Collection[str]) -> None:
+    """Checks that Triton can hand over what goes into the files, and what comes out.
+
+    Raises:
+        ExportError: It cannot: a dtype, a tensor without axes or one without elements, or nothing at all.
+    """
+    for file_format in [name for name in _BACKENDS if name in formats]:
+        backend = _BACKENDS[file_format]
+        causes = {spec.name: _refused(spec, backend) for spec in (*signature.inputs, *signature.outputs)}
+        if not signature.inputs and not backend.bare:
+            causes = {"inputs": f"Triton's {backend.name} backend serves no model without any"}
+        for name, cause in causes.items():
+            if cause is not None:
+                raise ExportError(
+                    cause,
+                    place=f"export.layout: {name}",
+                    mend=f'Leave "{file_format}" out of export.formats, or leave out the layout.',
+                )
+
+
+def _refused(spec: TensorSpec, backend: _Backend) -> str | None:
+    """Why a tensor is none for a backend; None where it is."""
+    if spec.dtype not in backend.types:
+        return f"Triton's {backend.name} backend has no {spec.dtype}"
+    if not spec.shape and not backend.bare:
+        return f"Triton's {backend.name} backend takes and gives no tensor without axes"
+    return "Triton has no axis of size 0" if 0 in spec.shape else None
+
+
+def lay_out(
+    draft: Path, output: str, artifacts: Sequence[ArtifactRecord], signature: Signature, reference: Reference
+) -> list[ArtifactRecord]:
+    """Moves the files that Triton serves into a model repository, each with its configuration.
+
+    Args:
+        draft: The bundle's folder.
+        output: What the config calls it; the models are named after its last part.
+
+    Returns:
+        What the manifest says of the files, in their new places. Files that Triton does not serve stay where they are.
+    """
+    title = re.sub(r"[^A-Za-z0-9._-]", "_", PurePosixPath(output).name).lstrip(".") or "model"
+    moved = []
+    for artifact in artifacts:
+        backend = _BACKENDS.get(artifact.format)
+        if backend is not None:
+            name = f"{title}_{artifact.format}"
+            path = PurePosixPath(FOLDER, name, "1", backend.filename)
+            (draft / path).parent.mkdir(parents=True)
+            (draft / artifact.path).rename(draft / path)
+            data = draft / f"{artifact.path}.data"
+            if data.exists():  # which an ONNX file looks for beside itself
+                data.rename(draft / f"{path}.data")
+            text = _configuration(name, backend, artifact, signature, reference)
+            (draft / FOLDER / name / "config.pbtxt").write_text(text, encoding="utf-8")
+            artifact = artifact.model_copy(update={"path": path.as_posix()})
+        moved.append(artifact)
+    return moved
+
+
+def _configuration(
+    name: str, backend: _Backend, artifact: ArtifactRecord, signature: Signature, reference: Reference
+) -> str:
+    """A model's ``config.pbtxt``."""
+    if artifact.fixed_shape is not None:
+        signature = signature.at(reference.cases[0].batch)
+    rows = _most_rows(signature, reference)
+    precision = None if artifact.precision is None else artifact.precision.precision
+    shown = HALVES in reference.ways and precision != _BY_THE_BATCH  # that no row has a say in another's result
+    alone = rows > 1 and shown and _rows_differ(reference.cases[0].batch)
+    inputs, outputs = signature.inputs, signature.outputs
+    if artifact.format == "torchscript":  # which names the arguments of forward, and no outputs
+        inputs = tuple(TensorSpec(as_argument(spec.name), spec.dtype, spec.shape) for spec in inputs)
+        outputs = tuple(TensorSpec(f"OUTPUT__{i}", spec.dtype, spec.shape) for i, spec in enumerate(outputs))
+    lines = [
+        f"name: {_quoted(name)}",
+        f"backend: {_quoted(backend.name)}",
+        f"platform: {_quoted(backend.platform)}",
+        f"default_model_filename: {_quoted(backend.filename)}",
+        f"max_batch_size: {rows}",
+        *(["dynamic_batching { }"] if alone else []),
+        "instance_group [ { kind: KIND_CPU } ]",  # what was proven
+        *(line for spec in inputs for line in _tensor("input", spec, backend, batched=rows > 0)),
+        *(line for spec in outputs for line in _tensor("output", spec, backend, batched=rows > 0)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _most_rows(signature: Signature, reference: Reference) -> int:
+    """How many rows Triton may put together; 0 where the first axis of all tensors is not one and the same batch.
+
+    Where the batch has no upper end, the largest that was proven.
+    """
+    specs = (*signature.inputs, *signature.outputs)
+    firsts = {spec.shape[0] if spec.shape else None for spec in specs}
+    others = {name for spec in specs for size in spec.shape[1:] for name in re.findall(r"\w+", str(size))}
+    batch = signature.dims.get(str(firsts.pop())) if len(firsts) == 1 else None
+    if batch is None or batch.name in others:
+        return 0
+    if batch.max is not None:
+        return min(batch.max, _LARGEST_BATCH)
+    name = signature.inputs[0].name
+    return max(case.batch[name].shape[0] for case in reference.cases)
+
+
+def _rows_differ(batch: Batch) -> bool:
+    """Whether no two rows of a batch are alike, nor of any input of real numbers; all inputs are of one batch.
+
+    Only of such rows does half of them tell whether one has a say in another's result: the mean of equal rows is that
+    of their halves.
+    """
+    rows = [tensor.reshape(len(tensor), -1).double() for tensor in batch.values()]
+    real = [values for values, tensor in zip(rows, batch.values(), strict=True) if tensor.is_floating_point()]
+    return all(len(values.unique(dim=0)) == len(values) for values in (torch.cat(rows, dim=1), *real))
+
+
+def _tensor(kind: str, spec: TensorSpec, backend: _Backend, *, batched: bool) -> Iterator[str]:
+    """An input or output. Triton leaves the batch out of ``dims``, which may not be empty."""
+    sizes = [size if isinstance(size, int) else -1 for size in spec.shape[1 if batched else 0 :]]
+    yield f"{kind} {{"
+    yield f"  name: {_quoted(spec.name)}"
+    yield f"  data_type: {backend.types[spec.dtype]}"
+    yield f"  dims: [ {', '.join(map(str, sizes or [1]))} ]"
+    if batched and not sizes:
+        yield "  reshape { shape: [ ] }"
+    yield "}"
+
+
+def _quoted(text: str) -> str:
+    """A string as protobuf's text format writes it, whose escapes JSON shares."""
+    return json.dumps(text, ensure_ascii=False)

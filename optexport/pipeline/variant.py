@@ -1,0 +1,178 @@
+"""One graph of a run, and the files made of it: transformed, proven, exported, proven again, and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from optexport._utils import memory, signals
+from optexport._utils.progress import Stages
+from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
+from optexport.cache import exports
+from optexport.config.load import Format
+from optexport.diagnosis import reproduction
+from optexport.diagnosis.bisect_artifacts import blame_files
+from optexport.diagnosis.bisect_rules import blame_rules
+from optexport.errors import ExportError
+from optexport.exporters.writer import Writer
+from optexport.job import Branch, Job, Made
+from optexport.parity.candidate_check import Suspects
+from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32
+from optexport.parity.reference import Call
+from optexport.pipeline import bundle_writer
+from optexport.pipeline.steps import graph_runner, trace_original
+from optexport.pipeline.undo_check import check_undo
+from optexport.quantization import lower_precision
+from optexport.runtime import runners
+from optexport.signature.signature import Signature
+from optexport.transformations.apply import Transformed, sharing_copy, transform
+
+
+def apply(branch: Branch, graph_module: fx.GraphModule, job: Job, stages: Stages) -> Transformed:
+    """Transforms a trace by the rules of a branch.
+
+    Args:
+        graph_module: Changed in place, where no other branch needs it.
+
+    Raises:
+        TransformationError, GateError: As for `optexport.transformations.apply.transform`.
+    """
+    formats, title = _names(branch, job)
+    with stages.stage(f"transform{formats}"):
+        given = graph_module if len(job.branches) == 1 else sharing_copy(graph_module)
+        transformed = transform(given, branch.rules, job.dump, title and f"{title}-")
+    if memory.is_large(job.loaded.model):
+        memory.collect()
+        _ = job.loaded.weights_sha256  # which reads all of them
+        memory.page_out(_replaced(job.loaded.model, transformed.graph_module))
+    return transformed
+
+
+def produce(
+    branch: Branch,
+    transformed: Transformed,
+    signature: Signature,
+    call: Call,
+    suspects: Suspects,
+    job: Job,
+    draft: Path,
+    stages: Stages,
+) -> Made:
+    """Exports a transformed graph in the formats of a branch, and proves every step.
+
+    Args:
+        suspects: Checks the graph and the files.
+
+    Raises:
+        ParityError: The graph, or a file, does not compute the same.
+        OptexportError: Another of its kinds, as for `pipeline.run`.
+    """
+    formats, title = _names(branch, job)
+    proof, graph_module = suspects.proof, transformed.graph_module
+    with stages.stage(f"check graph{formats}"):
+        place, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
+        if not suspects.check(place, runner, content=exports.of_graph(graph_module)).passed:
+            find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof, job.loaded.model)
+            raise reproduction.error(proof, job.failure, job.config_text, find, suspects.smallest)
+    lowered: PrecisionRecord | None = None
+    if branch.precision is not None:
+        with stages.stage(f"lower{formats}"):
+            cast, applied, lowered = lower_precision.cast_graph(transformed.graph_module, branch, job, call, proof)
+        with stages.stage(f"check graph{formats}"):
+            place = f"{GRAPH}, cast{formats}"
+            runner = partial(graph_runner, cast, call)
+            lower_precision.check_passed(suspects.check(place, runner, precision=branch.precision), proof)
+        transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
+    bundle_writer.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
+    device = job.config.model.device
+    writer = Writer(transformed.graph_module, signature, job.example, job.loaded, transformed.applied, device)
+    artifacts, kept = _write(branch, writer, suspects, job, draft, stages)
+    if lowered is not None:
+        artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
+    with stages.stage("undo"):
+        check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
+    return Made(branch, transformed, tuple(artifacts), tuple(kept))
+
+
+def _names(branch: Branch, job: Job) -> tuple[str, str]:
+    """What stages and files of a branch are told apart by, where there are several."""
+    if len(job.branches) == 1:
+        return "", ""
+    return f" for {', '.join(branch.formats)}", "-".join(branch.formats)
+
+
+def _write(
+    branch: Branch, writer: Writer, suspects: Suspects, job: Job, draft: Path, stages: Stages
+) -> tuple[list[ArtifactRecord], list[str]]:
+    """Writes the files of a graph and checks them; an ONNX file of lower precision is made of one that passed.
+
+    Returns:
+        What the manifest says of them, and the formats of those that an earlier run kept.
+    """
+    proof, outputs = suspects.proof, writer.signature.output_names
+    precision = job.precision_of("onnx") if "onnx" in branch.formats else None
+    files: dict[str, Path] = {}
+    artifacts: list[ArtifactRecord] = []
+    kept: list[str] = []
+    with signals.temporary_folder() as scratch:
+        for name in branch.formats:
+            later = name == "onnx" and precision is not None
+            with stages.stage(f"export {name}"):
+                folder = scratch if later else draft
+                lowerings = job.config.export.lowerings.get(name, [])
+                artifact, is_kept = exports.export(writer, name, folder, lowerings, job.config.export.opset)
+                content = exports.of_file(folder / artifact.path)
+            files[name] = folder / artifact.path
+            artifacts.append(artifact)
+            kept += [name] * is_kept
+            with stages.stage(f"check {name}"):
+                fixed = artifact.fixed_shape is not None
+                for place, opened in runners.ways_to_open(files[name], name, outputs, writer.device):
+                    place = place.replace(ONNX, ONNX_FLOAT32, 1) if later else place
+                    parity = suspects.check(
+                        place, opened, content=content, traced_shape_only=fixed, precision=branch.precision
+                    )
+                    lower_precision.check_passed(parity, proof)
+                    if memory.is_large(job.loaded.model):
+                        memory.collect()
+        if not proof.passed:
+            find = partial(blame_files, writer.flat, files, proof, writer.device)
+            raise reproduction.error(proof, job.failure, job.config_text, find, suspects.smallest)
+        if precision is not None:
+            with stages.stage("lower onnx"):
+                record = lower_precision.quantize_file(files["onnx"], draft, precision, job, proof, writer.flat)
+            with stages.stage("check onnx"):
+                for place, opened in runners.ways_to_open(draft / files["onnx"].name, "onnx", outputs):
+                    lower_precision.check_passed(suspects.check(place, opened, precision=precision), proof)
+            artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
+    return artifacts, kept
+
+
+def _replaced(model: nn.Module, graph_module: fx.GraphModule) -> list[torch.Tensor]:
+    """The parameters of the original that a graph of it holds no longer."""
+    held = {id(parameter) for parameter in graph_module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in held]
+
+
+def export_plain(
+    job: Job, formats: Sequence[Format], folder: Path
+) -> tuple[list[ArtifactRecord], dict[Format, ExportError]]:
+    """Exports the model as it was traced, without any rule or lowering, to be measured and thrown away.
+
+    Returns:
+        The files, and why there is none in the other formats: a rule may be what makes the model exportable.
+    """
+    traced, _ = trace_original(replace(job, rules=()))
+    writer = Writer(traced.graph_module, traced.signature, job.example, job.loaded, (), job.config.model.device)
+    written, refused = [], {}
+    for name in formats:
+        try:
+            written.append(writer.write(name, folder, (), job.config.export.opset))
+        except ExportError as error:
+            refused[name] = error
+    return written, refused

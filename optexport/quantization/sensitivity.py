@@ -1,0 +1,223 @@
+"""The search for the layers that have to stay in float32 when the others are lowered.
+
+All layers are lowered first, and where the gates pass, nothing is kept. Else each is lowered alone: how much of the
+room that a gate leaves it uses up is its harm. Those of the greatest harm are kept, as few of them as bisection finds
+to be enough; last, each that was kept is lowered once more, for harm does not tell how the errors of layers add up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRecord
+from optexport.config.metrics import beside_gate
+from optexport.errors import ConfigError, ParityError, did_you_mean
+from optexport.parity.cases import Case
+from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.gates import Decision
+from optexport.parity.record import parity_record
+from optexport.runtime.runners import Run
+
+# More layers than this are lowered, or kept, by the layers of the model that they are in.
+_MOST_LAYERS = 64
+# The kept layers of least harm that are lowered once more.
+_MOST_AGAIN = 8
+
+# What is added where a name may be of layers that are merged, or were not.
+_MERGED = " Whether layers are merged, [tune] decides, where it is there: say formats of the rule, or leave [tune] out."
+
+# Makes what can be run with some of the units in float32, and all others lowered.
+Make = Callable[[Collection[str]], Run]
+
+
+@dataclass
+class Choice:
+    """What stays in float32.
+
+    Attributes:
+        precision: What the others are lowered to.
+        asked: The units that the config keeps.
+        measured: Those that the gates demand besides.
+        alone: What came of lowering each alone; nothing where that was not needed.
+        everything: What came of lowering all that the config does not keep.
+        chosen: What came of lowering all but what is kept.
+    """
+
+    precision: str
+    units: Sequence[str]
+    asked: Collection[str]
+    everything: PlaceParity
+    chosen: PlaceParity
+    measured: list[str] = field(default_factory=list)
+    alone: Mapping[str, PlaceParity] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> list[str]:
+        """All that stays in float32."""
+        return [unit for unit in self.units if unit in self.asked or unit in self.measured]
+
+    def record(self) -> PrecisionRecord:
+        """The choice as the manifest holds it."""
+        layers = [
+            LayerRecord(
+                layer=unit,
+                kept="asked for" if unit in self.asked else "measured" if unit in self.measured else None,
+                alone=_values(self.alone[unit]) if unit in self.alone else [],
+            )
+            for unit in self.units
+        ]
+        return PrecisionRecord.model_validate(
+            {
+                "precision": self.precision,
+                "layers": layers,
+                "lowered": _values(self.everything),
+                "chosen": _values(self.chosen),
+            }
+        )
+
+
+def units_of(layers: Collection[str]) -> list[str]:
+    """What is lowered, or kept, as one: each layer, or of very many those within one layer of the model."""
+    if len(layers) <= _MOST_LAYERS:
+        return list(layers)
+    parts = (re.match(r".*?\.\d+(?=\.)", layer) for layer in layers)
+    return list(dict.fromkeys(part.group() if part else layer for part, layer in zip(parts, layers, strict=True)))
+
+
+def within(layer: str, names: Collection[str]) -> bool:
+    """Whether a layer bears one of the names, or is in a module that does."""
+    return any(f"{layer}.".startswith(f"{name}.") for name in names)
+
+
+def choose(
+    place: str, precision: str, layers: Collection[str], keep: Collection[str], make: Make, proof: Proof
+) -> Choice:
+    """Finds what has to stay in float32 for the gates to pass, on the cases that these count.
+
+    Args:
+        place: What is lowered, for messages.
+        layers: Those that can be, in the order of the model.
+        keep: Names of layers, and of modules with all layers in them, that stay in any case.
+        make: Makes a candidate.
+        proof: Has the reference and the gates.
+
+    Raises:
+        ConfigError: There is nothing to lower, or a name in ``keep`` is that of no layer.
+        ParityError: The gates do not pass as long as anything is lowered.
+    """
+    for name in keep:
+        if not any(within(layer, [name]) for layer in layers):
+            merged = any(one.rstrip("-").endswith("-merged") for one in (name, *layers))
+            raise ConfigError(
+                f'{place} has no layer "{name}" that could be lowered',
+                place="precision.keep",
+                mend=did_you_mean(name, layers) + (_MERGED if merged else ""),
+            )
+    units = units_of(layers)
+    asked = [
+        unit for unit in units if within(unit, keep) or any(within(layer, keep) for layer in layers_in(unit, layers))
+    ]
+    free = [unit for unit in units if unit not in asked]
+    if not free:
+        raise ConfigError(
+            f"{place} has no layer to lower",
+            place="precision",
+            mend=f"Keep less, or leave {precision} out." if asked else f"Leave {precision} out.",
+        )
+    small = _on_gated_cases(proof)
+    own = small.places[0].decisions
+
+    def measure(lowered: Collection[str]) -> PlaceParity:
+        return small.check(place, make([unit for unit in units if unit not in lowered]), precision=precision)
+
+    found = measure(free)
+    choice = Choice(precision, units, asked, found, found)
+    if found.passed:
+        return choice
+    choice.alone = {unit: measure([unit]) for unit in free} if len(free) > 1 else {free[0]: found}
+    order = sorted(free, key=lambda unit: harm(choice.alone[unit], own), reverse=True)
+    choice.chosen, choice.measured = choice.alone[order[-1]], order[:-1]
+    if not choice.chosen.passed:
+        raise _nothing_passes(place, choice, order[-1], proof)
+
+    def passes(kept: Sequence[str]) -> bool:
+        attempt = measure([unit for unit in free if unit not in kept])
+        if attempt.passed:
+            choice.chosen, choice.measured = attempt, list(kept)
+        return attempt.passed
+
+    few, many = 0, len(order) - 1  # to keep so many fails; to keep so many passes
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if passes(order[:middle]) else (middle, many)
+    for unit in choice.measured[::-1][:_MOST_AGAIN]:
+        passes([other for other in choice.measured if other != unit])
+    return choice
+
+
+def layers_in(unit: str, layers: Collection[str]) -> list[str]:
+    """The layers that a unit stands for."""
+    return [layer for layer in layers if within(layer, [unit])]
+
+
+def harm(place: PlaceParity, own: Sequence[Decision]) -> float:
+    """The largest share of what a gate, or a fixed tolerance, leaves open that a candidate uses up; above 1 it fails.
+
+    Args:
+        own: How the original decides.
+    """
+    shares = [0.0]
+    for decision, original in zip(place.decisions, own, strict=True):
+        lost, room = original.value - decision.value, original.value - decision.gate.min
+        shares.append(math.inf if math.isnan(lost) else lost / room if room > 0 else math.inf if lost > 0 else 0.0)
+    for case in (case for output in place.outputs for case in output.cases):
+        if case.distance == math.inf:  # nothing to compare
+            shares.append(math.inf)
+        elif math.isfinite(case.limit) and case.distance > 0:
+            shares.append(case.distance / case.limit if case.limit else math.inf)
+    return max(shares)
+
+
+def gated_cases(proof: Proof) -> list[Case]:
+    """The cases that the gates count: the user's data, or else what was made up."""
+    names = {name for gate in proof.gates for name in gate.cases}
+    return [case for case in proof.reference.cases if case.name in names]
+
+
+def _on_gated_cases(proof: Proof) -> Proof:
+    names = [case.name for case in gated_cases(proof)]
+    indices = [index for index, case in enumerate(proof.reference.cases) if case.name in names]
+    return Proof(proof.reference.only(indices), proof.bounds, proof.gates)
+
+
+def failures(place: PlaceParity) -> list[str]:
+    """Why a place does not pass."""
+    outputs = [f"{output.output}, {output.failure}" for output in place.outputs if output.failure is not None]
+    return outputs + [decision.failure for decision in place.decisions if decision.failure is not None]
+
+
+def _nothing_passes(place: str, choice: Choice, least: str, proof: Proof) -> ParityError:
+    lines = [f"all lowered: {'; '.join(failures(choice.everything))}"]
+    if len(choice.alone) > 1:
+        lines.append(f"nearest, {least} alone lowered: {'; '.join(failures(choice.chosen))}")
+    return ParityError(
+        f"{choice.precision} passes the gates with no choice of layers\n  " + "\n  ".join(lines),
+        place=place,
+        mend=f"Lower the gates in parity.decisions, or leave {choice.precision} out of [precision].",
+        proof=parity_record(proof),
+    )
+
+
+def _values(place: PlaceParity) -> list[GateValueRecord]:
+    return [
+        GateValueRecord(
+            measure=decision.gate.measure,
+            output=decision.gate.output,
+            value=float(beside_gate(decision.value, decision.gate.min)) if math.isfinite(decision.value) else None,
+            min=decision.gate.min,
+        )
+        for decision in place.decisions
+    ]

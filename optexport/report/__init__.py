@@ -1,0 +1,1 @@
+"""Reports of a run: on the terminal, in HTML, and for continuous integration."""

@@ -1,0 +1,185 @@
+"""The plots of a report, as inline SVG that takes its colours from the page and is the same for the same numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from optexport._utils.plots import plot_file
+from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.measurements import BenchRecord
+from optexport.errors import on_one_line
+
+# Colours that stand for those of the page, whose style sheet knows them in light, in dark and on paper.
+_COLOURS = {"#010101": "var(--ink)", "#020202": "var(--muted)", "#030303": "var(--line)", "#040404": "var(--accent)",
+            "#050505": "var(--good)", "#060606": "var(--bad)", "#070707": "var(--card)"}  # fmt: skip
+_INK, _MUTED, _LINE, _ACCENT, _GOOD, _BAD, _CARD = _COLOURS
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "optexport",
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.labelcolor": _MUTED,
+    "axes.edgecolor": _LINE,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "xtick.color": _LINE,
+    "ytick.color": _LINE,
+    "xtick.labelcolor": _MUTED,
+    "ytick.labelcolor": _INK,
+    "xtick.minor.width": 0.4,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+}
+_WIDTH = 4.9
+_ROW = 0.24
+# More rows than this make no picture; the tables have them all.
+_MOST_ROWS = 24
+_MARKERS = "osD^vPX*<>"
+_LONGEST_LABEL = 26
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio to be drawn: what it is of, and its 95 % interval."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+
+
+def parity_plot(proof: ParityRecord) -> Markup | None:
+    """The distance of each output at each place as a multiple of its floor; None where no output has a floor."""
+    outputs = [name for name, bound in proof.bounds.items() if bound.floor > 0][:_MOST_ROWS]
+    places = [place for place in proof.places if place.precision is None]
+    if not outputs or not places:
+        return None
+    with _figure(len(outputs) * max(1, len(places) / 3) + 2 + len(places) / 2) as figure:
+        axes = _axes(figure, outputs)
+        axes.set_xscale("log")
+        for row, name in enumerate(outputs):
+            bound = proof.bounds[name]
+            limit = bound.limit / bound.floor
+            axes.plot([limit] * 2, [row - 0.4, row + 0.4], color=_BAD, linewidth=1.6, solid_capstyle="butt")
+        axes.axvline(1, color=_MUTED, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
+        for index, place in enumerate(places):
+            offset = (index - (len(places) - 1) / 2) * 0.8 / len(places)
+            found = {output.output: output.multiple for output in place.outputs}
+            points = [(multiple, row + offset) for row, name in enumerate(outputs)
+                      if (multiple := found.get(name)) is not None and multiple > 0]  # fmt: skip
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                linestyle="none",
+                marker=_MARKERS[index % len(_MARKERS)],
+                markersize=5,
+                color=_INK if index == 0 else _ACCENT,
+                markerfacecolor=_CARD if index % 2 == 0 else _INK if index == 0 else _ACCENT,
+                label=_label(place.title),
+            )
+        axes.set_xlabel("distance in floors (dashed: the floor; bar: the limit)")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        figure.legend(loc="outside upper left", ncols=2, fontsize=8, handletextpad=0.1, columnspacing=1.0)
+        return _inline(figure, "parity")
+
+
+def latency_plot(bench: BenchRecord) -> Markup | None:
+    """The times of each file, in a panel for each shape: the median with its interval, and the slow calls."""
+    shapes = bench.shapes[: _MOST_ROWS // 3]
+    if not shapes:
+        return None
+    rows = {shape: [f for f in bench.figures if f.shape == shape] for shape in shapes}
+    counts = [len(found) for found in rows.values()]
+    with _figure(sum(counts) + 2.4 * len(shapes)) as figure:
+        panels = figure.subplots(len(shapes), squeeze=False, gridspec_kw={"height_ratios": [n + 1.2 for n in counts]})
+        for (shape, found), (axes,) in zip(rows.items(), panels, strict=True):
+            _prepare(axes, [f.artifact for f in found])
+            axes.set_title(_label(shape), loc="left", fontsize=9, color=_INK)
+            for row, f in enumerate(found):
+                axes.plot([f.p50_ms, f.p99_ms], [row, row], color=_MUTED, linewidth=0.8)
+                axes.plot([f.p90_ms], [row], color=_MUTED, marker="|", markersize=7)
+                if f.low_ms is not None and f.high_ms is not None:
+                    axes.plot([f.low_ms, f.high_ms], [row, row], color=_ACCENT, linewidth=5, solid_capstyle="butt")
+                axes.plot([f.p50_ms], [row], color=_INK, marker="o", markersize=4.5)
+            axes.set_xlim(left=0)
+        panels[-1][0].set_xlabel("ms a call")
+        return _inline(figure, "latency")
+
+
+def ratio_plot(rows: Sequence[Interval], label: str, name: str) -> Markup | None:
+    """Ratios with their intervals around 1; None where there are none.
+
+    Args:
+        label: What the ratio is.
+        name: What tells this plot from others of the page.
+    """
+    rows = rows[:_MOST_ROWS]
+    if not rows:
+        return None
+    with _figure(len(rows) + 2) as figure:
+        axes = _axes(figure, [row.label for row in rows])
+        axes.axvline(1, color=_MUTED, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
+        for place, row in enumerate(rows):
+            colour = _GOOD if row.low > 1 else _BAD if row.high < 1 else _INK
+            axes.plot([row.low, row.high], [place, place], color=colour, linewidth=1.4)
+            axes.plot([row.low, row.high], [place, place], color=colour, linestyle="none", marker="|", markersize=6)
+            axes.plot([row.value], [place], color=colour, marker="o", markersize=4.5)
+        axes.set_xlabel(label)
+        return _inline(figure, name)
+
+
+@contextmanager
+def _figure(rows: float) -> Iterator[Figure]:
+    with matplotlib.rc_context(_STYLE):
+        yield Figure(figsize=(_WIDTH, 0.35 + _ROW * rows), layout="constrained")
+
+
+def _axes(figure: Figure, rows: Sequence[str]) -> Axes:
+    axes = figure.add_subplot()
+    _prepare(axes, rows)
+    return axes
+
+
+def _prepare(axes: Axes, rows: Sequence[str]) -> None:
+    axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(visible=True, axis="y", color=_LINE, linewidth=0.5, linestyle=(0, (1, 3)))
+    axes.set_axisbelow(True)
+
+
+def _label(text: str) -> str:
+    text = on_one_line(text)
+    return text if len(text) <= _LONGEST_LABEL else f"{text[:12]}…{text[-13:]}"
+
+
+def _inline(figure: Figure, name: str) -> Markup:
+    """The SVG as a part of the page: its ids are its own, its colours the page's, and it is hidden from readers.
+
+    Labels are escaped by matplotlib; the table beside the plot says the same to whoever cannot see it.
+    """
+    nothing: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    svg = plot_file(figure, "svg", metadata=nothing).decode()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)  # whose style would be the whole page's
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>plot-{name}-", svg)
+    for stand_in, colour in _COLOURS.items():
+        svg = svg.replace(stand_in, colour)
+    width, height = (72 * size for size in figure.get_size_inches())
+    head = f'<svg class="plot" viewBox="0 0 {width:g} {height:g}" aria-hidden="true" focusable="false">'
+    return Markup(re.sub(r"<svg\b[^>]*>", head, svg, count=1))  # noqa: S704 - written by matplotlib, which escapes

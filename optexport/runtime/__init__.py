@@ -1,0 +1,1 @@
+"""Opens exported files on a device."""

@@ -1,0 +1,153 @@
+"""Runs exported files, each in its own runtime. Needs neither transformers nor the original model."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from optexport._utils.module_state import apart
+from optexport._utils.torch_settings import as_in_a_new_process
+from optexport.errors import ExportError, OptexportError, SourceError, first_line
+from optexport.runtime import devices
+from optexport.runtime.devices import Device
+from optexport.runtime.untrusted import archives
+from optexport.signature.signature import as_arguments
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is imported; a user's own setting stays
+import onnxruntime
+
+Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def open_file(
+    path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
+) -> Iterator[tuple[str, Run]]:
+    """Opens an exported file in each way that it is proven, one after the other.
+
+    Raises:
+        ExportError: As for `ways_to_open`, and so the other.
+        DeviceError: There is no such device here.
+    """
+    for place, opened in ways_to_open(path, file_format, outputs, device):
+        yield place, opened()
+
+
+def ways_to_open(
+    path: Path, file_format: str, outputs: Sequence[str], device: Device = "cpu"
+) -> list[tuple[str, Callable[[], Run]]]:
+    """Each way in which an exported file is proven: the place's name, and what opens the file and tells how to run it.
+
+    The latter raises ExportError where the runtime refuses the file, whose folder is not named: a draft is gone when
+    that is read; and DeviceError where there is no such device here.
+
+    Args:
+        device: The one that the file was made for. What runs it there takes tensors of the CPU, and gives such.
+    """
+    ways: list[tuple[str, Callable[[], Run]]] = []
+    match file_format:
+        case "onnx":
+            ways = [
+                ("onnx", partial(open_onnx, path, outputs, device, optimised=False)),
+                ("onnx, optimised", partial(open_onnx, path, outputs, device, optimised=True)),
+            ]
+        case "torchscript":
+            ways = [("torchscript", partial(open_torchscript, path, outputs, device))]
+        case "pt2":
+            ways = [("pt2", partial(open_pt2, path, outputs, device))]
+    return [(place, partial(_opened, open_it, path, file_format)) for place, open_it in ways]
+
+
+def _opened(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
+    try:
+        return open_it()
+    except (ExportError, SourceError) as error:
+        place = path.name if error.place is None else error.place.replace(str(path), path.name)
+        cause = error.cause.replace(f"{path.parent}{os.sep}", "")
+        mend = f'Leave "{file_format}" out of export.formats.' if isinstance(error, SourceError) else error.mend
+        raise ExportError(cause, place=place, mend=mend) from error
+
+
+def open_onnx(
+    path: Path, outputs: Sequence[str], device: Device = "cpu", *, optimised: bool, level: str = "ORT_ENABLE_ALL"
+) -> Run:
+    """Opens an ONNX file in ONNX Runtime.
+
+    Args:
+        outputs: The names of its outputs.
+        optimised: Whether with the runtime's graph optimisations, as in production, or with none.
+        level: How far it goes with them.
+
+    Raises:
+        ExportError: The runtime refuses the file.
+        SourceError: It is no ONNX file, or its functions come to no end.
+        DeviceError: It cannot run it on that device here.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what it refuses, it raises too
+    options.graph_optimization_level = getattr(
+        onnxruntime.GraphOptimizationLevel, level if optimised else "ORT_DISABLE_ALL"
+    )
+    try:
+        session = devices.onnx_session(path, options, device)
+    except OptexportError:
+        raise
+    except Exception as error:  # the runtime's exceptions share no base class
+        raise ExportError(
+            f"ONNX Runtime refuses the file: {first_line(error)}",
+            place=path.name,
+            mend='Try another export.opset or model.dtype, or leave "onnx" out of export.formats.',
+        ) from error
+    wanted = [given.name for given in session.get_inputs()]
+
+    @as_in_a_new_process()
+    def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        results = session.run(list(outputs), {name: inputs[name].numpy() for name in wanted})
+        return {name: torch.from_numpy(np.asarray(result)) for name, result in zip(outputs, results, strict=True)}
+
+    return run
+
+
+@as_in_a_new_process()
+def open_torchscript(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
+    """Opens a TorchScript file, after checking that it does nothing but compute.
+
+    Raises:
+        SourceError: It does more, or cannot be loaded.
+        DeviceError: There is no such device here.
+    """
+    devices.check_torch(device, path.name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        return _runner(archives.load_torchscript(path), outputs, device)
+
+
+@as_in_a_new_process()
+def open_pt2(path: Path, outputs: Sequence[str], device: Device = "cpu") -> Run:
+    """Opens a ``.pt2`` file, after checking that it holds no code.
+
+    Raises:
+        SourceError: It holds what could run code, or cannot be loaded.
+        DeviceError: There is no such device here.
+    """
+    devices.check_torch(device, path.name)
+    return _runner(archives.pt2_module(path), outputs, device)
+
+
+def _runner(module: nn.Module, outputs: Sequence[str], device: Device) -> Run:
+    @as_in_a_new_process()
+    def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        copied = copy.deepcopy(as_arguments(inputs))  # a model may change its inputs in place
+        with torch.no_grad(), devices.whole_float32(device):
+            results = apart(module, module(**{name: tensor.to(device) for name, tensor in copied.items()}))
+        return {name: result.cpu() for name, result in zip(outputs, results, strict=True)}
+
+    return run

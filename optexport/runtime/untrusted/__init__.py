@@ -1,0 +1,1 @@
+"""Checks files from strangers before they are opened."""

@@ -1,0 +1,275 @@
+"""Opening ``.pt2`` and TorchScript files without running code that they may carry.
+
+``torch.export.load`` unpickles tensors, falls back to pickle proper where the guarded unpickler refuses, evaluates
+sizes and guards as Python, and writes names into code that it generates: a file from a stranger could run anything. So
+every pickle in the archive is first read by the guarded unpickler alone, and every text has to be what it should be.
+TorchScript is a program; it can do nothing but compute, as long as it calls no operator that reads or writes files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from optexport.errors import SourceError, first_line
+from optexport.runtime.untrusted import program_texts, script_code, script_storages
+from optexport.runtime.untrusted.program_texts import MEND
+
+_MEMBER = re.compile(
+    r"archive_format|archive_version|byteorder|\.data/[\w-]+|\.format_version|\.storage_alignment|version"
+    r"|models/\w+\.json|data/(weights|constants)/\w+(_config\.json)?|data/sample_inputs/\w+\.pt|extra/.*"
+)
+_TORCHSCRIPT_MEMBER = re.compile(
+    r"code/[\w/.-]+\.py(\.debug_pkl)?|(data|constants|traced_inputs)(/\d+|\.pkl)|version|byteorder|\.data/[\w-]+"
+    r"|\.format_version|\.storage_alignment|extra/.*"
+)
+# Of what is compressed, which in files of torch is code alone.
+_MOST_UNPACKED = 64 << 20
+_SAVE = (
+    "Save the model itself with torch.jit.save or torch.export.save, or load it in a function: python:MODULE:FUNCTION."
+)
+# The records at the end of an archive: 56, 20 and 22 bytes.
+_ENDS_SIZE = 98
+
+
+def load_pt2(path: Path) -> ExportedProgram:
+    """Loads an ``ExportedProgram`` from a file that may come from anywhere.
+
+    Raises:
+        SourceError: It is no such file, is damaged, or holds a pickle that could run code.
+    """
+    check_pt2(path)
+    warned, log = _Warned(), logging.getLogger("torch.export")
+    log.addFilter(warned)
+    try:
+        program = torch.export.load(path)
+        _check_call(program)
+        return program
+    except Exception as error:  # a damaged archive fails in as many ways as it has parts
+        cause = first_line(warned.error or error)
+        raise SourceError(f"it is no exported program: {cause}", place=str(path), mend=MEND) from error
+    finally:
+        log.removeFilter(warned)
+
+
+def pt2_module(path: Path, *, check_guards: bool = True) -> fx.GraphModule:
+    """The module of a ``.pt2`` file that may come from anywhere.
+
+    Args:
+        check_guards: Whether it refuses inputs of sizes that it was not exported for.
+
+    Raises:
+        SourceError: As for `load_pt2`, or torch cannot write its code.
+    """
+    program = load_pt2(path)
+    try:
+        return program.module(check_guards=check_guards)
+    except Exception as error:  # the code is written of what the file holds
+        raise SourceError(f"torch makes no module of it: {first_line(error)}", place=str(path), mend=MEND) from error
+
+
+def _check_call(program: ExportedProgram) -> None:
+    """Refuses arguments and outputs that lie in one another as the graph has none: it is told apart from the graph.
+
+    Raises:
+        ValueError: They do.
+    """
+    taken, given = program.call_spec.in_spec, program.call_spec.out_spec
+    counts = (taken.num_leaves, given.num_leaves)
+    signature = program.graph_signature
+    if [child.type for child in taken.children()] != [tuple, dict] or counts != (
+        sum(spec.kind is InputKind.USER_INPUT for spec in signature.input_specs),
+        sum(spec.kind is OutputKind.USER_OUTPUT for spec in signature.output_specs),
+    ):
+        raise ValueError("what it says that it takes and gives is not what its graph takes and gives")
+
+
+class _Warned(logging.Filter):
+    """Keeps the error that torch warns of with its traceback, before it raises one that says nothing."""
+
+    error: BaseException | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.error = record.exc_info[1] if record.exc_info else None
+        return self.error is None
+
+
+def check_pt2(path: Path) -> None:
+    """Checks that nothing in a ``.pt2`` file runs code where ``torch.export.load`` reads it.
+
+    Raises:
+        SourceError: It is no such file, is damaged, or holds a pickle that could run code.
+    """
+    try:
+        archive = _Archive.opened(path)
+        if "archive_format" not in archive.sizes:
+            raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=MEND)
+        for name, size in archive.sizes.items():
+            place = f"{path.name}: {name}"
+            if not _MEMBER.fullmatch(name):
+                raise SourceError("it is no part of a .pt2 archive that torch.export.save writes", place=place)
+            if name.endswith("_config.json"):
+                config = json.loads(archive.read(name))
+                program_texts.check(config, place)
+                _check_payloads(config, archive, place)
+            elif name.startswith("models/"):
+                program_texts.check(json.loads(archive.read(name)), place)
+            elif name.endswith(".pt") and size:
+                _check_pickle(archive.read(name), place)
+    except (
+        OSError,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ) as error:
+        raise SourceError(f"it is no .pt2 archive, or a damaged one: {first_line(error)}", place=str(path)) from error
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """A zip archive as torch reads it: no two readers agree on every archive that someone may forge.
+
+    Attributes:
+        sizes: Bytes of each member, by its name without the folder that they all lie in.
+    """
+
+    sizes: Mapping[str, int]
+    _reader: Any
+
+    def read(self, name: str) -> bytes:
+        content: bytes = self._reader.get_record(name)
+        return content
+
+    @classmethod
+    def opened(cls, path: Path) -> _Archive:
+        """Opens an archive, if Python's reader finds in it what torch's does.
+
+        torch's ignores case and takes the first of two members of one name, where Python's takes the last.
+
+        Raises:
+            SourceError: The two find other members, or it unpacks to what no archive of torch's does.
+            OSError, RuntimeError, ValueError, zipfile.BadZipFile, NotImplementedError: It is damaged.
+        """
+        with zipfile.ZipFile(path) as archive:
+            _check_directory(archive, path)
+            infos = archive.infolist()
+        members = {info.filename.partition("/")[2]: info.file_size for info in infos}
+        folders = {info.filename.partition("/")[0] for info in infos}
+        if len(folders) != 1 or len({name.casefold() for name in members}) != len(infos):
+            raise SourceError("two of its members go by one name", place=str(path), mend=MEND)
+        unpacked = sum(info.file_size for info in infos if info.compress_type != zipfile.ZIP_STORED)
+        if unpacked > _MOST_UNPACKED:
+            raise SourceError(
+                f"it unpacks to {unpacked} bytes, which torch would not compress", place=str(path), mend=MEND
+            )
+        binding: Any = torch._C  # whose types do not tell of the reader of archives
+        reader = binding.PyTorchFileReader(str(path))
+        sizes = {name: int(reader.get_record_size(name)) for name in reader.get_all_records()}
+        if sizes != members:
+            raise SourceError("it holds more than one archive", place=str(path), mend=MEND)
+        return cls(sizes, reader)
+
+
+def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
+    """Refuses an archive with anything before its first or after its last byte, or that says twice where it ends.
+
+    Python's reader looks for the directory from the end, torch's where the end says that it lies: a file made of two
+    archives would be one to the one and another to the other.
+    """
+    assert archive.fp is not None
+    size = path.stat().st_size
+    archive.fp.seek(max(0, size - _ENDS_SIZE))
+    ends = archive.fp.read()
+    end = ends[-22:]
+    length, offset = struct.unpack("<LL", end[12:20]) if len(end) == 22 else (0, 0)
+    directory_end = size - 22
+    if ends[-42:-38] == b"PK\x06\x07":  # the larger kind of archive has two more records, and its numbers there
+        wide_length, wide_offset = struct.unpack("<QQ", ends[-98:][40:56])
+        (wide_end,) = struct.unpack("<Q", ends[-34:-26])
+        directory_end = size - _ENDS_SIZE
+        if (
+            length not in (wide_length, 0xFFFFFFFF)
+            or offset not in (wide_offset, 0xFFFFFFFF)
+            or wide_end != directory_end
+        ):
+            directory_end = -1
+        length, offset = wide_length, wide_offset
+    if end[:4] != b"PK\x05\x06" or offset + length != directory_end or offset != archive.start_dir:
+        raise SourceError("it holds more than one archive", place=str(path), mend=MEND)
+
+
+def _check_payloads(config: Any, archive: _Archive, place: str) -> None:
+    """Refuses weights and constants that are kept as anything but the bare bytes of tensors."""
+    empty = {name.rpartition("/")[2] for name, size in archive.sizes.items() if not size}
+    for payload in config["config"].values():
+        if payload["use_pickle"] or not payload["path_name"].startswith(("weight_", "tensor_")):
+            raise SourceError(f"{payload['path_name']} is a pickle that could run code", place=place, mend=MEND)
+        # The loader would take zeros instead.
+        if payload["path_name"] in empty and all(size["as_int"] for size in payload["tensor_meta"]["sizes"]):
+            raise SourceError(f"{payload['path_name']} is empty", place=place, mend=MEND)
+
+
+def load_torchscript(path: Path) -> torch.jit.ScriptModule:
+    """Loads a TorchScript file that may come from anywhere.
+
+    Raises:
+        SourceError: It calls what could reach outside of the program, or is damaged.
+    """
+    try:
+        archive = _Archive.opened(path)
+        if not any(name.endswith("constants.pkl") for name in archive.sizes):
+            raise SourceError("torch.save wrote it, or nothing of torch: it is no program", place=path.name, mend=_SAVE)
+        for name in archive.sizes:
+            if not _TORCHSCRIPT_MEMBER.fullmatch(name):
+                raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=MEND)
+            if name.endswith(("data.pkl", "constants.pkl", ".debug_pkl")):  # torch reads the last where a call fails
+                folder = f"{name.removesuffix('.pkl')}/"
+                records = {key.removeprefix(folder): size for key, size in archive.sizes.items()}
+                script_storages.check(archive.read(name), records)
+            if name.endswith(".py"):
+                code = archive.read(name).decode()
+                script_code.check_depth(code)
+                if (found := script_code.forbidden_text(code)) is not None:
+                    raise _does_more(found, f"{path.name}: {name}")
+    except (OSError, ValueError, LookupError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
+        cause = f"it is no TorchScript archive, or a damaged one: {first_line(error)}"
+        raise SourceError(cause, place=path.name, mend=MEND) from error
+    binding: Any = torch._C  # whose types do not tell of what torch.jit.load passes
+    unit = binding.CompilationUnit()
+    try:
+        module = binding.import_ir_module(unit, str(path), None, {}, False)
+    except (RuntimeError, LookupError, MemoryError) as error:  # as where a name is damaged
+        raise SourceError(f"torch cannot load it: {first_line(error)}", place=path.name) from error
+    if (found := script_code.forbidden_operator(unit)) is not None:
+        raise _does_more(found, path.name)
+    wrapped = torch.jit._recursive.wrap_cpp_module(module)
+    assert isinstance(wrapped, torch.jit.ScriptModule)
+    return wrapped
+
+
+def _does_more(found: str, place: str) -> SourceError:
+    return SourceError(f"its code uses {found}, which does more than compute", place=place, mend=MEND)
+
+
+def _check_pickle(content: bytes, place: str) -> None:
+    try:
+        torch.load(io.BytesIO(content), weights_only=True, map_location="meta")
+    except Exception as error:  # the guard's refusal, or a damaged pickle: neither may reach the unguarded loader
+        raise SourceError("it holds a pickle that could run code", place=place, mend=MEND) from error

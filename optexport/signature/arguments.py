@@ -1,0 +1,304 @@
+"""What a model is called with: tensors by flat names, constants, and the nesting that ``forward`` takes them in.
+
+``forward(x, states=(h, c), features={"pitch": p}, reverse=False)`` takes the tensors ``x``, ``states.0``, ``states.1``
+and ``features.pitch``. Everything after it knows flat names only; the constants are part of what is exported.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from optexport.errors import ConfigError
+from optexport.signature.signature import as_argument, call_signature, path_name, unused
+from optexport.tracing.fallbacks.constants import outside_of_traces
+
+Constant = bool | int | float | str | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a model, with the name of a tensor in each tensor's place.
+
+    Attributes:
+        leaves: Of the arguments, flattened: the name of a tensor, or a constant.
+        spec: What they are the leaves of: a tuple of positional arguments, and a dict of those by keyword.
+        constants: What is fixed, by name. None, which most often stands for what is left out, is not among them.
+    """
+
+    leaves: tuple[_Slot | Constant | None, ...]
+    spec: pytree.TreeSpec
+    constants: Mapping[str, Constant]
+
+    def filled(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional arguments and those by keyword, with tensors by the names that Python takes in their places."""
+        leaves = [tensors[leaf.argument] if isinstance(leaf, _Slot) else _own(leaf) for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors' names."""
+        return [leaf.name for leaf in self.leaves if isinstance(leaf, _Slot)]
+
+
+def _own(constant: Constant | None) -> Constant | None:
+    """The constant for one call: a model may write to what it is given, also while it is traced."""
+    if not isinstance(constant, torch.Tensor):
+        return constant
+    with outside_of_traces():
+        return constant.clone()
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor."""
+
+    name: str
+
+    @property
+    def argument(self) -> str:
+        return as_argument(self.name)
+
+
+def flat_inputs(model: nn.Module, inputs: Any) -> tuple[dict[str, torch.Tensor], Arguments | None]:
+    """The tensors in a model's arguments by flat names, and where they belong.
+
+    Args:
+        inputs: Arguments by name, a tuple of them in order, or a single tensor; in any nesting of dicts, lists and
+            tuples.
+
+    Returns:
+        The tensors; None for what the model can be called with by these names as it is.
+
+    Raises:
+        ConfigError: There is no tensor, an argument too many, or something that is neither a tensor nor a constant.
+    """
+    signature = call_signature(model)
+    parameters = signature.parameters
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(inputs, Mapping):
+        kwargs = dict(inputs)
+    else:
+        args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if all(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
+        if kwargs and set(kwargs) <= set(named):
+            return kwargs, None
+        if args and len(args) <= len(named) == len(parameters):
+            return dict(zip(named, args, strict=False)), None
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{_title(model)} cannot be called so: {error}",
+            place="inputs",
+            mend=f"It takes {', '.join(str(p) for p in parameters.values())}.",
+        ) from error
+    return _flattened(bound, parameters)
+
+
+def _flattened(
+    bound: inspect.BoundArguments, parameters: Mapping[str, inspect.Parameter]
+) -> tuple[dict[str, torch.Tensor], Arguments]:
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():  # what **kwargs gathers has names of its own
+        named |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    leaves, _ = pytree.tree_flatten_with_path(named)
+    names: list[str] = []
+    for path, _ in leaves:
+        names.append(unused_argument(path_name(path), names))
+    tensors: dict[str, torch.Tensor] = {}
+    slots: list[_Slot | Constant | None] = []
+    constants: dict[str, Constant] = {}
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            tensors[name] = leaf
+            slots.append(_Slot(name))
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            slots.append(leaf)
+            if leaf is not None:
+                constants[name] = leaf
+        else:
+            raise ConfigError(
+                f"it is a {type(leaf).__name__}, which is neither a tensor nor a constant",
+                place=f"inputs: {name}",
+                mend="Give tensors, numbers, texts, or dicts, lists and tuples of them.",
+            )
+    if not tensors:
+        raise ConfigError("they hold no tensor", place="inputs", mend=f"The model takes {', '.join(parameters)}.")
+    filled = pytree.tree_unflatten(slots, pytree.tree_structure(named))
+    for name, value in bound.arguments.items():
+        if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            bound.arguments[name] = {key: filled[key] for key in value}
+        else:
+            bound.arguments[name] = filled[name]
+    flat, spec = pytree.tree_flatten((bound.args, bound.kwargs))
+    return tensors, Arguments(tuple(flat), spec, constants)
+
+
+def as_constants(settings: Mapping[str, Any]) -> dict[str, Constant]:
+    """Constants as a config says them: what it lists is a tensor, int64 of whole numbers and float32 of others."""
+    return {name: torch.tensor(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def unused_argument(name: str, taken: Iterable[str]) -> str:
+    """The name, or with a number behind it the first that is not taken, also as an argument of Python."""
+    return name if as_argument(name) not in (known := {as_argument(t) for t in taken}) else unused(name, known)
+
+
+def nested(names: Iterable[str], constants: Mapping[str, Constant], parameters: Container[str]) -> dict[str, Any]:
+    """Arguments of which only flat names are known: ``states.0`` is the first of a tuple, ``features.x`` in a dict.
+
+    Returns:
+        The arguments by name, with a tensor's own name in its place.
+
+    Raises:
+        ConfigError: Some do not fit together, such as ``states.0`` and ``states.2``, or ``x`` and ``x.0``.
+    """
+    tree: dict[str, Any] = {}
+    for name in (*names, *constants):
+        *path, last = [name] if name in parameters else name.split(".")
+        inner = tree
+        for part in path:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                break
+        if not isinstance(inner, dict) or last in inner:
+            raise ConfigError("another input has this place", place=f"inputs: {name}")
+        inner[last] = constants[name] if name in constants else _Slot(name)
+    return {name: _sequences(value, name) for name, value in tree.items()}
+
+
+def _sequences(value: Any, place: str) -> Any:
+    """The same with dicts of 0, 1, 2 as tuples."""
+    if not isinstance(value, dict):
+        return value
+    made = {key: _sequences(inner, f"{place}.{key}") for key, inner in value.items()}
+    if not all(key.isdecimal() for key in made):
+        return made
+    if sorted(map(int, made)) != list(range(len(made))):
+        raise ConfigError(f"{place}.{len(made) - 1} is missing", place=f"inputs: {place}")
+    return tuple(made[key] for key in sorted(made, key=int))
+
+
+def arguments_of(model: nn.Module, names: Sequence[str], constants: Mapping[str, Constant]) -> Arguments | None:
+    """Where tensors and constants belong, of which only flat names are known.
+
+    Returns:
+        None for what the model can be called with by these names as it is.
+
+    Raises:
+        ConfigError: They do not fit together, or the model does not take them.
+    """
+    if not constants and all("." not in name for name in names):
+        return None
+    signature = call_signature(model)
+    tree = nested(names, constants, signature.parameters)
+    bound = inspect.BoundArguments(signature, OrderedDict())
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            bound.arguments[name] = {key: value for key, value in tree.items() if key not in signature.parameters}
+        elif name in tree:
+            bound.arguments[name] = tree[name]
+        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
+            raise ConfigError("it is missing", place=f"inputs: {name}", mend=f"{_title(model)} takes it.")
+    leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
+    return Arguments(tuple(leaves), spec, constants)
+
+
+def _title(model: nn.Module) -> str:
+    return str(getattr(model, "original_name", type(model).__name__))
+
+
+class _TakesTensors(nn.Module):
+    """What a model's class is joined with, so that it takes tensors by flat names."""
+
+    _arguments: Arguments
+
+    def forward(self, /, **tensors: torch.Tensor) -> Any:
+        args, kwargs = self._arguments.filled(tensors)
+        return super().forward(*args, **kwargs)
+
+
+class _Calls(nn.Module):
+    """A module that calls one whose class cannot be joined with another."""
+
+    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
+        super().__init__()
+        self.model, self._arguments = model, arguments
+        self.training = False
+
+    def forward(self, /, **tensors: torch.Tensor) -> Any:
+        args, kwargs = self._arguments.filled(tensors)
+        return self.model(*args, **kwargs)
+
+
+def plain(graph_module: fx.GraphModule, name: str = "GraphModule") -> nn.Module:
+    """A graph's code as an ordinary module, which is traced like any other; it shares all that the graph reads."""
+    cls = type(name, (nn.Module,), {"forward": type(graph_module).forward})
+    made: nn.Module = nn.Module.__new__(cls)
+    made.__dict__.update({key: value for key, value in vars(graph_module).items() if key not in ("_graph", "_code")})
+    return made
+
+
+def taking_tensors(model: nn.Module, arguments: Arguments) -> nn.Module:
+    """The model as one that takes tensors by flat names, as Python can write them, and nothing else.
+
+    It shares all of the model, which is not changed, under the same paths.
+    """
+    if isinstance(model, fx.GraphModule):  # whose class is its own, made anew with each copy
+        model = plain(model)
+    cls = type(model)
+    taken = isinstance(vars(model).get("_arguments"), Arguments)
+    if not taken and (isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model)):
+        calls: nn.Module = _subclass(cls, (_Calls,), arguments)(model, arguments)
+        return calls
+    made = copy.copy(model)
+    made.__class__ = _subclass(cls, (cls,) if taken else (_TakesTensors, cls), arguments)
+    made.__dict__["_arguments"] = arguments
+    return made
+
+
+def holding(model: nn.Module, names: Sequence[str], held: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The model with some of the tensors that it takes held to values, as one that takes the others alone."""
+    if not held:
+        return model
+    arguments = vars(model).get("_arguments")
+    if not isinstance(arguments, Arguments):
+        arguments = arguments_of(model, names, {})
+    if arguments is None:
+        found = arguments_of(model, [name for name in names if name not in held], held)
+        assert found is not None  # there are constants
+        return taking_tensors(model, found)
+    leaves = tuple(held.get(leaf.name, leaf) if isinstance(leaf, _Slot) else leaf for leaf in arguments.leaves)
+    return taking_tensors(model, Arguments(leaves, arguments.spec, {**arguments.constants, **held}))
+
+
+def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that are a part of a model, by the names of the inputs in whose places they stand."""
+    arguments = vars(model).get("_arguments")
+    constants = arguments.constants if isinstance(arguments, Arguments) else {}
+    return {name: value for name, value in constants.items() if isinstance(value, torch.Tensor)}
+
+
+def _subclass(cls: type[nn.Module], bases: tuple[type[nn.Module], ...], arguments: Arguments) -> type[nn.Module]:
+    """A class that goes by the name of a model's, and says of its forward which tensors it takes."""
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    parameters += [inspect.Parameter(as_argument(n), inspect.Parameter.KEYWORD_ONLY) for n in arguments.names]
+
+    def forward(self: Any, /, **tensors: torch.Tensor) -> Any:
+        return bases[0].forward(self, **tensors)
+
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # any function may carry one
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+    return type(cls.__name__, bases, names)

@@ -1,0 +1,130 @@
+"""What an exported program is called with: the names of its tensors, and what was constant when it was exported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.utils import _pytree as pytree
+
+from optexport.errors import ConfigError
+from optexport.signature.signature import as_argument, path_name
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One leaf of a program's arguments: its placeholder, its place as ``states.0``, and what it is fixed to."""
+
+    placeholder: str
+    name: str
+    is_constant: bool
+    value: Any
+
+
+def _leaves(program: ExportedProgram) -> list[_Leaf]:
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    args, kwargs = pytree.tree_unflatten(specs, program.call_spec.in_spec)
+    signature = program.module_call_graph[0].signature
+    known = list(signature.forward_arg_names or ()) if signature is not None else []
+    if len(known) < len(args):
+        known = [_common_name(arg) for arg in args]
+    paths, _ = pytree.tree_flatten_with_path({**dict(zip(known, args, strict=False)), **kwargs})
+    names = [path_name(path) for path, _ in paths]
+    if len(paths) != len(specs) or len({as_argument(name) for name in names}) < len(names):
+        names = [spec.arg.name for spec in specs]
+    return [
+        _Leaf(spec.arg.name, name, isinstance(spec.arg, ConstantArgument), getattr(spec.arg, "value", None))
+        for name, spec in zip(names, specs, strict=True)
+    ]
+
+
+def _common_name(argument: Any) -> str:
+    """The name of an argument, of the names that ``torch.export`` gave the placeholders for its leaves."""
+    leaves, _ = pytree.tree_flatten_with_path(argument)
+    path, spec = leaves[0] if leaves else ((), None)
+    name = "" if spec is None else str(spec.arg.name)
+    return name.removesuffix(f"_{as_argument(path_name(path))}") if path else name
+
+
+def tensor_inputs(program: ExportedProgram) -> dict[str, str]:
+    """The names of the tensors that a program takes, by their placeholders, in their order."""
+    return {leaf.placeholder: leaf.name for leaf in _leaves(program) if not leaf.is_constant}
+
+
+def check_ranks(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Checks that each tensor, by name, has as many axes as the program takes.
+
+    Raises:
+        ConfigError: One has not.
+    """
+    values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    for placeholder, name in tensor_inputs(program).items():
+        taken, given = values[placeholder], tensors[name]
+        if isinstance(taken, torch.Tensor) and taken.dim() != given.dim():
+            shapes = [f"[{', '.join(map(str, tensor.shape))}]" for tensor in (given, taken)]
+            raise ConfigError(
+                f"it is {shapes[0]}, of {given.dim()} axes, and the program takes {shapes[1]}",
+                place=f"inputs: {name}",
+                mend="In a data file each line holds one row, without the axis of the batch.",
+            )
+
+
+def constants(program: ExportedProgram) -> dict[str, bool | int | float | str]:
+    """The arguments that are fixed in a program, by name."""
+    return {leaf.name: leaf.value for leaf in _leaves(program) if leaf.is_constant and leaf.value is not None}
+
+
+def named_tensors(program: ExportedProgram, inputs: Any) -> dict[str, torch.Tensor]:
+    """The tensors in a program's arguments by name.
+
+    Args:
+        inputs: Arguments by name, or tensors by their flat names; a tuple of arguments in order, or a single tensor.
+
+    Raises:
+        ConfigError: They are not those that the program takes.
+    """
+    names = tensor_inputs(program).values()
+    if isinstance(inputs, Mapping):
+        leaves, _ = pytree.tree_flatten_with_path(dict(inputs))
+        tensors = {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    else:
+        found = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        tensors = dict(zip(names, found, strict=False)) if len(found) <= len(names) else {}
+    if set(tensors) != set(names):
+        raise ConfigError(
+            f"the program takes {', '.join(names)}, and is given {', '.join(tensors) or 'something else'}",
+            place="inputs",
+        )
+    return {name: tensors[name] for name in names}
+
+
+def take_tensors(graph_module: fx.GraphModule, program: ExportedProgram) -> None:
+    """Has the module of a program take its tensors by name, in place, where it took them nested or beside constants."""
+    leaves = _leaves(program)
+    codegen = graph_module.graph._codegen
+    named = [as_argument(leaf.name) for leaf in leaves]
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    as_it_is = not isinstance(codegen, _PyTreeCodeGen) or list(codegen.pytree_info.orig_args) == named
+    if as_it_is and not any(leaf.is_constant for leaf in leaves):
+        return
+    kept = []
+    for leaf, argument, placeholder in zip(leaves, named, placeholders, strict=True):
+        if leaf.is_constant:
+            graph_module.graph.erase_node(placeholder)
+        else:
+            placeholder.target = argument
+            kept.append(argument)
+    spec = pytree.tree_structure((tuple(kept), {}))
+    graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(kept, spec, program.call_spec.out_spec)))
+    graph_module.recompile()
+
+
+def input_names(program: ExportedProgram) -> list[str]:
+    """The names of the tensors that a program takes, in their order."""
+    return list(tensor_inputs(program).values())

@@ -1,0 +1,1 @@
+"""What tracing tries when torch.export refuses a model."""

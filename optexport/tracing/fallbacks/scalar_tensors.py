@@ -1,0 +1,201 @@
+"""Keeps the sizes that a model computes in tensors known while it is traced.
+
+``torch.div(x.shape[1], 2, rounding_mode="trunc")`` is a tensor, and so is what comes of a stride that a model keeps as
+a buffer: ``torch.export`` takes each number that is read from one as unknown, and stops where a size is computed of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from optexport.tracing.fallbacks.constants import overwritten
+
+Whole = int | torch.SymInt
+
+
+@dataclass(frozen=True)
+class _Ratio:
+    """A fraction, so that what is divided and rounded up again stays an expression of whole numbers."""
+
+    over: Whole
+    under: int = 1
+
+    def plus(self, other: _Ratio) -> _Ratio | None:
+        if not (self.under == 1 or other.under == 1 or (self.is_exact() and other.is_exact())):
+            return None
+        return _Ratio(self.over * other.under + other.over * self.under, self.under * other.under)
+
+    def times(self, other: _Ratio) -> _Ratio | None:
+        if not (self.is_exact() and other.is_exact()):
+            return None
+        return _Ratio(self.over * other.over, self.under * other.under)
+
+    def divided_by(self, number: int) -> _Ratio:
+        return _Ratio(self.over, self.under * number)
+
+    def is_exact(self) -> bool:
+        """Whether a tensor holds the fraction as it is; 41 times what is nearly 3/41 may be less than 3."""
+        return self.under & (self.under - 1) == 0
+
+    def negative(self) -> _Ratio:
+        return _Ratio(-self.over, self.under)
+
+    def floor(self) -> _Ratio:
+        return _Ratio(self.over // self.under)
+
+    def ceil(self) -> _Ratio:
+        return _Ratio(-(-self.over // self.under))
+
+    def trunc(self) -> _Ratio | None:
+        return self.floor() if statically_known_true(self.over >= 0) else None
+
+    def whole(self) -> _Ratio | None:
+        return self if self.under == 1 else None
+
+
+def _divided(a: _Ratio, b: _Ratio, rounding_mode: str | None = None) -> _Ratio | None:
+    if not isinstance(b.over, int) or b.over <= 0 or b.under != 1:
+        return None
+    ratio = a.divided_by(b.over)
+    if rounding_mode is None:
+        return ratio
+    return ratio.floor() if rounding_mode == "floor" else ratio.trunc()
+
+
+def _subtracted(a: _Ratio, b: _Ratio) -> _Ratio | None:
+    return a.plus(b.negative())
+
+
+def _reversed(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: function(b, a)
+
+
+def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[_Ratio, _Ratio], _Ratio]:
+    return lambda a, b: _Ratio(compare(a.over * b.under, b.over * a.under))
+
+
+def _extreme(pick: Callable[[Any, Any], Any]) -> Callable[[_Ratio, _Ratio], _Ratio]:
+    return lambda a, b: _Ratio(pick(a.over * b.under, b.over * a.under), a.under * b.under)
+
+
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+# Numbers of other types are cut off, or rounded, where sizes are.
+_EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
+_COMPARED = (torch.bool,)
+# What is computed of known numbers is known, by the names of torch's functions and methods.
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    **{spelt: _compared(getattr(operator, name)) for name in _COMPARISONS for spelt in (name, f"__{name}__")},
+    **dict.fromkeys(("add", "__add__", "__radd__"), _Ratio.plus),
+    **dict.fromkeys(("sub", "subtract", "__sub__"), _subtracted),
+    **dict.fromkeys(("rsub", "__rsub__"), _reversed(_subtracted)),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _Ratio.times),
+    **dict.fromkeys(("div", "divide", "true_divide", "__div__", "__truediv__"), _divided),
+    **dict.fromkeys(("__rdiv__", "__rtruediv__"), _reversed(_divided)),
+    **dict.fromkeys(("floor_divide", "__floordiv__"), lambda a, b: _divided(a, b, "floor")),
+    "__rfloordiv__": lambda a, b: _divided(b, a, "floor"),
+    **dict.fromkeys(("neg", "__neg__"), _Ratio.negative),
+    "maximum": _extreme(torch.sym_max),
+    "minimum": _extreme(torch.sym_min),
+    "ceil": _Ratio.ceil,
+    "floor": _Ratio.floor,
+    **dict.fromkeys(("int", "long", "tensor", "as_tensor", "scalar_tensor", "clone", "detach"), _Ratio.whole),
+}
+_READING = ("item", "__int__", "__index__", "__bool__")
+# Functions that take numbers where a tensor of one may stand too.
+_OF_SIZES = ("view", "reshape", "expand", "repeat", "pad", "narrow", "as_strided", "new_zeros", "new_ones", "arange")
+
+
+class NumbersKnown(TorchFunctionMode):
+    """Within it, a number that is read from a tensor is the expression of sizes and constants that it is computed of.
+
+    Constants are numbers, and what the model keeps as a buffer of no dimensions.
+
+    Args:
+        changing: Buffers that are other ones in the next call.
+
+    Attributes:
+        asked: Buffers whose numbers were used.
+    """
+
+    def __init__(self, model: nn.Module, changing: Collection[str] = ()) -> None:
+        super().__init__()
+        self.asked: set[str] = set()
+        self._values = WeakTensorKeyDictionary()
+        self._kept = [
+            (f"{path}.{name}".lstrip("."), module, name, int(buffer))
+            for path, module in model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if f"{path}.{name}".lstrip(".") not in changing
+            and buffer.dim() == 0
+            and _is_whole(buffer)
+            and not buffer.is_meta
+        ]
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _READING and (known := self._known_value(args[0])) is not None and known.under == 1:
+            return bool(known.over) if name == "__bool__" else known.over
+        if name in _OF_SIZES:
+            args, kwargs = tuple(map(self._size, args)), {key: self._size(value) for key, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        for tensor in overwritten(func, args, kwargs):
+            self._values[tensor] = (None, tensor._version)
+        if isinstance(result, torch.Tensor) and result.dim() == 0 and all(result is not arg for arg in args):
+            # What is not known has its place too: a model may put it where it kept a number.
+            self._values[result] = (self._computed(name, args, kwargs, result.dtype), result._version)
+        return result
+
+    def _computed(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> _Ratio | None:
+        """The value of what a function gives, if that hangs on known numbers alone."""
+        if dtype not in (_COMPARED if name.strip("_") in _COMPARISONS else _EXACT):
+            return None
+        if name == "to":  # to another type or device
+            value = self._known_value(args[0])
+            return None if value is None else value.whole()
+        if name not in _ARITHMETIC or not set(kwargs) <= {"rounding_mode", "dtype", "device"}:
+            return None
+        if any(isinstance(arg, torch.Tensor) and arg.dtype == torch.bool for arg in args):
+            return None
+        operands = [self._known_value(arg) for arg in args]
+        if None in operands:
+            return None
+        options = {key: value for key, value in kwargs.items() if key == "rounding_mode"}
+        return _ARITHMETIC[name](*operands, **options)  # type: ignore[no-any-return]
+
+    def _known_value(self, value: Any) -> _Ratio | None:
+        if isinstance(value, int | torch.SymInt):
+            return _Ratio(value)
+        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+            return None
+        known, version = self._values.get(value) or (self._kept_value(value), 0)
+        return known if version == value._version else None  # and not what was changed in place since
+
+    def _kept_value(self, buffer: torch.Tensor) -> _Ratio | None:
+        for path, module, name, number in self._kept:
+            if getattr(module, name) is buffer:
+                self.asked.add(path)
+                return _Ratio(number)
+        return None
+
+    def _size(self, value: Any) -> Any:
+        """An argument, with numbers in place of tensors whose numbers are known."""
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._size, value))
+        known = self._known_value(value) if isinstance(value, torch.Tensor) and _is_whole(value) else None
+        return value if known is None else known.over
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -1,0 +1,1 @@
+"""Replacements for functions of torch and transformers during tracing."""

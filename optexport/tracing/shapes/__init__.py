@@ -1,0 +1,1 @@
+"""Sizes in a trace: symbols, guards, and the sizes at which they may not hold."""

@@ -1,0 +1,66 @@
+"""Whether a bundle's figures can be those of one that passed its proof."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from optexport.bundle import digest_json
+from optexport.bundle.layout import MANIFEST
+from optexport.bundle.manifest import Manifest, PlaceRecord
+from optexport.bundle.measurements import BenchRecord, FigureRecord
+from optexport.config.load import ParityConfig
+from optexport.config.metrics import MEASURES
+from optexport.errors import BundleError, short_line
+from optexport.tracking.bundle_record import Finished
+
+# Figures of a manifest have three digits.
+_ROUNDING = 1.01
+
+
+class _Proven(BaseModel):
+    """What a config allowed the proof."""
+
+    parity: ParityConfig
+
+
+def check_possible(finished: Finished) -> None:
+    """Checks that figures can be those of a bundle that passed its proof: whoever wrote its files may say others.
+
+    Raises:
+        BundleError: They cannot.
+    """
+    manifest = finished.manifest
+    digest_json.validated(_Proven, manifest.config, finished.folder / MANIFEST)
+    bench = finished.measured.bench
+    wrong = [
+        *(what for place in manifest.parity.places for what in _impossible(manifest, place)),
+        *(f"{row.artifact} at {row.shape}: {row.low_ms:g} to {row.high_ms:g} ms" for row in _reversed(bench)),
+    ]
+    if wrong:
+        told = short_line(wrong[0])
+        raise BundleError(f"no bundle that passed says so: {told}", place=str(finished.folder / MANIFEST))
+
+
+def _impossible(manifest: Manifest, place: PlaceRecord) -> Iterator[str]:
+    for output in place.outputs if place.precision is None else ():
+        # As far as any case, which may have a limit of its own.
+        limit = max((math.inf if case.limit is None else case.limit for case in output.cases), default=math.inf)
+        floor = manifest.parity.bounds[output.output].floor if output.output in manifest.parity.bounds else math.inf
+        if (output.multiple or 0.0) * floor > _ROUNDING * limit or any(case.failure for case in output.cases):
+            yield f"{place.place}, {output.output}: {output.multiple} times a floor of {floor:g}, {limit:g} allowed"
+    for decision in place.decisions:
+        # The interval of a mean may reach beyond what a value can be. Of a metric of one's own nothing is known.
+        least = MEASURES[decision.measure][0] if decision.measure in MEASURES else None
+        if decision.failure is not None:
+            yield f"{place.title}, {decision.measure}: {decision.failure}"
+        elif least is not None and decision.mean is not None and not least <= decision.mean <= 1:
+            yield f"{place.title}, {decision.measure}: {decision.mean:g}"
+
+
+def _reversed(bench: BenchRecord | None) -> Iterator[FigureRecord]:
+    for row in [] if bench is None else bench.figures:
+        if row.low_ms is not None and row.high_ms is not None and not 0 < row.low_ms <= row.high_ms:
+            yield row

@@ -1,0 +1,112 @@
+"""Sends a bundle that a run could not send: to the run that was started for it, where there is one."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optexport._utils import atomic_dir
+from optexport.bundle import digests, parts
+from optexport.errors import OptexportError, TrackingError
+from optexport.tracking import run_params, store
+from optexport.tracking.bundle_record import Finished
+from optexport.tracking.payload import tell
+from optexport.tracking.plausibility import check_possible
+from optexport.tracking.registry import Registered
+from optexport.tracking.run import REASON_TAG, give_up, new_run, reason_of
+from optexport.tracking.run_lookup import run_of
+from optexport.tracking.upload import registered, send
+
+
+@dataclass(frozen=True)
+class Logged:
+    """The run that holds a bundle.
+
+    Attributes:
+        page: The address of the run in MLflow's own page, after the command that serves it where no server does.
+        before: Whether the run was whole already, so that nothing was sent.
+        registered: What became of the model in the registry, if the config names one.
+    """
+
+    run_id: str
+    page: str
+    before: bool
+    registered: Registered | None
+
+
+def log_bundle(folder: Path, uri: str, experiment: str | None = None, beside: Path = Path()) -> Logged:
+    """Sends a bundle to MLflow, unless it is there; a run that is there in part is completed.
+
+    Whoever sends it already, which may be the run that made it, is waited for; and no run replaces it meanwhile.
+
+    Args:
+        uri: The store. What the bundle names is not taken for it: a server says where files are written, on this
+            machine too, and whoever made the bundle may name any.
+        experiment: By default the config's.
+        beside: Where the files of a new experiment go, of a database that no server is before.
+
+    Raises:
+        ConfigError: The folder is no bundle.
+        BundleError: The bundle was changed, or says of itself that it did not pass.
+        TrackingError: The store cannot be reached, or refuses.
+    """
+    with atomic_dir.locked(parts.whole(folder), wait=True):  # of two at a time each would start a run
+        return log_locked(folder, uri, experiment, beside)
+
+
+def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> Logged:
+    """As `log_bundle`, for whoever has locked the folder."""
+    digests.read_manifest(folder)
+    finished = Finished.read(folder)
+    check_possible(finished)  # a version of the registry that others would be held to
+    told = tell(finished)
+    run_id: str | None = None
+    client: Any = None
+    try:
+        client = store.open_store(uri, beside)
+        found = store.experiment_id(client, experiment or finished.asked.tracking.experiment, beside)
+        run = run_of(client, found, finished)
+        if run is not None and run.info.status == "FINISHED":
+            outcome = registered(client, run.info.run_id, told)
+            return _logged(client, run.info.run_id, True, outcome)
+        if run is None:
+            run_id = _started(client, found, finished)
+        else:
+            run_id = str(run.info.run_id)
+            _resume(client, run)
+        done = _logged(client, run_id, False, send(client, run_id, told))
+        client.set_terminated(run_id)
+        return done
+    except BaseException as error:  # mlflow, SQLAlchemy and requests each raise their own, and a signal may come
+        failed = error
+        if isinstance(error, Exception) and (isinstance(error, TrackingError) or not isinstance(error, OptexportError)):
+            again = shlex.join(["optexport", "log", str(finished.folder)])
+            mend = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
+            failed = store.failure(error, uri, mend)
+        if run_id is not None:
+            give_up(client, run_id, reason_of(failed))
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note("The bundle is whole on disk. What was not sent is sent by the same call, again.")
+        if failed is error:
+            raise
+        raise failed from error
+
+
+def _started(client: Any, experiment: str, finished: Finished) -> str:
+    manifest = finished.manifest
+    origin = run_params.tags(manifest.model.source, manifest.versions, finished.measured.origin)
+    # The tags come with the run, so that it is found again whatever happens next.
+    return new_run(client, experiment, Path(finished.asked.export.output).name, {**origin, **finished.identity})
+
+
+def _resume(client: Any, run: Any) -> None:
+    client.update_run(run.info.run_id, "RUNNING")
+    if REASON_TAG in run.data.tags:
+        client.delete_tag(run.info.run_id, REASON_TAG)
+
+
+def _logged(client: Any, run_id: str, before: bool, outcome: Registered | None) -> Logged:
+    experiment = client.get_run(run_id).info.experiment_id
+    return Logged(run_id, store.page(client.tracking_uri, experiment, run_id), before, outcome)

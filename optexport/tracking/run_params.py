@@ -1,0 +1,140 @@
+"""What a run is told of a bundle, as the names and numbers that MLflow takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from optexport._utils.redaction import redact
+from optexport.bundle.manifest import Manifest
+from optexport.bundle.measurements import BenchRecord, Origin
+from optexport.tracking.bundle_record import Finished
+
+T = TypeVar("T")
+
+_LONGEST_PARAM = 500
+# What MLflow takes in the name of a param. Those of metrics have no spaces and colons here.
+_LONGEST_NAME = 250
+_PARAM_CHARACTERS, _METRIC_CHARACTERS = r"\w.\-/: ", r"\w.\-/"
+_GIT_TAGS = {
+    "commit": "mlflow.source.git.commit",
+    "branch": "mlflow.source.git.branch",
+    "repository": "mlflow.source.git.repoURL",
+}
+_TIMED = {"p50_ms", "p90_ms", "p99_ms", "rows_per_second", "load_seconds", "peak_memory_bytes"}
+
+
+def tags(source: str, versions: Mapping[str, str], origin: Origin) -> dict[str, str]:
+    """What a run says of where its bundle comes from."""
+    named = {"mlflow.source.name": "optexport", "mlflow.source.type": "LOCAL", "source": source}
+    part = {} if origin.part is None else {"part": origin.part}
+    commit = {tag: origin.git[key] for key, tag in _GIT_TAGS.items() if key in origin.git}
+    return {**named, **versions, **part, **commit}
+
+
+def params(values: Mapping[str, Any]) -> dict[str, str]:
+    """Nested settings as flat params; long ones are cut, the whole config being an artifact anyway."""
+    return _named(dict(_flat(values)), _PARAM_CHARACTERS)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            text = redact(value if isinstance(value, str) else json.dumps(value))
+            yield f"{prefix}{key}", text if len(text) <= _LONGEST_PARAM else f"{text[: _LONGEST_PARAM - 3]}..."
+
+
+def metrics(finished: Finished) -> dict[str, float]:
+    """All numbers of a bundle."""
+    manifest, measured = finished.manifest, finished.measured
+    found: dict[str, float] = {"nodes.before": manifest.nodes_before, "nodes.after": manifest.nodes_after}
+    for transformation in manifest.transformations:
+        rule = ".".join([*transformation.formats, transformation.rule])
+        found[f"{rule}.changes"] = len(transformation.changes)
+        found[f"{rule}.near_misses"] = len(transformation.near_misses)
+        found[f"{rule}.nodes_before"] = transformation.nodes_before
+        found[f"{rule}.nodes_after"] = transformation.nodes_after
+    found |= dict(_parity(manifest))
+    for artifact in manifest.artifacts:
+        if artifact.precision is not None:
+            kept = [layer for layer in artifact.precision.layers if layer.kept is not None]
+            found[f"precision.{artifact.format}.layers"] = len(artifact.precision.layers)
+            found[f"precision.{artifact.format}.layers_kept"] = len(kept)
+    for file in manifest.files:
+        found[f"bytes.{file.path}"] = file.size
+    for stage, spent in measured.seconds.items():
+        found[f"seconds.{stage}"] = spent
+    if measured.bench is not None:
+        found |= dict(_times(measured.bench))
+    for outcome in measured.tune:
+        if (over := outcome.over_plain) is not None:
+            prefix = f"tune.{outcome.format}.speedup"
+            found |= {prefix: over.speedup, f"{prefix}_low": over.low, f"{prefix}_high": over.high}
+    return _named(found, _METRIC_CHARACTERS)
+
+
+def steps(manifest: Manifest) -> Iterator[tuple[str, float, int]]:
+    """The graph's size and the changes rule by rule: name, value and step, which is the rule's place in the order.
+
+    Where files carry different rules, a name begins with the formats that share a graph.
+    """
+    position: dict[str, int] = {}
+    for transformation in manifest.transformations:
+        prefix = "".join(f"{name}." for name in transformation.formats)
+        if prefix not in position:
+            yield f"{prefix}rules.nodes", transformation.nodes_before, 0
+        step = position[prefix] = position.get(prefix, 0) + 1
+        yield f"{prefix}rules.nodes", transformation.nodes_after, step
+        yield f"{prefix}rules.changes", len(transformation.changes), step
+        yield f"{prefix}rules.near_misses", len(transformation.near_misses), step
+
+
+def _parity(manifest: Manifest) -> Iterator[tuple[str, float]]:
+    for place in manifest.parity.places:
+        for output in place.outputs:
+            prefix = f"parity.{place.place}.{output.output}"
+            values = output.model_dump(include={"max_abs", "multiple", "step", "cosine", "argmax_agreement"})
+            yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
+        for decision in place.decisions:
+            parts = ("decisions", place.place, decision.output, decision.measure)
+            prefix = ".".join(part for part in parts if part)
+            values = decision.model_dump(include={"value", "mean", "low", "high", "count", "ties"})
+            yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
+
+
+def _times(bench: BenchRecord) -> Iterator[tuple[str, float]]:
+    for figure in bench.figures:
+        prefix = f"bench.{figure.artifact}.{figure.shape}"
+        values = figure.model_dump(include=_TIMED, exclude_none=True)
+        yield from ((f"{prefix}.{key}", value) for key, value in values.items())
+    for row in bench.comparisons:
+        prefix = f"bench.{row.artifact}.{row.shape}.speedup"
+        yield from ((prefix, row.speedup), (f"{prefix}_low", row.low), (f"{prefix}_high", row.high))
+
+
+def _named(values: Mapping[str, T], characters: str) -> dict[str, T]:
+    """Values by names that MLflow takes, each by one of its own: those of a model or a config may hold anything.
+
+    Args:
+        characters: What a name may hold, as in a set of a regular expression; also, no part of a path may be only dots.
+    """
+
+    def taken(name: str) -> str:
+        return "/".join(part for part in re.sub(f"[^{characters}]+", "_", name).split("/") if part.strip("."))
+
+    shared = Counter(map(taken, values))
+
+    def final(name: str) -> str:
+        text = taken(name)
+        if len(text) <= _LONGEST_NAME and (text == name or shared[text] == 1):
+            return text
+        digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).hexdigest()[:8]
+        return f"{text[: _LONGEST_NAME - 9]}-{digest}"
+
+    return {final(name): value for name, value in values.items()}

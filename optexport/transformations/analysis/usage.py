@@ -1,0 +1,101 @@
+"""Who uses what in a graph: which nodes call a module or read a tensor, and under how many names it is known."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from optexport.transformations.analysis import effects, modules
+
+
+def forget(graph_module: GraphModule, node: Node) -> None:
+    """Takes a constant out of the graph that no node reads any more, and out of the module tree if no call does."""
+    if node.users:
+        return
+    graph_module.graph.erase_node(node)
+    if any(other.target == node.target for other in graph_module.graph.find_nodes(op="get_attr")):
+        return
+    if any(str(node.target).startswith(f"{n.target}.") for n in graph_module.graph.find_nodes(op="call_module")):
+        return
+    parent, name = modules.parent_of(graph_module, str(node.target))
+    for tensors in ("_parameters", "_buffers"):
+        setattr(parent, tensors, {key: value for key, value in getattr(parent, tensors).items() if key != name})
+
+
+class Uses:
+    """Who uses what in a graph, read once per pass.
+
+    A pass only ever takes calls away, or adds modules that nobody shares yet, so what is read at its start errs on
+    the safe side until its end.
+    """
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.calls: dict[str, list[Node]] = defaultdict(list)
+        self.switches: list[Node] = []
+        self._mutations: list[Node] = []
+        self._reads: set[str] = set()
+        self._module_names: dict[nn.Module, list[str]] = defaultdict(list)
+        self._parameter_names: dict[torch.Tensor, list[str]] = defaultdict(list)
+        for node in graph_module.graph.nodes:
+            if node.op == "call_module":
+                self.calls[node.target].append(node)
+            elif node.op == "get_attr":
+                self._reads.add(node.target)
+            if effects.mutated(graph_module, node) or effects.own_changes(graph_module, node):
+                self._mutations.append(node)
+            if effects.switches(graph_module, node):
+                self.switches.append(node)
+        for name, module in graph_module.named_modules(remove_duplicate=False):
+            self._module_names[module].append(name)
+        for name, parameter in graph_module.named_parameters(remove_duplicate=False):
+            self._parameter_names[parameter].append(name)
+
+    @property
+    def mutations(self) -> list[Node]:
+        """The nodes that change something in place."""
+        return [node for node in self._mutations if not node._erased]
+
+    def calls_of(self, target: str) -> list[Node]:
+        """The nodes that call a module still, in the graph's order."""
+        return [n for n in self.calls.get(target, []) if not n._erased and n.op == "call_module" and n.target == target]
+
+    def why_shared(self, target: str, module: nn.Module) -> str | None:
+        """Why a module is not one call's alone; None where it is."""
+        names = self._module_names.get(module, [])
+        if len(names) > 1:
+            return f"the same module is known as {' and '.join(sorted(names))}"
+        prefix = target
+        while prefix := prefix.rpartition(".")[0]:
+            if prefix in self.calls:
+                return f"it is part of {prefix}, which is called as a whole"
+        for name, parameter in module.named_parameters(recurse=False):
+            if len(owners := self._parameter_names.get(parameter, [])) > 1:
+                return f"its {name} is tied to {next(o for o in sorted(owners) if o != f'{target}.{name}')}"
+        for name in (*module._parameters, *module._buffers):
+            if f"{target}.{name}" in self._reads:
+                return f"the graph reads its {name} elsewhere"
+        return None
+
+
+_uses: WeakKeyDictionary[GraphModule, Uses] = WeakKeyDictionary()
+
+
+@contextmanager
+def indexed(graph_module: GraphModule) -> Iterator[None]:
+    """Within it, `uses` reads the graph once instead of at every call."""
+    _uses[graph_module] = Uses(graph_module)
+    try:
+        yield
+    finally:
+        del _uses[graph_module]
+
+
+def uses(graph_module: GraphModule) -> Uses:
+    """Who uses what in a graph."""
+    return _uses.get(graph_module) or Uses(graph_module)

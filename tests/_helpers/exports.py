@@ -1,0 +1,155 @@
+"""Small exports that several test files look at, each made once; and the ways to spoil one."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import itertools
+import json
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from optexport import export
+from optexport.bundle import digest_json
+from optexport.pipeline.run import Result
+from optexport.runtime import runners
+from optexport.signature.signature import Dim
+from tests._helpers.models import randomise
+
+# Removed when the tests end.
+_PLACE = tempfile.TemporaryDirectory(prefix="optexport-tests-")
+
+# Everything that the bundle of a block holds.
+FILES = (
+    "graph_after.txt",
+    "graph_before.txt",
+    "manifest.json",
+    "measurements.json",
+    "model.onnx",
+    "model.pt2",
+    "model.torchscript.pt",
+    "reference.safetensors",
+    "report.html",
+)
+
+# What may differ between two equal runs.
+UNEQUAL = {"measurements.json", "report.html"}
+
+DYNAMIC = {"x": {0: Dim("batch", 1, 32), 1: Dim("sequence", 2, 64)}, "mask": {0: "batch", 1: "sequence"}}
+
+# What a config says of a block's inputs.
+INPUTS = """
+[inputs.tensors.x]
+shape = ["batch", "sequence", 8]
+[inputs.tensors.mask]
+shape = ["batch", "sequence"]
+dtype = "int64"
+low = 1
+high = 2
+[inputs.dynamic]
+batch = [1, 16]
+sequence = [2, 32]
+"""
+
+
+class Block(nn.Module):
+    """An attention block whose queries, keys and values can be merged: all that a transformer has, and small."""
+
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.act = nn.GELU()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        def split(y: torch.Tensor) -> torch.Tensor:
+            return y.reshape(*y.shape[:2], self.heads, -1).transpose(1, 2)
+
+        scores = split(self.query(x)) @ split(self.key(x)).transpose(-1, -2) / 2.0
+        scores = scores.masked_fill(mask[:, None, None, :] == 0, -1e4)
+        mixed = (scores.softmax(-1) @ split(self.value(x))).transpose(1, 2).reshape(x.shape)
+        y = self.norm(x + self.out(mixed))
+        return {"hidden": y + self.down(self.act(self.up(y))), "longest": mask.sum(1).argmax()}
+
+
+def block() -> nn.Module:
+    """A new block, the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return randomise(Block())
+
+
+def batch(size: int = 2, sequence: int = 5) -> dict[str, torch.Tensor]:
+    """Inputs of a block, with padding."""
+    generator = torch.Generator().manual_seed(size)
+    mask = torch.ones(size, sequence, dtype=torch.int64)
+    mask[0, sequence - 1 :] = 0
+    return {"x": torch.randn(size, sequence, 8, generator=generator), "mask": mask}
+
+
+@functools.cache
+def exported() -> Result:
+    """The bundle of a block, in all formats; it is shared between tests, so none may change it."""
+    return export(block(), batch(), Path(_PLACE.name) / "block", dynamic=DYNAMIC)
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a sealed document and seals it again, as someone would who means to deceive."""
+    document = json.loads(path.read_bytes())
+    change(document)
+    digest_json.write(path, {key: value for key, value in document.items() if key != "digest"})
+    if path.name == "manifest.json":  # which the measurements are tied to
+        digest = json.loads(path.read_bytes())["digest"]
+        edit_json(path.with_name("measurements.json"), lambda measurements: measurements.update(manifest=digest))
+
+
+def reseal(bundle: Path, *names: str) -> None:
+    """Makes a bundle's manifest vouch for files that were changed."""
+
+    def change(document: dict[str, Any]) -> None:
+        for record in document["files"]:
+            if record["path"] in names:
+                content = (bundle / record["path"]).read_bytes()
+                record |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    edit_json(bundle / "manifest.json", change)
+
+
+def rezip(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
+    """Writes a zip archive again, each part as a function of its name and content says; None leaves it out."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as new:
+        for info in old.infolist():
+            content = change(info.filename, old.read(info))
+            if content is not None:
+                new.writestr(zipfile.ZipInfo(info.filename), content)
+    path.write_bytes(written.getvalue())
+
+
+# What the smallest models of these tests take.
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+BATCH = {"x": {0: "batch"}}
+
+
+def quick(model: nn.Module, inputs: Any, output: Path, **options: Any) -> Result:
+    """Exports to the format that is written fastest."""
+    return export(model.eval(), inputs, output, **{"formats": ["pt2"], "transformations": [], **options})
+
+
+def run(result: Result, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What every file of a result gives, after checking that all give the same."""
+    names = [output.name for output in result.manifest.outputs]
+    found = [run(inputs) for name, path in result.files.items() for _, run in runners.open_file(path, name, names)]
+    for one, other in itertools.pairwise(found):
+        for name in names:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+    return found[0]

@@ -1,0 +1,63 @@
+"""Embedded MLflow stores for tests. To create one takes seconds, so one is made and the others are its copies."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+from tests._helpers import exports
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+_PLACE = tempfile.TemporaryDirectory(prefix="optexport-stores-")
+
+
+@functools.cache
+def _template() -> Path:
+    path = Path(_PLACE.name) / "mlflow.db"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SQLAlchemy's, of how mlflow calls it
+        import mlflow
+
+        mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+def store(folder: Path) -> str:
+    """Puts an empty store into a folder; returns its URI."""
+    shutil.copy(_template(), folder / "mlflow.db")
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+CONFIG = (
+    """
+[model]
+source = "python:{module}:load"
+"""
+    + exports.INPUTS
+    + """
+[[transformations]]
+use = "merge-linears"
+{rules}
+[tracking]
+uri = "{uri}"
+experiment = "tracked"
+[export]
+formats = {formats}
+output = "out/block"
+"""
+)
+
+
+def project(folder: Path, uri: str, rules: str = "", formats: str = '["onnx", "pt2"]') -> Path:
+    """Writes a config that tracks the export of a block, and what it needs beside it; returns its path."""
+    # Each project has a module of its own, since Python keeps the first that it finds under a name.
+    module = f"tracked_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    (folder / f"{module}.py").write_text("from tests._helpers.exports import block as load\n")
+    (folder / "config.toml").write_text(CONFIG.format(module=module, rules=rules, uri=uri, formats=formats))
+    return folder / "config.toml"

@@ -1,0 +1,295 @@
+"""What a run that is killed leaves, and two runs that write to one place."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from optexport import export
+from optexport._utils import atomic_dir
+from optexport._utils.atomic_dir import drafting
+from optexport.bundle import digests
+from optexport.bundle.layout import GENERATION, REPORT, check_replaceable
+from optexport.errors import ConfigError
+from optexport.report.html import page
+from tests._helpers import exports
+
+_CONTEXT = multiprocessing.get_context("fork")  # everything is imported already
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _write_and_wait(output: Path, ready: object) -> None:
+    with drafting(output) as draft:
+        (draft / "half").touch()
+        ready.set()  # type: ignore[attr-defined]
+        time.sleep(600)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> multiprocessing.process.BaseProcess:
+    """Another run, in the middle of writing ``out``."""
+    ready = _CONTEXT.Event()
+    process = _CONTEXT.Process(target=_write_and_wait, args=(tmp_path / "out", ready), daemon=True)
+    process.start()
+    assert ready.wait(60)
+    return process
+
+
+def _kill(process: multiprocessing.process.BaseProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_of_two_runs_to_one_place_the_second_says_so_and_the_first_goes_on(
+    tmp_path: Path, other: multiprocessing.process.BaseProcess
+) -> None:
+    before = _names(tmp_path)
+    with pytest.raises(ConfigError, match="another run is writing to it"), drafting(tmp_path / "out"):
+        pass
+    assert _names(tmp_path) == before
+    with drafting(tmp_path / "out-baseline") as draft:  # another place, whose name begins alike
+        (draft / "file").touch()
+    _kill(other)
+
+
+def test_a_bundle_that_is_held_is_not_replaced_and_the_next_run_says_so(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with contextlib.ExitStack() as held:
+        with drafting(output, held=held) as draft:
+            (draft / "first").touch()
+        with pytest.raises(ConfigError, match="what is there is being sent to MLflow") as caught, drafting(output):
+            pass
+        assert "Wait until that has ended" in str(caught.value)
+        assert _names(tmp_path) == ["out"]
+    with drafting(output, lambda place: None) as draft:
+        (draft / "second").touch()
+    assert _names(output) == ["second"]
+
+
+def test_a_run_that_is_done_while_the_bundle_before_is_sent_waits_for_that(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    about_to_end = threading.Event()
+
+    def run() -> None:
+        with drafting(output) as draft:
+            (draft / "new").touch()
+            assert about_to_end.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        while not list(tmp_path.glob(".out.partial-*/new")):
+            time.sleep(0.01)
+        with atomic_dir.locked(output, wait=True):
+            about_to_end.set()
+            time.sleep(0.3)
+            assert not running.done()
+            assert _names(output) == []
+        running.result(60)
+    assert _names(output) == ["new"]
+
+
+def test_who_waits_for_a_folder_locks_what_has_its_name_at_last(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "old").touch()
+
+    def look() -> list[str]:
+        with atomic_dir.locked(output, wait=True):
+            return _names(output)
+
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
+        with drafting(output, lambda place: None, held) as draft:
+            with atomic_dir.locked(output, wait=True):
+                looking = pool.submit(look)
+                time.sleep(0.3)
+                (draft / "new").touch()
+                # As a run does that replaces it.
+                atomic_dir._exchange(draft, output)
+            time.sleep(0.3)
+            assert not looking.done(), "what has the name now is locked too"
+            atomic_dir._exchange(draft, output)
+            (output / "back").touch()
+        held.close()
+        assert looking.result(60) == ["new"]
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_one(
+    tmp_path: Path, other: multiprocessing.process.BaseProcess
+) -> None:
+    _kill(other)
+    (left,) = _names(tmp_path)
+    assert left.startswith(".out.partial-")
+    with drafting(tmp_path / "out") as draft:
+        (draft / "whole").touch()
+    assert _names(tmp_path) == ["out"]
+
+
+def test_names_with_the_signs_of_patterns_are_names(tmp_path: Path) -> None:
+    with drafting(tmp_path / "o*[ut]?") as draft:
+        (draft / "file").touch()
+        with drafting(tmp_path / "out") as another:
+            (another / "file").touch()
+    assert _names(tmp_path) == ["o*[ut]?", "out"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_bundle_is_replaced_whether_or_not_the_file_system_exchanges_names(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:  # as one that knows no such call
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    for content in ("first", "second"):
+        with drafting(tmp_path / "out", lambda output: None) as draft:
+            (draft / "file").write_text(content)
+    assert (tmp_path / "out" / "file").read_text() == "second"
+    assert _names(tmp_path) == ["out"]
+
+
+def test_a_file_system_without_locks_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(atomic_dir._UNKNOWN[0], "no locks here")
+
+    monkeypatch.setattr(atomic_dir.fcntl, "flock", refuse)
+    with drafting(tmp_path / "out") as draft:
+        (draft / "file").touch()
+    assert _names(tmp_path) == ["out"]
+
+
+def _export(output: Path) -> None:
+    export(exports.block(), exports.batch(), output, formats=["onnx"], dynamic=exports.DYNAMIC, effort="quick")
+
+
+def _killed_after(seconds: float, output: Path) -> bool:
+    """Lets a run be killed after so many seconds; says whether it was still at work."""
+    process = _CONTEXT.Process(target=_export, args=(output,))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(3, 0), pytest.param(100, 1, marks=pytest.mark.nightly)])
+def test_kills_at_random_moments_leave_a_whole_bundle_or_none(tmp_path: Path, kills: int, seed: int) -> None:
+    output, generator = tmp_path / "out", random.Random(seed)
+    start = time.monotonic()
+    _export(output)  # also imports what is imported late
+    whole = time.monotonic() - start
+    killed = 0
+    for _ in range(kills):
+        killed += _killed_after(generator.uniform(0, whole), output)
+        digests.read_manifest(output)  # that of before, or the new one
+    assert killed > kills / 4
+    _export(output)
+    digests.read_manifest(output)
+    assert _names(tmp_path) == ["out"]
+
+
+def _write_parts(output: Path) -> None:
+    with drafting(output) as draft:
+        for part in ("encoder", "decoder"):
+            with drafting(draft / part) as inner:
+                (inner / "file").touch()
+
+
+def test_a_draft_inside_of_a_draft_waits_for_nothing(tmp_path: Path) -> None:
+    """Generation writes the bundle of each part so."""
+    process = _CONTEXT.Process(target=_write_parts, args=(tmp_path / "out",), daemon=True)
+    process.start()
+    process.join(60)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+    assert _names(tmp_path / "out") == ["decoder", "encoder"]
+
+
+def _rewrite(bundle: Path, dies_before: int) -> None:
+    """Writes a bundle's report again, and is killed before something takes its place for the n-th time."""
+    replace = Path.replace
+    calls = itertools.count(1)
+
+    def replaces(path: Path, target: Path) -> Path:
+        if next(calls) == dies_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(path, target)
+
+    Path.replace = replaces  # type: ignore[method-assign, assignment]
+    page.write(bundle)
+
+
+@pytest.mark.parametrize("dies_before", [1, 2, 3])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_report_that_is_killed_leaves_the_bundle_whole_and_the_next_one_clears_up(
+    dies_before: int, is_part: bool, tmp_path: Path
+) -> None:
+    place = tmp_path / "model"
+    if is_part:
+        place.mkdir()
+        (place / GENERATION).touch()
+    bundle = Path(shutil.copytree(exports.exported().output, place / "part" if is_part else place))
+    with pytest.MonkeyPatch.context() as patch:  # the reports of two versions differ
+        patch.setattr(page, "_LONGEST_CONFIG", 10)
+        page.write(bundle)
+    before, inside = (bundle / REPORT).read_bytes(), _names(place)
+    process = _CONTEXT.Process(target=_rewrite, args=(bundle, dies_before), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    digests.read_manifest(bundle)
+    assert _names(place) == inside
+    assert len(_names(tmp_path)) == 2  # what the killed one left
+    assert ((bundle / REPORT).read_bytes() == before) == (dies_before < 3)
+    check_replaceable(bundle)
+    page.write(bundle)
+    digests.read_manifest(bundle)
+    assert _names(tmp_path) == ["model"]
+    assert (bundle / REPORT).read_bytes() != before
+
+
+def test_what_is_beside_a_bundle_for_a_moment_hinders_no_other(tmp_path: Path) -> None:
+    bundle = tmp_path / "model"
+    bundle.mkdir()
+    with atomic_dir.scratch(bundle) as one, atomic_dir.scratch(bundle) as other:
+        assert one.parent == other.parent == tmp_path
+        assert one != other
+    with drafting(tmp_path / "out") as draft, atomic_dir.scratch(draft) as within:
+        assert within.parent == draft
+    assert _names(tmp_path) == ["model", "out"]
+
+
+def test_a_lock_that_another_program_holds_on_the_folder_beside_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``flock out optexport run`` waited for itself, without a word and without an end."""
+    monkeypatch.setattr(atomic_dir, "_PATIENCE_SECONDS", 0.1)
+    with (
+        atomic_dir.locked(tmp_path, wait=True),
+        pytest.raises(ConfigError, match=f"{tmp_path}: another program holds a lock on this folder"),
+        drafting(tmp_path / "out"),
+    ):
+        pass
+    with drafting(tmp_path / "out") as draft:
+        (draft / "whole").touch()
+    assert _names(tmp_path) == ["out"]

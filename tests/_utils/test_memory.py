@@ -1,0 +1,91 @@
+"""Memory that is given back: what is mapped from a file can be read again, and what nobody refers to is gone."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport._utils import memory
+from optexport.parity import float64
+from optexport.pipeline import run
+from tests._helpers.exports import INPUTS
+
+SIZE = 32 << 20
+CONFIG = f"""
+[model]
+source = "python:tests._helpers.exports:block"
+{INPUTS}
+[tracking]
+enabled = false
+"""
+
+
+def _mapped(folder: Path) -> torch.Tensor:
+    """A tensor in pages of a file, all of them read."""
+    path = folder / "numbers"
+    path.write_bytes(torch.arange(SIZE // 4, dtype=torch.float32).numpy().tobytes())
+    tensor = torch.from_file(str(path), shared=False, size=SIZE // 4, dtype=torch.float32)
+    assert float(tensor.sum()) > 0
+    return tensor
+
+
+def _file_backed() -> int:
+    found = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
+def test_pages_of_a_file_take_no_memory_until_they_are_read_again(tmp_path: Path) -> None:
+    tensor = _mapped(tmp_path)
+    before = _file_backed()
+    memory.page_out([tensor])
+    assert _file_backed() < before - SIZE * 0.9
+    assert torch.equal(tensor, torch.arange(SIZE // 4, dtype=torch.float32))
+
+
+def test_what_was_written_to_such_pages_stays(tmp_path: Path) -> None:
+    tensor = _mapped(tmp_path)
+    tensor[::1000] = -1.0
+    expected = tensor.clone()
+    memory.page_out([tensor, expected])
+    assert torch.equal(tensor, expected)
+    assert bool((expected[::1000] == -1.0).all())
+
+
+def test_modules_that_refer_to_each_other_go_at_once() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    vars(one)["other"], vars(other)["other"] = other, one
+    gone = weakref.ref(one.weight)
+    gc.disable()
+    try:
+        del one, other
+        assert gone() is not None
+        memory.collect()
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.nightly
+def test_a_bundle_is_the_same_whether_its_model_counts_as_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", "")
+    found = []
+    for place, least in (("small", 1 << 60), ("large", 1)):
+        for module, name in ((memory, "LARGE_MODEL"), (float64, "_LARGE_PARAMETER")):
+            monkeypatch.setattr(module, name, least)
+        (tmp_path / place).mkdir()
+        path = tmp_path / place / "config.toml"
+        path.write_text(CONFIG, encoding="utf-8")
+        manifest = run.run(path).manifest
+        found.append((manifest.files, manifest.parity))
+    assert found[0] == found[1]

@@ -1,0 +1,97 @@
+"""What is installed is compared with what is needed before anything is imported that would fail on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from optexport._utils import packages
+from tests._helpers.cli import MODULE, CliRunner, cli, config
+
+STUB = "raise ImportError('safetensors of an older release was imported')\n"
+
+
+@pytest.fixture(scope="module")
+def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages that holds an older safetensors, to stand before those that are installed."""
+    folder = tmp_path_factory.mktemp("drifted")
+    (folder / "safetensors").mkdir()
+    (folder / "safetensors" / "__init__.py").write_text(STUB)
+    (folder / "safetensors-0.7.0.dist-info").mkdir()
+    told = "Metadata-Version: 2.1\nName: safetensors\nVersion: 0.7.0\n"
+    (folder / "safetensors-0.7.0.dist-info" / "METADATA").write_text(told)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config with its lock and its bundle."""
+    folder = tmp_path_factory.mktemp("installed")
+    (folder / "halves.py").write_text(MODULE)
+    (folder / "mine.toml").write_text(config(more="[parity]\neffort = 'quick'"))
+    for command in ("lock", "run"):
+        sys.modules.pop("halves", None)
+        done = CliRunner().invoke(cli, [command, str(folder / "mine.toml")])
+        assert done.exit_code == 0, done.stderr
+    return folder
+
+
+def _told(folder: Path, drifted: Path, *arguments: str) -> str:
+    """The message of a command that ends with exit code 2, in a process of its own with the older package."""
+    path = os.pathsep.join([str(drifted), *filter(None, sys.path)])
+    process = subprocess.run(
+        [sys.executable, "-m", "optexport", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.returncode == 2, process.stderr
+    assert "defect" not in process.stderr
+    return process.stderr
+
+
+def _here() -> str:
+    return packages.versions()["safetensors"]
+
+
+UNMET = "safetensors: 0.7.0 is installed, and transformers needs safetensors>=0.8.0"
+
+
+def test_what_is_installed_here_goes_together() -> None:
+    packages.check()
+
+
+def test_a_locked_run_names_the_package_that_transformers_would_refuse(made: Path, drifted: Path) -> None:
+    told = _told(made, drifted, "run", "--locked", "mine.toml")
+    assert f"safetensors: {_here()} when it was locked, 0.7.0 now" in told
+    assert "optexport lock mine.toml" in told
+
+
+@pytest.mark.parametrize("command", ["run", "check", "lock"])
+def test_a_package_that_is_too_old_is_named_with_the_version_that_is_needed(
+    made: Path, drifted: Path, command: str
+) -> None:
+    told = _told(made, drifted, command, "mine.toml")
+    assert UNMET in told
+    assert "was imported" not in told
+    (advised,) = re.findall(r"pip install '(\S+)'", told)  # once, whoever needs it
+    assert Requirement(advised).name == "safetensors"
+    assert "0.7.0" not in Requirement(advised).specifier
+
+
+def test_reproducing_names_the_package_that_is_another_now(made: Path, drifted: Path) -> None:
+    told = _told(made, drifted, "reproduce", "build/model")
+    assert UNMET in told
+    assert f"safetensors was {_here()}, and is 0.7.0 now" in told
+
+
+def test_what_fails_to_be_imported_with_an_older_package_is_no_defect(made: Path, drifted: Path) -> None:
+    assert UNMET in _told(made, drifted, "blame", "mine.toml")

@@ -1,0 +1,408 @@
+"""A signal ends the program wherever it comes, and nothing is left by halves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optexport._utils import atomic_dir, signals
+from tests._helpers.cli import Caller, config, message
+
+SIGNALS = pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+
+# What Python swallows: the exception that a signal raises in a finaliser. Once only, since blame runs a rule again.
+SWALLOWING = """
+import os
+
+class Dies:
+    def __del__(self):
+        os.kill(os.getpid(), SENT)
+        list(range(1000))
+
+class Kills(Doubles if DOUBLES else Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        Dies()
+        return super().transform(graph_module) if DOUBLES else graph_module
+
+def dies():
+    Dies()
+    return load()
+"""
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the program makes its temporary folders."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("torchinductor"))
+
+
+def sends_first(real: Callable[..., Any], sent: signal.Signals) -> Callable[..., Any]:
+    """The function, which sends a signal before it does its work for the first time."""
+    calls: list[object] = []
+
+    def function(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            os.kill(os.getpid(), sent)
+        return real(*args, **options)
+
+    return function
+
+
+@SIGNALS
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_a_finaliser_swallows_ends_the_run_all_the_same(
+    call: Caller, tmp_path: Path, temporary: Path, sent: signal.Signals, code: int, fails: bool
+) -> None:
+    module = tmp_path / "halves.py"
+    added = SWALLOWING.replace("DOUBLES", str(fails)).replace("SENT", str(int(sent)))
+    module.write_text(module.read_text(encoding="utf-8") + added, encoding="utf-8")
+    more = '[[transformations]]\nuse = "python:halves:Kills"'
+    assert message(call("run", config(more=more)), code) == "interrupted\n"
+    assert left(tmp_path / "build") == left(temporary) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_comes_after_the_last_stage_is_heeded_too(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optexport.report import terminal
+
+    class Dies:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            list(range(1000))
+
+    real = terminal.show
+
+    def show(*args: Any) -> None:
+        real(*args)
+        Dies()
+
+    monkeypatch.setattr(terminal, "show", show)
+    result = call("run", config())
+    assert result.exit_code == 130
+    assert result.stderr.endswith("Error: interrupted\n")
+
+
+@SIGNALS
+def test_a_signal_while_temporary_folders_are_removed_leaves_none(
+    call: Caller, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
+) -> None:
+    folders = tempfile.TemporaryDirectory
+    monkeypatch.setattr(folders, "cleanup", sends_first(folders.cleanup, sent))
+    assert message(call("run", config()), code) == "interrupted\n"
+    assert left(tmp_path / "build") == left(temporary) == []
+
+
+def test_a_signal_while_a_bundle_takes_its_name_leaves_one_whole_bundle_there(
+    call: Caller, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("run", config()).exit_code == 0
+    before = (tmp_path / "build" / "model" / "manifest.json").read_bytes()
+    monkeypatch.setattr(atomic_dir, "_exchange", sends_first(atomic_dir._exchange, signal.SIGINT))
+    assert message(call("run", config()), 130) == "interrupted\n"
+    assert left(tmp_path / "build") == ["model"]
+    assert (tmp_path / "build" / "model" / "manifest.json").read_bytes() == before
+    assert left(temporary) == []
+
+
+def test_a_signal_waits_until_what_defers_it_is_done() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), signals.heeded():
+        with signals.deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done = sum(range(1000)) > 0
+        assert signals.received() == signal.SIGTERM
+        signals.check()
+    assert done
+    assert signals.received() is None, "the next command starts afresh"
+
+
+@SIGNALS
+def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
+    sent: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """torch.export executes texts; Python remembers an interrupt that passed through one, and heeds it under ``-m``."""
+    inner = f"import os, time; os.kill(os.getpid(), {int(sent)}); time.sleep(60)"
+    (tmp_path / "program.py").write_text(
+        "from optexport.cli._group import Group\n"
+        "group = Group('program')\n"
+        f"group.command(name='works')(lambda: exec({inner!r}))\n"
+        "group(['works'])\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(signals.__file__).parent.parent)])
+    done = subprocess.run(
+        [sys.executable, "-m", "program"],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stderr) == (code, "Error: interrupted\n")
+
+
+ENDLESS = """
+import contextlib
+import sys
+
+import torch
+
+from optexport import interrupts
+from optexport.cli.group import Group
+
+group = Group("program")
+
+@torch.jit.script
+def endless(x: torch.Tensor) -> torch.Tensor:
+    while bool(x.sum() < 1):
+        x = x * 0
+    return x
+
+@group.command(name="works")
+def works():
+    interrupts._PATIENCE_SECONDS = 0.5
+    deferred = interrupts.deferred() if sys.argv[1] == "defers" else contextlib.nullcontext()
+    with interrupts.temporary_folder() as folder, deferred:
+        print(folder, flush=True)
+        endless(torch.zeros(1))
+
+group(["works"])
+"""
+
+
+def endless(folder: Path, how: str) -> tuple[subprocess.Popen[str], Path]:
+    """A program that TorchScript does not let go of, and its temporary folder."""
+    (folder / "program.py").write_text(ENDLESS)
+    process = subprocess.Popen(
+        [sys.executable, str(folder / "program.py"), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(signals.__file__).parent.parent), "PYTHONWARNINGS": "ignore"},
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().rstrip())
+
+
+@SIGNALS
+def test_a_signal_ends_code_that_never_comes_back_to_python(sent: signal.Signals, code: int, tmp_path: Path) -> None:
+    process, temporary = endless(tmp_path, "waits")
+    with process:
+        try:
+            assert temporary.is_dir()
+            process.send_signal(sent)
+            _, told = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, told) == (code, "Error: interrupted\n")
+    assert not temporary.exists()
+
+
+def test_what_defers_signals_is_not_ended_from_without(tmp_path: Path) -> None:
+    process, _ = endless(tmp_path, "defers")
+    with process:
+        try:
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.communicate(timeout=3)
+        finally:
+            process.kill()
+
+
+def test_a_signal_to_a_process_that_was_forked_is_none_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_PATIENCE_SECONDS", 0.1)
+    starts, started = os.pipe()
+    with signals.heeded():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(started, b".")
+                signal.pause()
+            finally:
+                os._exit(0)
+        os.read(starts, 1)
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+        time.sleep(0.5)
+        assert signals.received() is None
+    os.close(starts)
+    os.close(started)
+
+
+STARTING = """
+import signal
+import sys
+from importlib.machinery import PathFinder
+
+from optexport import interrupts
+
+class Signals(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "torch.nn":
+            signal.raise_signal(int(sys.argv[1]))
+        return None
+
+sys.meta_path.insert(0, Signals)
+with interrupts.heeded():
+    try:
+        import torch
+    except BaseException as error:
+        print("raised within torch:", type(error).__name__)
+"""
+
+
+@SIGNALS
+def test_a_signal_while_torch_is_imported_ends_the_process_and_raises_nothing_there(
+    sent: signal.Signals, code: int
+) -> None:
+    """Once in thirty times it ended in SIGABRT: what it raised came through code in C++."""
+    program = [sys.executable, "-c", STARTING, str(int(sent))]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "Error: interrupted\n")
+
+
+COMMAND = """
+from optexport.cli.group import Group, json_option
+
+group = Group("program")
+
+@group.command(name="works")
+@json_option
+def works(as_json):
+    import torch
+
+group(["works", "--json"])
+"""
+
+
+@SIGNALS
+def test_machines_are_told_too_of_a_signal_that_ends_the_process(sent: signal.Signals, code: int) -> None:
+    """They were told nothing, as of a command that is still at work."""
+    program = STARTING.partition("with ")[0] + COMMAND
+    ended = subprocess.run([sys.executable, "-c", program, str(int(sent))], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (code, "Error: interrupted\n")
+    assert json.loads(ended.stdout) == {"passed": False, "exit_code": code, "error": "interrupted", "parity": None}
+
+
+TWICE = """
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+
+from optexport import interrupts
+from optexport.cli.group import Group
+
+interrupts.end_at_once()
+first, second, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+group = Group("program")
+
+class Slow:
+    def __enter__(self):
+        pass
+    def __exit__(self, *error):
+        if where == "cleanup":
+            os.kill(os.getpid(), second)
+            time.sleep(0.1)
+
+@group.command(name="works")
+def works():
+    with Slow():
+        if where != "after":
+            os.kill(os.getpid(), first)
+            time.sleep(60)
+
+if where == "exit":
+    atexit.register(lambda: (os.kill(os.getpid(), second), time.sleep(60)))
+if where == "after":
+    atexit.register(lambda: (os.kill(os.getpid(), first), time.sleep(60)))
+if where == "beside":
+    interrupts._watched = lambda answered: os.kill(os.getpid(), first)
+group(["works"])
+"""
+
+
+@SIGNALS
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["beside", "cleanup", "exit", "after"])
+def test_a_second_signal_changes_neither_the_message_nor_the_code(
+    sent: signal.Signals, code: int, second: signal.Signals, where: str
+) -> None:
+    """It ended in "Aborted!" and 1, as a full disk does, or in a traceback of what Python does at the end."""
+    program = [sys.executable, "-c", TWICE, str(int(sent)), str(int(second)), where]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (code, "Error: interrupted\n")
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_signal_that_the_caller_has_ignored_stays_ignored(ignored: bool) -> None:
+    """A job that a script had put behind it was ended by Ctrl-C."""
+    script = "import os, signal\nfrom optexport import interrupts\ninterrupts.end_at_once()\n"
+    script += "with interrupts.heeded():\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    how = signal.SIG_IGN if ignored else signal.SIG_DFL
+    ended = subprocess.run(
+        [sys.executable, "-c", script], preexec_fn=lambda: signal.signal(signal.SIGINT, how), capture_output=True
+    )
+    assert (ended.returncode == 0) is ignored
+
+
+def test_a_signal_while_the_program_is_imported_leaves_no_traceback() -> None:
+    script = (
+        "import builtins, os, signal\nfrom optexport import __main__ as program\n"
+        "real = builtins.__import__\n"
+        "def hook(name, *rest):\n"
+        "    if name == 'optexport.cli.main':\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = hook\nprogram.main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "Error: interrupted\n")
+
+
+LATE = """
+import os
+import signal
+
+class Late:
+    def __del__(self):  # while Python takes its modules apart, after all that is called at its end
+        os.kill(os.getpid(), signal.SIGTERM)
+
+from optexport import interrupts
+interrupts.late = Late()
+interrupts.end_at_once()
+"""
+
+
+def test_a_signal_while_python_takes_itself_apart_changes_nothing() -> None:
+    """A command that had told its result, or that it was interrupted, was killed with the code of another signal."""
+    ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

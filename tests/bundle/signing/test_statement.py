@@ -1,0 +1,165 @@
+"""What a statement and an SBOM say: what went in, which code, what came out, what was installed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import shutil
+import sys
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from google.protobuf import json_format
+from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance
+from in_toto_attestation.v1.statement import Statement
+from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
+
+import optexport
+from optexport._utils.progress import Stages
+from optexport.bundle.signing import sbom
+from optexport.bundle.signing.signature import check, sign
+from optexport.errors import ConfigError
+from optexport.pipeline import lockfile, reproduce
+from tests._helpers import exports, signed
+from tests._helpers.cli import CliRunner, cli
+
+_MODULE = """
+import torch
+def load():
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 3)
+"""
+_CONFIG = """
+[model]
+source = "python:stated:load"
+[inputs]
+tensors.input.shape = ["batch", 4]
+[export]
+formats = ["pt2"]
+output = "bundle"
+[parity]
+effort = "quick"
+[tracking]
+enabled = false
+"""
+_COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a config, of its lock, and of its bundle, which is signed."""
+    folder = tmp_path_factory.mktemp("stated")
+    (folder / "stated.py").write_text(_MODULE)
+    (folder / "mine.toml").write_text(_CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GITHUB_SHA", _COMMIT)
+        for options in (["lock"], ["run", "--locked"]):
+            sys.modules.pop("stated", None)
+            done = CliRunner().invoke(cli, [*options, str(folder / "mine.toml")])
+            assert done.exit_code == 0, done.output
+    sign(folder / "bundle", signed.pair(folder)[0])
+    return folder
+
+
+@pytest.fixture
+def statement(folder: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((folder / "bundle" / "provenance.json").read_bytes())
+    return document
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_it_has_the_form_that_in_toto_and_slsa_publish(statement: dict[str, Any]) -> None:
+    parsed = json_format.ParseDict(statement, StatementMessage())
+    Statement.copy_from_pb(parsed).validate()
+    assert (statement["_type"], statement["predicateType"]) == (
+        "https://in-toto.io/Statement/v1",
+        "https://slsa.dev/provenance/v1",
+    )
+    provenance = json_format.ParseDict(statement["predicate"], Provenance())
+    # What SLSA requires of each.
+    assert provenance.build_definition.build_type
+    assert provenance.build_definition.external_parameters.fields
+    assert provenance.run_details.builder.id
+    for uri in (provenance.build_definition.build_type, provenance.run_details.builder.id):
+        assert urllib.parse.urlparse(uri).scheme == "urn"
+
+
+def test_its_subjects_are_all_files_but_itself_and_the_signature(folder: Path, statement: dict[str, Any]) -> None:
+    files = {path for path in (folder / "bundle").rglob("*") if path.name not in ("provenance.json", "bundle.sig")}
+    stated = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
+    assert stated == {path.relative_to(folder / "bundle").as_posix(): digest(path) for path in files}
+    assert {"manifest.json", "model.pt2", "sbom.cdx.json", "report.html"} <= stated.keys()
+
+
+def test_it_says_what_went_in_and_which_code(folder: Path, statement: dict[str, Any]) -> None:
+    manifest = json.loads((folder / "bundle" / "manifest.json").read_bytes())
+    definition = statement["predicate"]["buildDefinition"]
+    assert definition["externalParameters"] == {"config": manifest["config"]}
+    found = {dependency["name"]: dependency for dependency in definition["resolvedDependencies"]}
+    assert found["model"]["digest"] == {"weightsSha256": manifest["model"]["weights_sha256"]}
+    assert found["model"]["annotations"]["source"] == "python:stated:load"
+    assert found["config"]["digest"] == {"sha256": digest(folder / "mine.toml")}
+    assert found["lock"]["digest"] == {"sha256": digest(lockfile.lock_path(folder / "mine.toml"))}
+    assert found["repository"]["digest"] == {"gitCommit": _COMMIT}
+    assert found["onnx"]["uri"] == f"pkg:pypi/onnx@{importlib.metadata.version('onnx')}"
+    builder = statement["predicate"]["runDetails"]["builder"]
+    assert builder["version"]["optexport"] == optexport.__version__
+    measured = json.loads((folder / "bundle" / "measurements.json").read_bytes())
+    assert statement["predicate"]["runDetails"]["metadata"]["finishedOn"] == measured["date"]
+
+
+def test_the_sbom_follows_its_schema_and_names_what_is_installed(folder: Path) -> None:
+    text = (folder / "bundle" / "sbom.cdx.json").read_text(encoding="utf-8")
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    document = json.loads(text)
+    found = {component["name"]: component for component in document["components"]}
+    for name in ("torch", "onnx", "onnxruntime", "safetensors", "transformers"):
+        assert found[name]["version"] == importlib.metadata.version(name)
+        assert found[name]["purl"].startswith(f"pkg:pypi/{name}@")
+    assert found["optexport"]["version"] == optexport.__version__
+    assert found["python"]["version"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert document["metadata"]["component"]["name"] == "python:stated:load"
+    needed = {each["ref"]: each.get("dependsOn", []) for each in document["dependencies"]}
+    assert found["numpy"]["bom-ref"] in needed[found["onnx"]["bom-ref"]]
+    assert str(folder) not in text
+
+
+def test_what_a_broken_removal_left_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "~orch-2.0.dist-info").mkdir()
+    (tmp_path / "odd-1.0.dist-info").mkdir()
+    (tmp_path / "odd-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: odd\nVersion: 1.0\nRequires-Dist: none at all\nRequires-Dist: numpy\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("importlib_metadata")  # as mlflow does; it stands in for Python's own from then on
+    document = json.loads(sbom.make(exports.exported().manifest))
+    assert {"odd", "torch"} <= {component["name"] for component in document["components"]}
+    (odd,) = (each for each in document["dependencies"] if each["ref"] == "odd@1.0")
+    assert odd["dependsOn"] == [f"numpy@{importlib.metadata.version('numpy')}"]
+
+
+def test_an_sbom_of_other_versions_than_made_the_bundle_is_not_written(folder: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+    exports.edit_json(bundle / "manifest.json", lambda manifest: manifest["versions"].update(onnx="1.0", absent="2.0"))
+    assert signed.call("report", bundle).exit_code == 0
+    with pytest.raises(ConfigError) as caught:
+        sign(bundle, signed.pair(tmp_path)[0])
+    told = str(caught.value)
+    assert f"\n  onnx: 1.0 then, {importlib.metadata.version('onnx')} here" in told
+    assert "\n  absent: 2.0 then, absent here" in told
+    assert told.endswith("\n  Sign it in the environment that made it.")
+    assert not (bundle / "bundle.sig").exists()
+
+
+def test_a_signed_bundle_can_be_made_again(folder: Path) -> None:
+    assert reproduce.reproduce(folder / "bundle", folder, Stages()) == []
+    check(folder / "bundle", folder / "key.pub.pem")

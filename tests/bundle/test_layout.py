@@ -1,0 +1,160 @@
+"""What an option names may not lie where a run, or a bundle, keeps its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from optexport.bundle.digests import read_manifest
+from optexport.cli.main import cli
+from tests._helpers import exports
+from tests._helpers.cli import Caller, config, message
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Caller:
+    return Caller(tmp_path)
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
+    }
+
+
+def test_no_bundle_is_written_into_another(call: Caller, tmp_path: Path) -> None:
+    """That was no longer the bundle that it had been, and could not be replaced either."""
+    place = Path(shutil.copytree(exports.exported().output, tmp_path / "out"))
+    inside = config().replace("formats", 'output = "out/deep/sub"\nformats')
+    for command in ("check", "run"):
+        told = message(call(command, inside), 2)
+        assert f"export.output: {place / 'deep' / 'sub'}: " in told
+        assert f"it lies in the bundle {place}, which would hold what is not its own" in told
+    read_manifest(place)
+
+
+def test_a_link_that_leads_to_itself_is_a_mistake_and_no_defect(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    told = message(call("check", config().replace("formats", 'output = "loop"\nformats')), 2)
+    assert "loop" in told
+    assert "defect" not in told
+
+
+STRANGE = [None, "[]", '{"files": 5}', '{"manifest_version": 1, "digest": "x", "files": [1]}']
+
+
+@pytest.mark.parametrize("manifest", STRANGE)
+def test_a_folder_with_a_strange_manifest_is_no_bundle_and_is_not_waited_for(
+    call: Caller, tmp_path: Path, manifest: str | None
+) -> None:
+    place = tmp_path / "build" / "model" / "manifest.json"
+    place.parent.mkdir(parents=True)
+    if manifest is None:
+        os.mkfifo(place)
+    else:
+        place.write_text(manifest)
+    assert "it exists and is no bundle" in message(call("check", config()), 2)
+
+
+FOLDERS = ("model", "model-failure", "model-baseline", "model-baseline-failure")
+
+
+@pytest.mark.parametrize("inside", [*FOLDERS, "model/deep"])
+@pytest.mark.parametrize(("option", "name"), [("--junit", "x.xml"), ("--dump", "graphs")])
+def test_what_a_run_is_to_write_beside_its_bundle_is_refused_in_it_before_anything_is_written(
+    call: Caller, tmp_path: Path, option: str, name: str, inside: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
+    before = everything(tmp_path)
+    told = message(call("run", config(), option, str(tmp_path / "build" / inside / name)), 2)
+    assert told.startswith(f"{option} {tmp_path / 'build' / inside / name}: it would change ")
+    assert everything(tmp_path) == before
+
+
+def test_a_report_in_another_bundle_is_refused(call: Caller, tmp_path: Path) -> None:
+    """It was written, and that bundle was no longer whole."""
+    exported = exports.exported().output
+    before = everything(exported)
+    told = message(call("run", config(), "--junit", str(exported / "deep" / "x.xml")), 2)
+    assert f"it lies in the bundle {exported}" in told
+    assert everything(exported) == before
+    assert not (tmp_path / "build").exists()
+
+
+@pytest.mark.parametrize("name", ["build/model", "build", "link/x.xml", "mine.toml"])
+def test_a_report_in_place_of_the_bundle_is_refused_by_whatever_name(call: Caller, tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
+    (tmp_path / "link").symlink_to(tmp_path / "build" / "model")
+    before = everything(tmp_path)
+    assert "it would change" in message(call("run", config(), "--junit", str(tmp_path / name)), 2)
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["halves.py", "model.safetensors", "mlflow.db"])
+def test_a_report_is_written_over_nothing_but_a_report(call: Caller, tmp_path: Path, name: str) -> None:
+    """It took the place of a model's code, of weights, or of the database of all runs, before any was read."""
+    (tmp_path / "mine.toml").write_text(config(), encoding="utf-8")
+    if name != "halves.py":
+        (tmp_path / name).write_bytes(b"SQLite format 3\0" * 99)
+    before = everything(tmp_path)
+    told = message(call("run", config(), "--junit", str(tmp_path / name)), 2)
+    assert "it exists and is no JUnit file" in told
+    bundle = exports.exported().output
+    for arguments in (["report", str(bundle), "-o"], ["diff", str(bundle), str(bundle), "--html"]):
+        done = CliRunner().invoke(cli, [*arguments, str(tmp_path / name)])
+        assert (done.exit_code, "it exists and is no HTML file" in done.stderr) == (2, True), done.stderr
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--junit", "\ufeff<?xml version='1.0'?>\n<!-- of another program -->\n<testsuites/>"),
+        ("--output", "\n<!-- ours -->\n<HTML><body>"),
+        ("--output", "\n"),
+    ],
+)
+def test_such_a_report_of_another_program_is_written_over(tmp_path: Path, option: str, text: str) -> None:
+    path, bundle = tmp_path / "report", str(exports.exported().output)
+    path.write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(cli, ["verify" if option == "--junit" else "report", bundle, option, str(path)])
+    assert done.exit_code == 0, done.stderr
+    assert "optexport" in path.read_text(encoding="utf-8")
+
+
+def test_who_reads_a_report_from_a_pipe_gets_one(tmp_path: Path) -> None:
+    """It was told that the work did not end, and the program waited for another reader."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text, encoding="utf-8")
+        assert CliRunner().invoke(cli, ["verify", str(exports.exported().output), "--junit", str(pipe)]).exit_code == 0
+        assert 'errors="0"' in read.result(timeout=60)
+
+
+def test_a_report_of_an_empty_name_is_refused_as_the_folder_that_it_is(call: Caller) -> None:
+    """It was said that it would change the bundle."""
+    assert "--junit .: it is a folder" in message(call("run", config(), "--junit", ""), 2)
+
+
+def test_a_report_beside_the_bundle_is_written(call: Caller, tmp_path: Path) -> None:
+    report = tmp_path / "build" / "model.xml"
+    assert call("run", config(), "--junit", str(report)).exit_code == 0
+    assert report.is_file()
+    verified = CliRunner().invoke(cli, ["verify", str(tmp_path / "build" / "model"), "--junit", str(report)])
+    assert verified.exit_code == 0
+
+
+def test_measurements_in_the_bundle_that_is_measured_are_refused() -> None:
+    bundle = exports.exported().output
+    before = everything(bundle)
+    result = CliRunner().invoke(cli, ["bench", str(bundle), "--output", str(bundle / "times.json")])
+    assert "it would change" in message(result, 2)
+    assert everything(bundle) == before

@@ -1,0 +1,55 @@
+"""What stands behind a plugin: its own file, and what it imports from beside it; no packages."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from optexport.cache.imported_modules import code_of
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "package_of_mine").mkdir()
+    (tmp_path / "package_of_mine" / "__init__.py").write_text("")
+    (tmp_path / "package_of_mine" / "rule.py").write_text("import helper_of_mine\nimport torch\n")
+    (tmp_path / "helper_of_mine.py").write_text("N = 1\n")
+    (tmp_path / "other_of_mine.py").write_text("N = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("package_of_mine", "package_of_mine.rule", "helper_of_mine"):
+        sys.modules.pop(name, None)
+    importlib.import_module("package_of_mine.rule")
+    return tmp_path
+
+
+def test_a_helper_that_is_imported_from_beside_a_plugin_is_part_of_its_code(plugin: Path) -> None:
+    before = code_of("package_of_mine.rule")
+    assert before.keys() == {"rule.py", "helper_of_mine.py", "package_of_mine/__init__.py", "package_of_mine/rule.py"}
+    (plugin / "other_of_mine.py").write_text("N = 2\n")
+    assert code_of("package_of_mine.rule") == before
+    (plugin / "helper_of_mine.py").write_text("N = 2\n")
+    changed = {name for name, digest in code_of("package_of_mine.rule").items() if digest != before[name]}
+    assert changed == {"helper_of_mine.py"}
+
+
+def test_a_plugin_that_is_a_link_has_the_helpers_that_lie_beside_the_link(plugin: Path) -> None:
+    elsewhere = plugin / "elsewhere"
+    elsewhere.mkdir()
+    (plugin / "package_of_mine" / "rule.py").rename(elsewhere / "rule.py")
+    (plugin / "package_of_mine" / "rule.py").symlink_to(elsewhere / "rule.py")
+    assert {"rule.py", "helper_of_mine.py", "package_of_mine/rule.py"} <= code_of("package_of_mine.rule").keys()
+
+
+def test_of_an_installed_package_its_own_modules_are_its_code() -> None:
+    found = code_of("safetensors.torch")
+    assert {"torch.py", "__init__.py"} <= found.keys()
+    assert len(found) < 20
+    assert code_of("no_such_module") == code_of("builtins") == {}
+
+
+def test_of_a_module_whose_file_is_gone_there_is_no_code(plugin: Path) -> None:
+    (plugin / "package_of_mine" / "rule.py").unlink()
+    assert code_of("package_of_mine.rule") == {}

@@ -1,0 +1,109 @@
+"""Digests of graphs: equal for equal graphs, others for others, and none of what a name does not tell."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+
+from optexport.cache import keys
+from optexport.tracing.trace import symbolic_trace
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.linear, self.other = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.linear(self.norm(x)) + self.shift)[..., 0:2]
+
+
+def traced(network: nn.Module | None = None) -> fx.GraphModule:
+    return symbolic_trace(network or Network(), example_inputs={"x": torch.zeros(2, 4)})
+
+
+def test_equal_graphs_have_equal_digests() -> None:
+    assert keys.of_graph(traced()) == keys.of_graph(traced())
+    assert keys.of_graph(traced()) is not None
+
+
+def _weight(network: Network) -> None:
+    with torch.no_grad():
+        network.linear.weight[0, 0] += 1e-6
+
+
+def _buffer(network: Network) -> None:
+    network.shift = network.shift + 1e-6
+
+
+def _epsilon(network: Network) -> None:
+    network.norm.eps = 1e-6
+
+
+def _tied(network: Network) -> None:
+    network.other = network.linear
+
+
+def _without_bias(network: Network) -> None:
+    network.linear.bias = None
+
+
+@pytest.mark.parametrize("change", [_weight, _buffer, _epsilon, _tied, _without_bias])
+def test_what_computes_otherwise_has_another_digest(change: Callable[[Network], None]) -> None:
+    network = Network()
+    change(network)
+    assert keys.of_graph(traced(network)) != keys.of_graph(traced())
+
+
+def test_weights_that_are_shared_are_not_weights_that_are_equal() -> None:
+    network = Network()
+    network.other = copy.deepcopy(network.linear)
+    equal = keys.of_graph(traced(network))
+    network.other.weight = network.linear.weight
+    assert keys.of_graph(traced(network)) != equal
+
+
+def test_another_slice_has_another_digest() -> None:
+    graph_module = traced()
+    before = keys.of_graph(graph_module)
+    node = next(node for node in reversed(graph_module.graph.nodes) if node.op == "call_function")
+    node.args = (*node.args[:-1], 3)
+    assert keys.of_graph(graph_module) != before
+
+
+def _function(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_of_what_a_name_does_not_tell_there_is_no_digest() -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    for given in (_function, lambda x: x):
+        graph = fx.Graph()
+        graph.output(graph.call_function(given, (graph.placeholder("x"),)))
+        assert keys.of_graph(fx.GraphModule(nn.Module(), graph)) is None
+    root, graph = nn.Module(), fx.Graph()
+    root.own = Own()
+    graph.output(graph.call_module("own", (graph.placeholder("x"),)))
+    assert keys.of_graph(fx.GraphModule(root, graph)) is None
+
+
+def test_of_a_module_with_a_hook_there_is_no_digest() -> None:
+    graph_module = traced()
+    graph_module.get_submodule("linear").register_forward_hook(lambda module, inputs, output: output + 1)
+    assert keys.of_graph(graph_module) is None
+
+
+def test_views_that_are_computed_as_they_are_read_have_a_digest_by_what_they_show() -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    assert keys.of_tensors([{"z": z.conj()}]) == keys.of_tensors([{"z": z.conj().resolve_conj()}])
+    assert keys.of_tensors([{"z": z.conj().imag}]) == keys.of_tensors([{"z": z.conj().imag.clone()}])
+    assert keys.of_tensors([{"z": z.conj()}]) != keys.of_tensors([{"z": z}])

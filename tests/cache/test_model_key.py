@@ -1,0 +1,88 @@
+"""What a model computes is told by its graph and its code together: neither tells all of it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+from optexport.cache import model_key
+from optexport.tracing.trace import symbolic_trace
+
+MODULE = """
+import torch
+
+class Masked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.eps, self.linear = 1e-12, torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        least = {least}
+        return self.linear(x + self.eps).clamp(min=least)
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "kept"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def masked(folder: Path, least: str = "torch.finfo(x.dtype).min") -> nn.Module:
+    (folder / "masked_computation.py").write_text(MODULE.format(least=least))
+    sys.modules.pop("masked_computation", None)
+    importlib.invalidate_caches()
+    model: nn.Module = importlib.import_module("masked_computation").Masked()
+    return model
+
+
+def digest(model: nn.Module) -> str | None:
+    return model_key.of(symbolic_trace(model, example_inputs={"x": torch.zeros(2, 4)}), model)
+
+
+def test_the_same_model_computes_the_same(tmp_path: Path) -> None:
+    before = digest(masked(tmp_path))
+    assert before is not None
+    assert digest(masked(tmp_path)) == before
+
+
+def test_a_number_of_the_model_has_a_say(tmp_path: Path) -> None:
+    model = masked(tmp_path)
+    before = digest(model)
+    model.eps = 1e-11
+    assert digest(model) != before
+
+
+def test_code_that_does_otherwise_in_float64_alone_has_a_say(tmp_path: Path) -> None:
+    assert digest(masked(tmp_path)) != digest(masked(tmp_path, repr(torch.finfo(torch.float32).min)))
+
+
+def test_a_helper_in_another_folder_has_a_say(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = tmp_path_factory.mktemp("elsewhere") / "helper_elsewhere.py"
+    monkeypatch.syspath_prepend(str(helper.parent))
+    monkeypatch.delitem(sys.modules, "helper_elsewhere", raising=False)
+    model = masked(tmp_path, "__import__('helper_elsewhere').LEAST['float64' in str(x.dtype)]")
+    helper.write_text("LEAST = (-1e30, -1e30)")
+    before = digest(model)
+    assert digest(model) == before
+    helper.write_text("LEAST = (-1e30, -1e25)")  # which a trace in float32 does not show
+    assert digest(model) != before
+
+
+def test_of_a_graph_that_calls_what_is_not_known_by_its_name_there_is_no_digest() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(lambda x: x, (graph.placeholder("x"),)))
+    assert model_key.of(fx.GraphModule(nn.Module(), graph), nn.Linear(4, 4)) is None
+
+
+def test_where_nothing_is_kept_there_is_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", "")
+    assert digest(masked(tmp_path)) is None

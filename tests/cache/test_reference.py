@@ -1,0 +1,107 @@
+"""What is kept of float64: it is found again for the same work, and for no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.parity.cases import Case
+from optexport.parity.reference import Reference
+from optexport.parity.reference_run import _name, run_original
+from optexport.signature.signature import Batch
+from tests.parity.measuring import Tensors, call, network
+
+COMPUTATION = "a digest of it"
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+class Counted:
+    """Runs a model, and counts how often it ran in float64."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensors:
+        self.runs += batch["x"].dtype is torch.float64
+        return call(model, batch)
+
+
+def reference(model: nn.Module, cases: list[Case], *, batched: list[str] | None = None) -> tuple[Reference, int]:
+    run = Counted()
+    return run_original(run, model, cases, batched=batched or [], computation=COMPUTATION), run.runs
+
+
+def assert_same(one: Reference, other: Reference) -> None:
+    assert (one.unguided, one.ways, one.noise) == (other.unguided, other.ways, other.noise)
+    for a, b in zip(one.exact, other.exact, strict=True):
+        assert list(a) == list(b)
+        assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def test_the_same_work_is_done_once() -> None:
+    model, cases = network()
+    first, runs = reference(model, cases, batched=["x"])
+    again, none = reference(model, cases, batched=["x"])
+    assert runs >= len(cases)
+    assert none == 0
+    assert_same(first, again)
+
+
+def test_other_weights_inputs_or_ways_are_other_work() -> None:
+    model, cases = network()
+    reference(model, cases)
+    assert reference(model, [*cases, Case("more", {"x": torch.ones(2, 6)})])[1]
+    assert reference(model, [Case(case.name, {"x": case.batch["x"] + 1e-6}) for case in cases])[1]
+    assert reference(model, cases, batched=["x"])[1]
+    with torch.no_grad():
+        next(model.parameters()).flatten()[0] += 1e-6
+    assert reference(model, cases)[1]
+
+
+def test_what_is_kept_for_one_device_is_for_no_other() -> None:
+    model, cases = network()
+    own = run_original(call, model, cases, computation=COMPUTATION)
+    assert own.name
+    assert _name(model, own, COMPUTATION, [], True, "cpu") == own.name
+    assert _name(model, own, COMPUTATION, [], True, "cuda") != own.name
+
+
+def test_another_computation_is_other_work_and_of_one_that_is_not_known_nothing_is_kept() -> None:
+    model, cases = network()
+    own = run_original(call, model, cases, computation=COMPUTATION)
+    assert run_original(call, model, cases, computation="another").name != own.name
+    assert not run_original(call, model, cases).name
+
+
+def test_other_code_over_the_same_weights_is_other_work() -> None:
+    model, cases = network()
+    reference(model, cases)
+
+    class Other(type(model)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 1.0001
+
+    model.__class__ = Other
+    assert reference(model, cases)[1]
+
+
+def test_nothing_is_kept_where_no_place_is_named_or_none_can_be_written(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cases = network()
+    monkeypatch.setenv("OPTEXPORT_CACHE", "")
+    assert reference(model, cases)[1]
+    assert reference(model, cases)[1]
+    assert not store.exists()
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "file" / "below"))
+    assert reference(model, cases)[1]
+    assert reference(model, cases)[1]

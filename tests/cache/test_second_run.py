@@ -1,0 +1,156 @@
+"""A second run takes from the first what is the same, and gives the same bytes; one that stopped goes on from there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from optexport._utils.progress import Stages
+from optexport.bundle.contents import REFERENCE
+from optexport.bundle.digests import sha256
+from optexport.cache import store
+from optexport.errors import OptexportError
+from optexport.pipeline import reproduce
+from optexport.pipeline.run import Result, run
+from tests._helpers import exports
+
+MODULE = """
+import torch
+from tests.exports import block
+
+SCALE = 1.0
+EPS = 1e-12
+
+class Damped(torch.nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, mask):
+        y = self.block(x, mask)["hidden"]
+        return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+def load():
+    model = block()
+    with torch.no_grad():
+        model.down.weight.mul_(SCALE)
+    return Damped(model)
+"""
+CONFIG = f"""
+[model]
+source = "python:second_run:load"
+{exports.INPUTS}
+[export]
+formats = ["torchscript", "onnx"]
+[parity]
+effort = "quick"
+[tracking]
+enabled = false
+"""
+ALL = (
+    "export torchscript",
+    "export onnx",
+    "check transformed graph",
+    "check torchscript",
+    "check onnx",
+    "check onnx, optimised",
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "second_run.py").write_text(MODULE, encoding="utf-8")
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return path
+
+
+def digests(bundle: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in bundle.iterdir() if path.name not in exports.UNEQUAL}
+
+
+def again(config: Path, stages: Stages | None = None) -> Result:
+    return run(config, stages=stages)
+
+
+def test_a_second_run_takes_what_is_the_same_and_gives_the_same_bytes(config: Path) -> None:
+    first = again(config)
+    before = digests(first.output)
+    second = again(config)
+    assert (first.kept, second.kept) == ((), ALL)
+    assert digests(second.output) == before
+    entries = {path: path.stat().st_mtime_ns for path in (config.parent / "cache").rglob("entry.json")}
+    assert reproduce.reproduce(second.output, config.parent, Stages()) == []
+    after = {path: path.stat().st_mtime_ns for path in (config.parent / "cache").rglob("entry.json")}
+    assert after == entries, "what is made again as a proof must not be taken from an earlier run"
+
+
+def test_other_weights_are_other_work(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    again(config)
+    monkeypatch.setattr(sys.modules["second_run"], "SCALE", 1.5)
+    assert again(config).kept == ()
+
+
+def test_a_number_that_float32_does_not_show_is_other_work(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The float64 results of the run before were taken, and the bytes depended on what lay in the cache."""
+    import sys
+
+    before = load_file(again(config).output / REFERENCE)
+    monkeypatch.setattr(sys.modules["second_run"], "EPS", 1e-11)
+    bundle = again(config).output
+    after = load_file(bundle / REFERENCE)
+    other = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[1] for name in other} == {"float64"}
+    assert reproduce.reproduce(bundle, config.parent, Stages()) == []
+
+
+def test_a_run_that_stopped_goes_on_from_there(config: Path) -> None:
+    def stop(name: str, seconds: float | None) -> None:
+        if name == "export onnx" and seconds is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        again(config, Stages(stop))
+    assert again(config).kept == ("export torchscript", "check transformed graph", "check torchscript")
+
+
+def test_results_that_are_kept_are_held_to_the_limits_of_this_run(config: Path) -> None:
+    again(config)
+    config.write_text(CONFIG.replace('"quick"', '"quick"\nmultiple = 1e-3'), encoding="utf-8")
+    with pytest.raises(OptexportError):
+        again(config)
+
+
+def test_a_kept_file_that_was_damaged_is_written_anew(config: Path) -> None:
+    before = digests(again(config).output)
+    for path in (config.parent / "cache").rglob("model.onnx"):
+        path.write_bytes(path.read_bytes()[:-1])
+    result = again(config)
+    assert "export onnx" not in result.kept
+    assert digests(result.output) == before
+
+
+def test_a_kept_file_that_another_run_removes_as_it_is_taken_is_written_anew(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digests(again(config).output)
+    read = store.read
+
+    def removed(entry: str) -> tuple[Path, Any] | None:
+        kept = read(entry)
+        if kept is not None and (kept[0] / "model.onnx").exists():
+            shutil.rmtree(kept[0])
+        return kept
+
+    monkeypatch.setattr(store, "read", removed)
+    result = again(config)
+    assert "export onnx" not in result.kept
+    assert digests(result.output) == before

@@ -1,0 +1,169 @@
+"""What is kept between runs: entries that are whole and as they were written, or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from optexport.cache import results, store
+
+FILE = "results.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def keep(*parts: object, value: float = 1.0) -> str:
+    entry = store.name("test", *parts)
+    results.write(entry, [{"y": torch.full((256,), value)}, {}], {"note": [1, 2]})
+    return entry
+
+
+def test_what_was_kept_is_found_under_its_name_and_no_other() -> None:
+    entry = keep("a")
+    found = results.read(entry)
+    assert found is not None
+    (first, second), notes = found
+    assert torch.equal(first["y"], torch.ones(256))
+    assert (second, notes) == ({}, {"note": [1, 2]})
+    assert results.read(store.name("test", "b")) is None
+
+
+def test_an_entry_that_was_renamed_to_another_is_none(place: Path) -> None:
+    """As of a cache that was copied together: what another graph gave would be compared with."""
+    entry, other = keep("a"), keep("b", value=2.0)
+    (place / entry).rename(place / "aside")
+    (place / other).rename(place / entry)
+    assert results.read(entry) is None
+
+
+def test_a_pipe_a_link_or_a_file_in_place_of_an_entry_is_replaced(place: Path, tmp_path: Path) -> None:
+    """Python 3.11 waits for a pipe that it is told to remove as a folder."""
+    (tmp_path / "elsewhere").mkdir()
+    for made in (os.mkfifo, Path.touch, lambda path: path.symlink_to(tmp_path / "elsewhere")):
+        shutil.rmtree(place / keep("a"))
+        made(place / store.name("test", "a"))
+        entry = keep("a")
+        assert results.read(entry) is not None
+        assert not (place / entry).is_symlink()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("name", ["entry.json", FILE, "more"])
+def test_a_pipe_is_not_waited_for(place: Path, name: str) -> None:
+    entry = keep("a")
+    (place / entry / name).unlink(missing_ok=True)
+    os.mkfifo(place / entry / name)
+    assert results.read(entry) is None
+
+
+def test_the_name_of_an_entry_tells_what_has_a_say_apart() -> None:
+    assert store.name("a", [1]) == store.name("a", [1])
+    assert len({store.name("a", [1]), store.name("a", [2]), store.name("a", ["1"]), store.name("b", [1])}) == 4
+
+
+def test_other_threads_are_other_work() -> None:
+    threads, before = torch.get_num_threads(), store.name("a")
+    try:
+        torch.set_num_threads(threads + 1)
+        assert store.name("a") != before
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a tensor", b"[" * 100_000 + b"]" * 100_000, None])
+@pytest.mark.parametrize("file", [FILE, "entry.json"])
+def test_what_is_damaged_is_none_and_is_replaced(place: Path, file: str, damage: bytes | None) -> None:
+    entry = keep("a")
+    path = place / entry / file
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] if damage is None else damage)
+    assert results.read(entry) is None
+    keep("a")
+    assert results.read(entry) is not None
+
+
+@pytest.mark.parametrize("change", [{"notes": [2, None]}, {"files": {}}, {"sha256": ""}])
+def test_what_was_edited_is_none(place: Path, change: dict[str, object]) -> None:
+    entry = keep("a")
+    path = place / entry / "entry.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}), encoding="utf-8")
+    assert results.read(entry) is None
+
+
+@pytest.mark.parametrize("file", [FILE, None, "more"])
+def test_an_entry_without_its_files_or_with_others_is_none(place: Path, file: str | None) -> None:
+    entry = keep("a")
+    if file == FILE:
+        (place / entry / file).unlink()
+    else:
+        (place / entry / "more").write_text("", encoding="utf-8")
+    assert results.read(entry) is None
+
+
+def test_without_a_place_nothing_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTEXPORT_CACHE", "")
+    assert results.read(keep("a")) is None
+    assert not place.exists()
+
+
+def test_within_off_nothing_is_taken_or_kept(place: Path) -> None:
+    entry = keep("a")
+    with store.off():
+        assert not store.enabled()
+        assert results.read(entry) is None
+        keep("b")
+    assert results.read(entry) is not None
+    assert len(list(place.iterdir())) == 1
+
+
+def test_where_nothing_can_be_written_nothing_is_kept_and_nothing_is_said(place: Path) -> None:
+    place.write_text("a file where the folder should be", encoding="utf-8")
+    assert results.read(keep("a")) is None
+
+
+def test_what_was_not_used_for_longest_makes_room_and_what_is_not_of_the_store_stays(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [keep(index) for index in range(3)]
+    for index, entry in enumerate(entries):
+        os.utime(place / entry / "entry.json", (index, index))
+    (place / "of somebody else").mkdir()
+    (place / "of somebody else" / "entry.json").write_text("{}", encoding="utf-8")
+    size = sum(path.stat().st_size for path in (place / entries[0]).iterdir())
+    monkeypatch.setattr(store, "_ALL_BYTES", 2 * size + 1)
+    assert results.read(entries[0]) is not None  # which is used again
+    last = keep(3)
+    assert {path.name for path in place.iterdir()} == {entries[0], last, "of somebody else"}
+
+
+def test_what_is_too_large_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_ENTRY_BYTES", 1000)
+    assert results.read(keep("a")) is None
+    assert not place.exists()
+
+
+def test_an_entry_that_a_killed_run_had_half_removed_goes_at_once(place: Path) -> None:
+    """It was neither counted nor removed."""
+    half = place / keep("a")
+    (half / "entry.json").unlink()
+    keep("b")
+    assert not half.exists()
+
+
+def test_what_a_killed_run_left_goes_after_a_day(place: Path) -> None:
+    for name, age in (("draft-old", 90_000), ("draft-new", 0)):
+        (place / name).mkdir(parents=True)
+        then = (place / name).stat().st_mtime - age
+        os.utime(place / name, (then, then))
+    keep("a")
+    assert not (place / "draft-old").exists()
+    assert (place / "draft-new").exists()

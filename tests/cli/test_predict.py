@@ -1,0 +1,282 @@
+"""``optexport predict`` says what the task calls for, on a bundle alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from PIL import Image
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers.pipelines import FillMaskPipeline, TextClassificationPipeline, TokenClassificationPipeline
+
+from optexport import export
+from optexport.cli.main import cli
+from optexport.errors import ConfigError
+from optexport.inference.bundle import Bundle
+from tests._helpers import exports, folders
+from tests._helpers.folders import TEXTS
+from tests._helpers.inputs import give_backtracking
+from tests.inference import bundles
+
+
+def called(*arguments: Any) -> Result:
+    return CliRunner().invoke(cli, ["predict", *map(str, arguments)])
+
+
+def predicted(*arguments: Any) -> dict[str, Any]:
+    done = called(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def reference(task: str, **options: Any) -> Any:
+    source = bundles.source(task)
+    return pipeline(task, model=str(source), tokenizer=AutoTokenizer.from_pretrained(source), device="cpu", **options)
+
+
+def test_a_text_is_classified_as_the_pipeline_of_transformers_does(tmp_path: Path) -> None:
+    shutil.copytree(bundles.bundle("text-classification"), tmp_path / "bundle")
+    classifier: TextClassificationPipeline = reference("text-classification")
+    found = predicted(tmp_path / "bundle", *TEXTS)
+    assert found["task"] == "text-classification"
+    assert [result["input"] for result in found["results"]] == list(TEXTS)
+    for result, expected in zip(
+        found["results"], classifier(list(TEXTS), top_k=None, truncation=True, max_length=16), strict=True
+    ):
+        assert [told["label"] for told in result["labels"]] == [told["label"] for told in expected]
+        scores = [told["score"] for told in result["labels"]]
+        assert scores == pytest.approx([told["score"] for told in expected], abs=1e-5)
+    best = found["results"][0]["labels"][0]
+    told = called(tmp_path / "bundle", TEXTS[0]).stdout.splitlines()
+    assert told[0] == TEXTS[0]
+    assert told[1].split() == [best["label"], f"{best['score']:.4f}"]
+    assert len(told) == 4
+
+
+def test_a_mask_is_filled_as_the_pipeline_of_transformers_does() -> None:
+    filler: FillMaskPipeline = reference("fill-mask")
+    text = "the [MASK] sat on the mat"
+    (masks,) = predicted(bundles.bundle("fill-mask"), text)["results"][0]["masks"]
+    expected = filler(text)
+    assert [fill["token"] for fill in masks] == [fill["token_str"] for fill in expected]
+    assert [fill["text"] for fill in masks] == [fill["sequence"] for fill in expected]
+    assert [fill["score"] for fill in masks] == pytest.approx([fill["score"] for fill in expected], abs=1e-5)
+    assert "there is no [MASK] to fill in it" in called(bundles.bundle("fill-mask"), "the cat").stdout
+
+
+def test_tokens_are_labelled_as_the_pipeline_of_transformers_does() -> None:
+    labeller: TokenClassificationPipeline = reference("token-classification", ignore_labels=[])
+    found = predicted(bundles.bundle("token-classification"), *TEXTS[:2])
+    for result, expected in zip(found["results"], labeller(list(TEXTS[:2])), strict=True):
+        assert [told["token"] for told in result["tokens"]] == [told["word"] for told in expected]
+        assert [told["label"] for told in result["tokens"]] == [told["entity"] for told in expected]
+
+
+def test_the_next_token_is_that_of_greedy_search() -> None:
+    source = bundles.source("text-generation")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    found = predicted(bundles.bundle("text-generation"), *TEXTS)["results"]
+    for text, result in zip(TEXTS, found, strict=True):
+        encoded = tokenizer(text, return_tensors="pt", truncation=True, max_length=16)
+        best = int(model(**encoded).logits[0, -1].argmax())
+        assert result["next"][0]["token"] == tokenizer.decode([best])
+
+
+def test_an_image_is_given_its_labels(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    found = predicted(bundles.bundle("image-classification"), tmp_path / "image.png", tmp_path / "image.png")
+    one, other = found["results"]
+    assert {told["label"] for told in one["labels"]} == {"cat", "dog"}
+    assert sum(told["score"] for told in one["labels"]) == pytest.approx(1)
+    assert one == other
+    absent = called(bundles.bundle("image-classification"), "a text")
+    assert absent.exit_code == 2
+    assert "a text: there is no such file, and the model takes images" in absent.stderr
+
+
+def test_sentences_are_embedded_and_compared(tmp_path: Path) -> None:
+    output, expected = bundles.sentences()
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    found = predicted(output, "--data", tmp_path / "texts.jsonl")
+    vectors = np.array([result["outputs"]["sentence_embedding"] for result in found["results"]])
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
+    np.testing.assert_allclose(found["similarity"], expected @ expected.T, atol=1e-5)
+    told = called(output, *TEXTS[:2]).stdout.splitlines()
+    assert told[1].startswith(f"  sentence_embedding [6] {vectors[0, 0]:.4g} ")
+    assert told[4:] == ["cosine similarity", *told[5:7]]
+    assert float(told[5].split()[1]) == pytest.approx(found["similarity"][0][1], abs=1e-3)
+
+
+def test_inputs_by_name_are_read_from_a_file(tmp_path: Path) -> None:
+    batch = exports.batch()
+    rows = [{"x": batch["x"][row].tolist(), "mask": batch["mask"][row].tolist()} for row in range(2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = predicted(exports.exported().output, "--data", tmp_path / "rows.jsonl")
+    expected = exports.run(exports.exported(), **batch)["hidden"].numpy()
+    hidden = np.array([result["outputs"]["hidden"] for result in found["results"]])
+    np.testing.assert_allclose(hidden, expected, atol=1e-5)
+    for value in ('"a"', "1e39", "[[1e39]]", "1" + 400 * "0"):  # of 1e39 float32 makes infinity
+        (tmp_path / "rows.jsonl").write_text(f'{{"x": {value}, "mask": [1]}}')
+        refused = called(exports.exported().output, "--data", tmp_path / "rows.jsonl")
+        assert refused.exit_code == 2
+        assert 'line 1, "x": it is no row of float32' in refused.stderr
+
+
+def test_what_cannot_be_meant_ends_with_one_message_and_its_code(tmp_path: Path) -> None:
+    bundle = bundles.bundle("fill-mask")
+    assert called(bundle).exit_code == 2
+    assert called(bundle, "a text", "--format", "onnx").exit_code == 2
+    assert called(tmp_path, "a text").exit_code == 2
+    refused = called(exports.exported().output, "a text", "--json")
+    assert refused.exit_code == 2
+    assert "it holds nothing that makes x, mask of texts or files" in json.loads(refused.stdout)["error"]
+    shutil.copytree(bundle, tmp_path / "bundle")
+    (tmp_path / "bundle" / "preprocessor" / "tokenizer.json").write_text("{}")
+    changed = called(tmp_path / "bundle", "a text")
+    assert changed.exit_code == 4
+    assert "preprocessor/tokenizer.json: it was changed since the bundle was written" in changed.stderr
+
+
+def test_a_text_is_answered_as_if_it_were_alone_whatever_side_its_tokenizer_pads(tmp_path: Path) -> None:
+    source = folders.save(bundles.model("text-generation"), tmp_path / "left", padding_side="left")
+    output = folders.export(source, formats='["pt2"]').output
+    alone = [predicted(output, text)["results"][0] for text in TEXTS]
+    assert [pytest.approx(one["next"][0]["score"]) for one in alone] == [
+        one["next"][0]["score"] for one in predicted(output, *TEXTS)["results"]
+    ]
+    bundle = Bundle.load(output)
+    assert bundle.tokenizer.padding_side == "left"
+    together = bundle(**bundle.preprocess(TEXTS))["logits"]
+    for text, logits in zip(TEXTS, together, strict=True):
+        own = bundle(**bundle.preprocess(text))["logits"][0]
+        np.testing.assert_allclose(logits[: len(own)], own, atol=1e-5)
+
+
+def test_a_model_of_tokens_without_its_tokenizer_answers_with_the_outputs(tmp_path: Path) -> None:
+    model = folders.randomise(bundles.model("text-generation"))
+    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 5, 10]]), "attention_mask": torch.ones(2, 3, dtype=torch.int64)}
+    output = exports.quick(model, inputs, tmp_path / "bundle").output
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [5, 6, 7, 8]}\n')
+    found = predicted(output, "--data", tmp_path / "rows.jsonl")
+    assert found["task"] == "text-generation"
+    assert np.array(found["results"][0]["outputs"]["logits"]).shape == (4, 14)
+
+
+def test_a_row_that_is_wholly_masked_is_answered_too(tmp_path: Path) -> None:
+    row = {"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [0, 0]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    found = predicted(bundles.bundle("text-generation"), "--data", tmp_path / "rows.jsonl")
+    assert len(found["results"][0]["next"]) == 5
+
+
+IDS = '{"input_ids": [5, 6], "token_type_ids": [0, 0], "attention_mask": [1, 1]}'
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (IDS.replace("[5,", "[5.5,"), 'line 2, "input_ids": it is no row of int64'),
+        (IDS.replace("[5,", "[9223372036854775813,"), 'line 2, "input_ids": it is no row of int64'),
+        (IDS.replace("[5,", "[null,"), 'line 2, "input_ids": it is no row of int64'),
+        (IDS.replace("[5,", '["5",'), 'line 2, "input_ids": it is no row of int64'),
+        (IDS.replace("token_type", "tokentype"), 'line 2, "tokentype_ids": the model takes no such input'),
+        (IDS.replace("[5, 6]", "[5]"), "line 2, token_type_ids: sequence is 2 in it, and 1 in input_ids"),
+        ('{"text": "a", "label": 1}', 'line 2, "text": a line with a text holds nothing else'),
+        ('{"input_ids": [5, 6]}', "line 2, inputs: the model needs token_type_ids too"),
+        (IDS.replace("5", "5000"), "line 2, model.pt2: the file does not run on these inputs"),
+    ],
+)
+def test_a_line_that_does_not_fit_is_named(line: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{IDS}\n{line}\n")
+    refused = called(bundles.bundle("fill-mask"), "--data", tmp_path / "rows.jsonl")
+    assert refused.exit_code == 2
+    assert f"--data {tmp_path / 'rows.jsonl'}, {told}" in refused.stderr
+
+
+class Bytes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float() / 255
+
+
+def test_numbers_that_an_input_does_not_hold_are_refused_and_wrap_around_to_no_others(tmp_path: Path) -> None:
+    """The byte 300 was 44."""
+    given = {"x": torch.tensor([[0, 255]], dtype=torch.uint8)}
+    export(Bytes().eval(), given, tmp_path / "bundle", formats=["pt2"], effort="quick")
+    for row, code in (("[0, 255]", 0), ("[0, 300]", 2), ("[-1, 0]", 2)):
+        (tmp_path / "rows.jsonl").write_text(f'{{"x": {row}}}\n')
+        found = called(tmp_path / "bundle", "--data", tmp_path / "rows.jsonl")
+        assert found.exit_code == code, found.output
+        assert code == 0 or 'line 1, "x": it is no row of uint8' in found.stderr
+
+
+class Weighing(nn.Module):
+    """Asks for the values of an input, which are held to what they are."""
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor, factor: float = 1.0, mode: str = "plus") -> torch.Tensor:
+        for _ in range(int(times[0, 0])):
+            x = x * factor
+        return x + 1 if mode == "plus" else x - 1
+
+
+@pytest.fixture(scope="module")
+def weighing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = {"x": torch.ones(3, 2), "times": torch.tensor([[2, 3], [2, 3]]), "factor": 0.1, "mode": "minus"}
+    output = tmp_path_factory.mktemp("weighing") / "bundle"
+    result = export(Weighing().eval(), given, output, formats=["torchscript"], effort="quick")
+    assert result.manifest.constants == {"factor": 0.1, "mode": "minus", "times": [[2, 3], [2, 3]]}
+    return output
+
+
+@pytest.mark.parametrize("line", ['{"x": [1, 2], "factor": 0.1, "mode": "minus"}', '{"x": [1, 2], "times": [2, 3]}'])
+def test_a_line_may_give_what_the_file_holds(line: str, weighing: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(line)
+    (found,) = predicted(weighing, "--data", tmp_path / "rows.jsonl")["results"]
+    assert found["outputs"]["output"] == pytest.approx([-0.99, -0.98])
+
+
+@pytest.mark.parametrize("given", ['"factor": 0.2', '"mode": "plus"', '"times": [2, 4]', '"times": [[2], 3]'])
+def test_a_line_that_gives_other_values_than_the_file_holds_is_refused(
+    given: str, weighing: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"x": [1, 2], {given}}}')
+    refused = called(weighing, "--data", tmp_path / "rows.jsonl")
+    assert refused.exit_code == 2
+    assert f"line 1, {given.partition(':')[0]}: the file holds for" in refused.stderr
+
+
+def test_what_a_file_holds_may_be_given_as_any_kind_of_number(weighing: Path) -> None:
+    bundle, x = Bundle.load(weighing), np.ones((1, 2), np.float32)
+    times = torch.tensor([[2, 3], [2, 3]])
+    for kind in (times.bfloat16(), times.float().requires_grad_(), times.numpy().astype(np.int32), times.tolist()):
+        assert bundle(x=x, times=kind, factor=np.float32(0.1))["output"].shape == (1, 2)
+    for other in (times + 1, times[0], times.to_sparse(), [[2, 3], [2]], None, "2"):
+        with pytest.raises(ConfigError, match=r"times: the file holds for \[\[2, 3\], \[2, 3\]\] alone"):
+            bundle(x=x, times=other)
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    bundle = bundles.bundle("text-classification")
+    for arguments in (("a \udcff",), ("--data", tmp_path / "texts.jsonl")):
+        (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
+        refused = called(bundle, *arguments)
+        assert refused.exit_code == 2
+        assert "texts: the tokenizer does not take them" in refused.stderr
+    assert "line 2, texts" in refused.stderr
+
+
+def test_a_text_that_the_tokenizer_gives_up_on_is_one_message(tmp_path: Path) -> None:
+    source = shutil.copytree(bundles.source("text-classification"), tmp_path / "source")
+    give_backtracking(source)
+    made = folders.export(source, formats='["pt2"]')
+    assert called(made.output, "a far cat").exit_code == 0
+    refused = called(made.output, "x" * 40)
+    assert refused.exit_code == 2
+    assert "texts: the tokenizer does not take them: Onig: " in refused.stderr

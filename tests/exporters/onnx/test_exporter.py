@@ -1,0 +1,352 @@
+"""ONNX files: named and dynamic axes, metadata that tells of the rules and not of the machine, and right numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from optexport.config.passes import ATTENTION_OPSET
+from optexport.errors import ExportError, SourceError
+from optexport.exporters.onnx.session_probe import check_opens
+from optexport.runtime import runners
+from optexport.signature.signature import Dim
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
+from tests.exporters import files
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+BATCH = {"x": {0: Dim("batch", 1, 32)}}
+
+
+def shape(value: onnx.ValueInfoProto) -> list[int | str]:
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
+def saved(model: nn.Module, place: Path, dynamic: Any = BATCH, **options: Any) -> tuple[files.Prepared, Path]:
+    made = files.prepare(model, {"x": X}, dynamic)
+    path = place / "model.onnx"
+    files.save_onnx(made, path, **options)
+    return made, path
+
+
+@pytest.mark.parametrize("optimised", [False, True], ids=["as written", "optimised"])
+@pytest.mark.parametrize("name", files.NAMES)
+def test_the_file_computes_what_the_model_computes_at_any_size(name: str, optimised: bool) -> None:
+    outputs = files.prepared(name).signature.output_names
+    files.agrees(name, runners.open_onnx(files.onnx_file(name), outputs, optimised=optimised), 5e-6)
+
+
+@pytest.mark.parametrize("name", files.NAMES)
+def test_inputs_outputs_and_axes_are_named_as_in_the_signature(name: str) -> None:
+    signature = files.prepared(name).signature
+    graph = onnx.load(files.onnx_file(name)).graph
+    assert [(value.name, shape(value)) for value in graph.input] == [(s.name, list(s.shape)) for s in signature.inputs]
+    assert [value.name for value in graph.output] == signature.output_names
+    for value, spec in zip(graph.output, signature.outputs, strict=True):
+        assert [isinstance(size, str) for size in shape(value)] == [isinstance(size, str) for size in spec.shape]
+        assert shape(value)[0] == spec.shape[0]
+
+
+@pytest.mark.parametrize("name", files.NAMES)
+def test_the_checker_passes_the_file_and_it_tells_nothing_of_the_machine(name: str) -> None:
+    path = files.onnx_file(name)
+    onnx.checker.check_model(str(path), full_check=True)
+    content = path.read_bytes()
+    for told in (sys.prefix, str(Path(__file__).parent), str(Path.home()) + "/", "site-packages", "stack_trace"):
+        assert told.encode() not in content
+
+
+def test_the_metadata_holds_what_it_was_given_as_json() -> None:
+    model = onnx.load(files.onnx_file("bert"))
+    metadata = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
+    assert metadata == {"optexport.transformations": ["one", "two"]}
+
+
+def test_outputs_that_repeat_or_hand_an_input_or_a_weight_through_have_a_name_each(tmp_path: Path) -> None:
+    model = randomise(Program(lambda m, x: (y := m.a(x), y, x, x, m.a.weight, y + 1), a=nn.Linear(4, 4)))
+    made, path = saved(model, tmp_path)
+    names = [value.name for value in onnx.load(path).graph.output]
+    assert names == made.signature.output_names
+    assert len(set(names)) == 6
+    files.runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(7, 4)})
+
+
+def test_an_output_that_is_called_as_an_input_gets_a_name_of_its_own(tmp_path: Path) -> None:
+    made, path = saved(Program(lambda m, x: {"x": x * 2, "y": x + 1}), tmp_path)
+    assert [value.name for value in onnx.load(path).graph.output] == ["x_out", "y"]
+    files.runs(made, path, {"x": torch.randn(5, 4)})
+
+
+class InPlace(nn.Module):
+    """Writes into slices, and where a mask says so; and into its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[:, 0] = 7.0
+        y[x > 1] = 0.0
+        x.mul_(2.0)
+        return y + x
+
+
+def test_what_is_written_in_place_is_kept(tmp_path: Path) -> None:
+    made, path = saved(InPlace(), tmp_path)
+    files.runs(made, path, {"x": torch.randn(1, 4)}, {"x": torch.randn(9, 4)})
+
+
+class Rows(nn.Module):
+    """Attention with a mask of one's own kind: boolean, of minus infinity, or of the smallest number."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        keep = mask[:, None, None, :] > 0
+        low = {"infinite": float("-inf"), "smallest": torch.finfo(x.dtype).min, "large": -1e4}
+        attend = keep if self.kind == "boolean" else torch.zeros_like(x[:, None, :1, :1]).masked_fill(
+            ~keep, low[self.kind]
+        )  # fmt: skip
+        y = x[:, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=attend.expand(-1, 1, x.shape[1], -1))
+
+
+@pytest.mark.parametrize("opset", [None, ATTENTION_OPSET])
+@pytest.mark.parametrize("kind", ["boolean", "infinite", "smallest", "large"])
+def test_rows_without_a_single_key_give_what_torch_gives(kind: str, opset: int | None, tmp_path: Path) -> None:
+    axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
+    example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
+    made = files.prepare(Rows(kind), example, {"x": axes, "mask": axes})
+    files.save_onnx(made, tmp_path / "model.onnx", example=example, opset=opset)
+    mask = torch.ones(4, 7)
+    mask[1] = 0
+    mask[2, 3:] = 0
+    mask[3, :5] = 0
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(4, 7, 4), "mask": mask})
+
+
+@pytest.mark.parametrize("opset", [None, ATTENTION_OPSET])
+def test_rows_without_a_single_key_are_zeros_in_half_precision_too(opset: int | None, tmp_path: Path) -> None:
+    example = {"x": 40 * torch.randn(3, 5, 4).half(), "mask": torch.ones(3, 5).half()}
+    axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
+    made = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
+    files.save_onnx(made, tmp_path / "model.onnx", example=example, opset=opset)
+    x, mask = 40 * torch.randn(2, 7, 4), torch.ones(2, 7)
+    mask[1] = 0
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (result,) = session.run(None, {"x": x.half().numpy(), "mask": mask.half().numpy()})
+    assert (result[1] == 0).all()
+    assert (result[0] != 0).any()
+
+
+class Attention(nn.Module):
+    """Attention of one's own keys, said as torch allows it."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, 2 * k, **self.arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}],
+    ids=["plain", "causal", "scale", "grouped queries"],
+)
+def test_attention_of_every_kind_gives_what_torch_gives(arguments: dict[str, Any], tmp_path: Path) -> None:
+    heads = 4 if "enable_gqa" in arguments else 2
+    example = {"q": torch.randn(3, heads, 5, 4), "k": torch.randn(3, 2, 6, 4)}
+    axes = {
+        "q": {0: Dim("batch", 1, 16), 2: Dim("rows", 2, 32)},
+        "k": {0: Dim("batch", 1, 16), 2: Dim("columns", 2, 32)},
+    }
+    made = files.prepare(Attention(**arguments), example, axes)
+    files.save_onnx(made, tmp_path / "model.onnx", example=example)
+    files.runs(made, tmp_path / "model.onnx", {"q": torch.randn(2, heads, 7, 4), "k": torch.randn(2, 2, 9, 4)})
+
+
+def test_a_convolution_over_volumes_without_a_bias_is_written(tmp_path: Path) -> None:
+    model = Program(lambda m, x: m.conv(x), conv=nn.Conv3d(2, 3, 2, bias=False))
+    x = torch.randn(5, 2, 3, 4, 5)
+    made = files.prepare(model, {"x": x[:2]}, BATCH)
+    files.save_onnx(made, tmp_path / "model.onnx", example={"x": x[:2]})
+    files.runs(made, tmp_path / "model.onnx", {"x": x})
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: torch.cummax((x > 0).long(), 1)[1],
+        lambda m, x: torch.cummin(x, 0)[0],
+        lambda m, x: torch.searchsorted(torch.linspace(-1, 1, 5), x, right=True),
+        lambda m, x: torch.bucketize(x, torch.linspace(-1, 1, 5)),
+        lambda m, x: torch.histc(x, 4, -1, 2),
+        lambda m, x: torch.histc(x, 4) + torch.histc(x * 0, 4),
+        lambda m, x: torch.histc(torch.arange(22) / 7 + x.sum() * 0, 7, 0, 3) + torch.histc(x, 7, 1, 1),
+    ],
+    ids=["running maximum", "running minimum", "places among others", "buckets", "counts", "counts of all", "edges"],
+)
+def test_what_onnx_has_no_operator_for_is_said_with_others(forward: Any, tmp_path: Path) -> None:
+    x = torch.tensor([[0.5, -1.0, 2.0, 2.0], [0.5, 3.0, -0.25, 1.0]])
+    made = files.prepare(Program(forward), {"x": x}, {"x": {0: "rows", 1: "columns"}})
+    files.save_onnx(made, tmp_path / "model.onnx", example={"x": x})
+    files.runs(made, tmp_path / "model.onnx", {"x": x}, {"x": x.T.contiguous()}, {"x": torch.randn(5, 7)})
+
+
+def test_the_keys_of_attention_are_not_copied_to_be_transposed(tmp_path: Path) -> None:
+    example = {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}
+    axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 2, 32)}
+    made = files.prepare(Rows("boolean"), example, {"x": axes, "mask": axes})
+    files.save_onnx(made, tmp_path / "model.onnx", example=example)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+    types = {node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node}
+    assert "FusedMatMul" in types
+    assert not types & {"Transpose", "Where", "Attention"}
+
+
+@pytest.mark.parametrize("opset", [18, 20, 23, 26])
+def test_the_opset_is_the_one_asked_for(opset: int, tmp_path: Path) -> None:
+    made, path = saved(randomise(Program(lambda m, x: m.a(x).softmax(-1), a=nn.Linear(4, 4))), tmp_path, opset=opset)
+    assert {entry.domain: entry.version for entry in onnx.load(path).opset_import}[""] == opset
+    files.runs(made, path, {"x": torch.randn(6, 4)})
+
+
+def test_weights_beyond_a_size_go_to_a_file_beside(tmp_path: Path) -> None:
+    model = randomise(Program(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 64), b=nn.Linear(64, 4)))
+    made, path = saved(model, tmp_path, external_data_above=100, metadata={"key": "value"})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert (tmp_path / "model.onnx.data").stat().st_size > 4 * 64 * 4
+    stored = onnx.load(path, load_external_data=False)
+    places = {e.value for t in stored.graph.initializer for e in t.external_data if e.key == "location"}
+    assert places == {"model.onnx.data"}
+    assert [entry.key for entry in stored.metadata_props] == ["key"]
+    onnx.checker.check_model(str(path))
+    files.runs(made, path, {"x": torch.randn(5, 4)})
+
+
+def test_weights_up_to_that_size_stay_inside(tmp_path: Path) -> None:
+    saved(randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 64))), tmp_path, external_data_above=4 * 64 * 4 + 256)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_a_file_moves_with_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    made, path = saved(
+        randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 64))), tmp_path / "one", external_data_above=100
+    )
+    moved = (tmp_path / "one").rename(tmp_path / "two")
+    files.runs(made, moved / path.name, {"x": torch.randn(5, 4)})
+
+
+def test_what_onnx_cannot_express_is_an_error_that_names_the_operator(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="_linalg_eigh") as caught:
+        saved(Program(lambda m, x: torch.linalg.eigvalsh(x.T @ x)), tmp_path)
+    assert caught.value.exit_code == 5
+    assert 'leave "onnx" out of export.formats' in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_opset_that_cannot_be_had_is_an_error_and_no_other_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="999"):
+        saved(Program(lambda m, x: x.relu()), tmp_path, opset=999)
+
+
+def test_saving_leaves_the_graph_and_the_inputs_as_they_were(tmp_path: Path) -> None:
+    made = files.prepare(Rows("boolean"), {"x": torch.randn(3, 5, 4), "mask": torch.ones(3, 5)}, None)
+    before, code = str(made.flat.graph), made.flat.code
+    example = {name: value.clone() for name, value in made.example.items()}
+    files.save_onnx(made, tmp_path / "model.onnx")
+    assert (str(made.flat.graph), made.flat.code) == (before, code)
+    assert all(torch.equal(made.example[name], value) for name, value in example.items())
+
+
+def test_an_input_that_is_never_read_may_be_given_all_the_same(tmp_path: Path) -> None:
+    both = {"x": X, "unread": torch.ones(3, 2)}
+    made = files.prepare(Unread(), both, {"x": {0: Dim("batch", 1, 32)}, "unread": {0: Dim("batch", 1, 32)}})
+    files.save_onnx(made, tmp_path / "model.onnx", example=both)
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 4), "unread": torch.zeros(5, 2)})
+
+
+class Unread(nn.Module):
+    """Takes an input that it does not read."""
+
+    def forward(self, x: torch.Tensor, unread: torch.Tensor) -> torch.Tensor:
+        return x.relu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
+def test_every_dtype_that_the_runtime_takes_goes_in_and_comes_out(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = Program(lambda m, x: (x[:, :2], x.flip(0)))
+    made = files.prepare(model, {"x": (X > 0).to(dtype)}, BATCH)
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": (torch.randn(5, 4) > 0).to(dtype)})
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x08\x0a"])
+def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(content)
+    told = r"model\.onnx: (ONNX Runtime refuses the file|it is no ONNX file)"
+    with pytest.raises((ExportError, SourceError), match=told):
+        runners.open_onnx(tmp_path / "model.onnx", ["output"], optimised=False)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-10, 1e-12])
+def test_a_small_number_that_is_added_stays(eps: float, tmp_path: Path) -> None:
+    model = Program(lambda m, x: (x / (x.norm(dim=-1, keepdim=True) + eps), torch.log(x.relu() + eps)))
+    made, path = saved(model, tmp_path)
+    files.runs(made, path, {"x": torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])})
+
+
+class Tagger(nn.Module):
+    """An embedding before a bidirectional LSTM, in float16: ONNX Runtime ends its process as it opens the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 12)
+        self.lstm = nn.LSTM(12, 10, batch_first=True, bidirectional=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lstm(self.embed(ids))[0]
+
+
+def tagger(dtype: torch.dtype) -> files.Prepared:
+    return files.prepare(Tagger().to(dtype).eval(), {"ids": torch.arange(10).reshape(2, 5)}, {"ids": {0: "batch"}})
+
+
+def test_a_file_that_crashes_the_runtime_as_it_is_opened_is_an_error_and_this_process_goes_on(tmp_path: Path) -> None:
+    made, path, told = tagger(torch.float16), tmp_path / "model.onnx", ""
+    try:
+        files.save_onnx(made, path)
+    except ExportError as error:
+        told = str(error)
+    if told:
+        assert re.match(r"model.onnx: ONNX Runtime crashed when it opened the file \(SIG[A-Z]+, signal \d+\)", told)
+    else:  # a runtime that was mended
+        runners.open_onnx(path, made.signature.output_names, optimised=True)
+
+
+def test_a_recurrent_file_that_does_not_crash_is_written(tmp_path: Path) -> None:
+    made, path = tagger(torch.float32), tmp_path / "model.onnx"
+    files.save_onnx(made, path)
+    files.runs(made, path, made.example)
+
+
+@pytest.mark.parametrize("operators", [{"LSTM"}, {"Gemm", "GRU"}])
+def test_a_file_that_the_runtime_refuses_is_no_crash(operators: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"x" * 999)
+    check_opens(path, operators)
+    with pytest.raises(ExportError, match="ONNX Runtime refuses the file"):
+        runners.open_onnx(path, [], optimised=False)

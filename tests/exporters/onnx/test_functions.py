@@ -1,0 +1,245 @@
+"""Functions that stand for operators in ONNX files: they compute the same at sizes that were never traced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optexport.signature.signature import Dim
+from tests._helpers.graphs import Program
+from tests.exporters import files
+
+_SIZES = [(8, 9, 7), (5, 5, 5), (7, 11, 3), (2, 3, 2), (1, 1, 1), (13, 16, 9)]
+
+
+def _pools_1(m: nn.Module, x: torch.Tensor) -> Any:
+    return functional.adaptive_avg_pool1d(x, 3), functional.adaptive_max_pool1d(x.round(), 3, return_indices=True)
+
+
+def _pools_2(m: nn.Module, x: torch.Tensor) -> Any:
+    largest = (
+        functional.adaptive_max_pool2d(x.round(), (2, 3), return_indices=True),
+        functional.adaptive_max_pool2d(x, 1),
+    )
+    return [functional.adaptive_avg_pool2d(x, size) for size in ((2, 3), (1, None), 1)], largest
+
+
+def _pools_3(m: nn.Module, x: torch.Tensor) -> Any:
+    largest = functional.adaptive_max_pool3d(x.round(), (2, 3, 1), return_indices=True)
+    return functional.adaptive_avg_pool3d(x, (2, 3, 1)), largest
+
+
+@pytest.mark.parametrize(("pools", "axes"), [(_pools_1, 1), (_pools_2, 2), (_pools_3, 3)])
+def test_adaptive_pooling_has_windows_of_the_size_that_it_is_given(pools: Any, axes: int, tmp_path: Path) -> None:
+    example = {"x": torch.randn(2, 3, *(6, 9, 7)[:axes])}  # 6 and 9 part evenly, and most others do not
+    dynamic = {"x": {0: "batch", **{2 + axis: f"size_{axis}" for axis in range(axes)}}}
+    made = files.prepare(Program(pools), example, dynamic)
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size[:axes])} for size in _SIZES))
+
+
+def test_adaptive_pooling_of_a_fixed_size_is_written(tmp_path: Path) -> None:
+    def pools(m: nn.Module, x: torch.Tensor) -> Any:
+        average, most = functional.adaptive_avg_pool2d, functional.adaptive_max_pool2d
+        in_two = [[average(x, size), most(x, size, return_indices=True)] for size in ((3, 3), (3, 4))]
+        return in_two, functional.adaptive_avg_pool3d(x[:, None], (1, 3, 2))
+
+    made = files.prepare(Program(pools), {"x": torch.randn(2, 3, 6, 9)}, {"x": {0: "batch"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 3, 6, 9)})
+
+
+def test_axes_that_are_not_of_size_1_are_not_taken_away(tmp_path: Path) -> None:
+    model = Program(lambda m, x: (x.squeeze(1), x.squeeze(2), x.squeeze((0, 2)), x.squeeze(0), x.squeeze(), x))
+    made = files.prepare(model, {"x": torch.randn(3, 4, 1)}, {"x": {0: "batch"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(5, 4, 1)})
+
+
+class Placed(nn.Module):
+    """Puts exponentials where rows begin with a positive number, as none may."""
+
+    def __init__(self, *, scattered: bool) -> None:
+        super().__init__()
+        self.scattered = scattered
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x[:, 0] > 0
+        rows = x[mask].exp()
+        if self.scattered:
+            return x.masked_scatter(mask[:, None], rows)
+        y = x.clone()
+        y[mask] = rows
+        return y
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_where_a_mask_is_true_nowhere_nothing_is_put(scattered: bool, tmp_path: Path) -> None:
+    example = {"x": torch.linspace(-1, 1, 12).reshape(3, 4)}
+    made = files.prepare(Placed(scattered=scattered), example, {"x": {0: "batch"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    x = torch.randn(5, 4)
+    files.runs(made, tmp_path / "model.onnx", {"x": x}, {"x": -x.abs()}, {"x": x.abs()})
+
+
+def _resized(m: nn.Module, x: torch.Tensor) -> Any:
+    fixed = [functional.interpolate(x, size=size) for size in ((4, 9), (3, 28))]
+    return fixed, functional.interpolate(x, scale_factor=2), functional.interpolate(x, size=(x.shape[2] // 3 + 1, 5))
+
+
+def test_nearest_neighbours_are_those_that_torch_reads(tmp_path: Path) -> None:
+    dynamic = {"x": {0: "batch", 2: "height", 3: "width"}}
+    made = files.prepare(Program(_resized), {"x": torch.randn(2, 3, 14, 12)}, dynamic)
+    files.save_onnx(made, tmp_path / "model.onnx")
+    sizes = [(14, 14), (14, 12), (10, 49), (33, 7), (5, 28)]
+    files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, *size)} for size in sizes))
+
+
+def test_a_factor_that_adds_no_place_yet_moves_them(tmp_path: Path) -> None:
+    """The runtime copies what it makes as long as it was."""
+    model = Program(lambda m, x: [functional.interpolate(x, scale_factor=factor) for factor in (1.3, 1.5, 0.75, 2)])
+    made = files.prepare(model, {"x": torch.randn(2, 3, 9)}, {"x": {0: "batch", 2: Dim("length", 2, 64)}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(3, 3, size)} for size in (2, 3, 4, 7, 32)))
+
+
+def _floors(m: nn.Module, x: torch.Tensor) -> Any:
+    whole = x.round().long()
+    fractions = [x // 0.7, x.double() // 0.7, torch.div(x, torch.tensor(-0.7), rounding_mode="floor"), whole // 0.7]
+    return fractions, x // x.shape[1], whole // 3, whole // -x.shape[1], torch.div(x, 0.7, rounding_mode="trunc")
+
+
+def test_a_quotient_is_rounded_down_from_where_torch_does(tmp_path: Path) -> None:
+    made = files.prepare(Program(_floors), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    multiples = torch.arange(-40, 40).reshape(8, 10) * 0.7  # of -7 by 0.7 torch gives -11
+    files.runs(made, tmp_path / "model.onnx", {"x": multiples}, {"x": multiples.round()}, {"x": torch.randn(3, 7) * 9})
+
+
+def _whole_quotients(m: nn.Module, x: torch.Tensor) -> Any:
+    x, y = x[:, :2], x[:, 2:]
+    hours = x // 3600 % 24
+    both = [torch.div(x, y, rounding_mode=mode) for mode in ("floor", "trunc")]  # type: ignore[call-overload]
+    return hours, both, torch.div(x, -7, rounding_mode="trunc"), (x % 30_000).short() // 7, (x % 250).byte() // 3
+
+
+def test_quotients_of_whole_numbers_are_exact_however_large_they_are(tmp_path: Path) -> None:
+    """``torch.onnx`` divides in float32, and a file with the wrong hour of a time stamp passed the proof."""
+    made = files.prepare(
+        Program(_whole_quotients), {"x": torch.tensor([[1_699_999_199, -7, 3600, 2]] * 2)}, {"x": {0: "rows"}}
+    )
+    files.save_onnx(made, tmp_path / "model.onnx")
+    generator = torch.Generator().manual_seed(0)
+    for most in (100, 2**32, 2**62):
+        x = torch.randint(-most, most, (500, 2), generator=generator)
+        y = torch.randint(1, 1000, (500, 2), generator=generator) * torch.tensor([[1, -1]])
+        files.runs(made, tmp_path / "model.onnx", {"x": torch.cat([x, y], 1)})
+
+
+def _logarithms(m: nn.Module, x: torch.Tensor) -> Any:
+    sums = [of(x, y) for of in (torch.logaddexp, torch.logaddexp2) for y in (x.flip(1), x)]
+    return functional.logsigmoid(x), *sums
+
+
+def test_logarithms_of_what_overflows_are_finite(tmp_path: Path) -> None:
+    made = files.prepare(Program(_logarithms), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    ends = torch.tensor([[-1e4, -104.0, -88.5, 0.0, 30.0], [1e4, 104.0, 88.5, -1.0, -1e4]])
+    files.runs(made, tmp_path / "model.onnx", {"x": ends}, {"x": torch.tensor([[-torch.inf, 2, 3, 2, -torch.inf]])})
+
+
+def _rests(m: nn.Module, x: torch.Tensor) -> Any:
+    whole = x.round().long()
+    return (
+        x % 0.1,
+        x % -0.7,
+        2.5 % x,
+        x % x.flip(1),
+        whole % 3,
+        whole % 0.7,
+        x.double() % 0.1,
+        x % x.shape[1],
+        whole % x.shape[0],
+    )
+
+
+def test_the_rest_of_a_division_is_exact(tmp_path: Path) -> None:
+    """``torch.onnx`` subtracts a rounded product from numbers that may be large."""
+    made = files.prepare(Program(_rests), {"x": torch.randn(4, 5)}, {"x": {0: "rows", 1: "columns"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    whole = torch.arange(1, 81).reshape(8, 10).float()
+    files.runs(made, tmp_path / "model.onnx", {"x": whole}, {"x": -whole * 1e5}, {"x": torch.randn(3, 7) * 1e6})
+
+
+def test_a_rest_of_a_division_by_infinity_is_what_was_divided(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: x % x[:1].exp()), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.tensor([[100.0] * 5, [-2.0, -0.5, 0.0, 0.5, 2.0]])})
+
+
+def _reduced(m: nn.Module, x: torch.Tensor) -> Any:
+    index = (x.abs() * 3).long().clamp(max=4)
+    kinds = [(kind, itself) for kind in ("sum", "mean", "amax", "amin", "prod") for itself in (True, False)]
+    fractions = [(x + 1).scatter_reduce(1, index, x, kind, include_self=itself) for kind, itself in kinds]
+    whole = torch.arange(-2, 3) + index
+    return fractions, [whole.scatter_reduce(1, index, whole - 5, kind, include_self=itself) for kind, itself in kinds]
+
+
+def test_what_is_scattered_is_reduced_with_what_is_there_and_without(tmp_path: Path) -> None:
+    """Of means, which ONNX has not, too."""
+    made = files.prepare(Program(_reduced), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(7, 5)}, {"x": torch.zeros(2, 5)})
+
+
+def _extremes(m: nn.Module, x: torch.Tensor) -> Any:
+    index = torch.tensor([0, 0, 2, 4, 4]).expand(x.shape)
+    return [torch.ones_like(x).scatter_reduce(1, index, x, kind, include_self=False) for kind in ("amax", "amin")]
+
+
+def test_the_extreme_of_infinite_numbers_alone_is_infinite(tmp_path: Path) -> None:
+    made = files.prepare(Program(_extremes), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    infinite = torch.tensor([-torch.inf, -torch.inf, torch.inf, -torch.inf, torch.inf])[None]
+    files.runs(made, tmp_path / "model.onnx", {"x": infinite}, {"x": -infinite}, {"x": torch.randn(3, 5)})
+
+
+def test_a_running_extreme_may_be_infinite(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: (x.cummax(1), x.cummin(0))), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    low = torch.tensor([[-torch.inf, -torch.inf, -torch.finfo(torch.float32).max, 1.0, torch.inf]])
+    files.runs(made, tmp_path / "model.onnx", {"x": low}, {"x": -low}, {"x": torch.cat([-low, low.flip(1), low])})
+
+
+def _turned(m: nn.Module, x: torch.Tensor) -> Any:
+    half = x.shape[1] // 2
+    return x.roll(-7, 1), x.roll(half, 1), x.roll((2, -7), (1, 0)), x.roll(3), x[:, :5].roll(2, 1)
+
+
+def test_what_is_rolled_is_rolled_at_every_size(tmp_path: Path) -> None:
+    """Of 7 places by 7 nothing changes, which says nothing of other sizes."""
+    made = files.prepare(Program(_turned), {"x": torch.randn(4, 7)}, {"x": {0: "rows", 1: Dim("columns", 5, 40)}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", *({"x": torch.randn(2, size)} for size in (5, 6, 8, 10)))
+
+
+def test_what_is_rolled_by_all_of_its_places_is_an_output_of_its_own(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: (x.roll(5, 1), x + 1)), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(2, 5)})
+
+
+def _inverses(m: nn.Module, x: torch.Tensor) -> Any:
+    return torch.erfinv(x), torch.erfinv(x.double())
+
+
+def test_the_inverse_of_the_error_function_is_written_in_both_precisions(tmp_path: Path) -> None:
+    made = files.prepare(Program(_inverses), {"x": torch.rand(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    ends = torch.tensor([[-1.0, -0.9999999, -0.85, -0.1, 0.0], [1.0, 0.9999999, 0.8500001, 1e-20, 0.5]])
+    files.runs(made, tmp_path / "model.onnx", {"x": ends}, {"x": torch.linspace(-1, 1, 300).reshape(60, 5)})

@@ -1,0 +1,85 @@
+"""Whole numbers of 64 bits in ONNX files: however large, the larger of two is the one that torch takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optexport.runtime import runners
+from optexport.signature.signature import flatten_outputs
+from tests._helpers.graphs import Program
+from tests.exporters import files
+
+# The last are time stamps in milliseconds, of the 49 days that the lower half of a number holds.
+_NUMBERS = [
+    *(torch.randint(-most, most, (8, 6), generator=torch.Generator().manual_seed(0)) for most in (6, 2**33, 2**62)),
+    1_699_999_199_000 + torch.randint(0, 2**32, (8, 6), generator=torch.Generator().manual_seed(1)),
+]
+
+
+def _of_pairs(m: nn.Module, x: torch.Tensor) -> Any:
+    y = x.flip(0)
+    clamped = [x.clamp(min=0), x.clamp(max=10), x.clamp(-5, 5), x.clamp(min=y), x.clamp(y, y + 3)]
+    return torch.maximum(x, y), torch.minimum(x, y), clamped, x.sign(), x.sgn(), functional.relu(x), functional.relu6(x)
+
+
+def _of_axes(m: nn.Module, x: torch.Tensor) -> Any:
+    most = [x.amax(0), x.amax(1), x.amax((0, -1)), x.amax((0, 1), keepdim=True), x.max(), x.max(1)]
+    return most, x.amin(-1), x.min(), x.min(0, keepdim=True), torch.aminmax(x, dim=1), x.cummax(0), x.cummin(1)
+
+
+def _of_divisions(m: nn.Module, x: torch.Tensor) -> Any:
+    return torch.fmod(x, 7), torch.fmod(x, x.flip(0) | 1), x % 7, x.floor(), x.ceil(), x.trunc(), x.round()
+
+
+def _check(program: Any, path: Path) -> set[str]:
+    """Holds a file to equal numbers, as it stands and optimised; gives the operators in it."""
+    made = files.prepare(Program(program), {"x": _NUMBERS[0][:4]}, {"x": {0: "rows"}})
+    files.save_onnx(made, path)
+    for optimised in (False, True):
+        run = runners.open_onnx(path, made.signature.output_names, optimised=optimised)
+        for x in _NUMBERS:
+            for found, wanted in zip(run({"x": x}).values(), flatten_outputs(program(None, x)).values(), strict=True):
+                assert torch.equal(found, wanted)
+    return {node.op_type for node in onnx.load(path).graph.node}
+
+
+def test_the_larger_of_two_is_that_of_torch(tmp_path: Path) -> None:
+    """ONNX Runtime takes 5 for the larger of 3,000,000,000 and 5."""
+    assert not _check(_of_pairs, tmp_path / "model.onnx") & {"Max", "Min", "Clip", "Sign", "Relu"}
+
+
+def test_the_largest_along_axes_is_that_of_torch(tmp_path: Path) -> None:
+    """The runtime gives the earlier of two time stamps for the latest."""
+    assert not _check(_of_axes, tmp_path / "model.onnx") & {"Max", "Min", "ReduceMax", "ReduceMin"}
+
+
+def test_what_a_division_leaves_is_exact_and_whole_numbers_are_round(tmp_path: Path) -> None:
+    _check(_of_divisions, tmp_path / "model.onnx")
+
+
+def test_a_stable_order_is_written_and_keeps_ties_in_theirs(tmp_path: Path) -> None:
+    """torch.onnx has no translation of it."""
+
+    def orders(m: nn.Module, x: torch.Tensor) -> Any:
+        tied = x % 3
+        return torch.argsort(tied, dim=1, stable=True), torch.argsort(tied, dim=0, descending=True, stable=True)
+
+    _check(orders, tmp_path / "model.onnx")
+
+
+def test_others_than_int64_keep_their_operators(tmp_path: Path) -> None:
+    def body(m: nn.Module, x: torch.Tensor) -> Any:
+        y = x.flip(0)
+        return torch.maximum(x, y), torch.minimum(x, y), x.clamp(-1, 1), x.sign(), functional.relu(x), x.amax(1)
+
+    made = files.prepare(Program(body), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    operators = {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
+    assert {"Max", "Min", "Sign", "Relu", "ReduceMax"} <= operators
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(7, 5)})

@@ -1,0 +1,155 @@
+"""Lowerings of ONNX files: which operators become which, and which stay."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from optexport.signature.signature import Dim
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
+from tests.exporters import files
+from tests.exporters.passes_applied import AXES, X, agree, both, prepared, program, save
+
+
+def operators(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+def in_onnx(made: files.Prepared, name: str, place: Path) -> tuple[Counter[str], Counter[str]]:
+    """The operators of a file without and with a lowering, after checking that they agree, for empty batches too."""
+    plain, lowered = both(made, "onnx", name, place)
+    agree(lowered, plain, "onnx", made, [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33), (0, 5))])
+    assert [value.name for value in onnx.load(lowered).graph.output] == made.signature.output_names
+    assert [value.name for value in onnx.load(lowered).graph.input] == ["x"]
+    return operators(plain), operators(lowered)
+
+
+def test_a_residual_before_a_layer_norm_becomes_a_sum(tmp_path: Path) -> None:
+    made = program(lambda m, x: m.n(x + m.a(x).sin()) + x, a=nn.Linear(4, 4), n=nn.LayerNorm(4))
+    plain, lowered = in_onnx(made, "sum-residuals", tmp_path)
+    assert lowered == plain - Counter(Add=1) + Counter(Sum=1)
+
+
+def test_a_residual_that_other_nodes_and_the_output_read_becomes_a_sum_too(tmp_path: Path) -> None:
+    made = program(lambda m, x: (y := x.sin() + x, m.n(y) + y), n=nn.LayerNorm(4))
+    plain, lowered = in_onnx(made, "sum-residuals", tmp_path)
+    assert lowered == plain - Counter(Add=1) + Counter(Sum=1)
+
+
+def test_a_bias_before_a_layer_norm_stays_an_add(tmp_path: Path) -> None:
+    made = program(lambda m, x: m.n(m.a(x)) + m.n(x + 1.0), a=nn.Linear(4, 4), n=nn.LayerNorm(4))
+    plain, lowered = in_onnx(made, "sum-residuals", tmp_path)
+    assert lowered == plain
+
+
+def test_onnx_runtime_makes_no_skip_layer_normalization_of_a_sum(tmp_path: Path) -> None:
+    """The reason that the lowering is there; where it fails, the lowering has lost its use."""
+    kept = {}
+    for names in ((), ("sum-residuals",)):
+        path = save(prepared("masked"), "onnx", tmp_path, names)
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+        options.log_severity_level = 4
+        onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        kept[names] = operators(tmp_path / "optimised.onnx")["SkipLayerNormalization"]
+    assert kept[()] > 0
+    assert kept["sum-residuals",] == 0
+
+
+@pytest.mark.parametrize("dynamic", [AXES, {0: Dim("batch", 0, 16)}, {1: Dim("sequence", 2, 40)}])
+def test_a_linear_layer_on_three_dimensions_becomes_a_gemm(dynamic: Mapping[int, Dim], tmp_path: Path) -> None:
+    made = files.prepare(randomise(Program(lambda m, x: m.a(x), a=nn.Linear(4, 6))), {"x": X}, {"x": dict(dynamic)})
+    plain, lowered = both(made, "onnx", "gemm", tmp_path)
+    sizes = itertools.product((0, 1, 7) if 0 in dynamic else (3,), (2, 33) if 1 in dynamic else (5,))
+    agree(lowered, plain, "onnx", made, [{"x": torch.randn(*size, 4)} for size in sizes])
+    counts = operators(lowered)
+    assert (counts["Gemm"], counts["Reshape"], counts["MatMul"], counts["Add"]) == (1, 2, 0, 0)
+
+
+def test_a_layer_that_is_called_twice_becomes_a_gemm_each_time(tmp_path: Path) -> None:
+    """The file turns its weight before every product, where the weight is not small."""
+    made = program(lambda m, x: m.a(x).relu() * m.a(x.sin()), a=nn.Linear(4, 4096))
+    plain, lowered = in_onnx(made, "gemm", tmp_path)
+    assert (plain["MatMul"], plain["Transpose"]) == (2, 2)
+    assert (lowered["Gemm"], lowered["MatMul"], lowered["Transpose"]) == (2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.a(x).sin(),
+        lambda m, x: m.a(x) + x,
+        lambda m, x: x @ x.mT @ x + m.v,
+        lambda m, x: m.a(x) + m.w[0, 0],
+        lambda m, x: m.b(x[:, 0]),
+    ],
+    ids=["no bias", "residual", "no weight", "bias of another shape", "two dimensions"],
+)
+def test_products_that_are_no_linear_layers_stay_what_they_are(body: Any, tmp_path: Path) -> None:
+    made = program(
+        body,
+        a=nn.Linear(4, 4, bias=False),
+        b=nn.Linear(4, 2),
+        w=nn.Parameter(torch.randn(1, 4)),
+        v=nn.Parameter(torch.randn(4)),
+    )
+    plain, lowered = in_onnx(made, "gemm", tmp_path)
+    assert lowered == plain
+
+
+def test_transformers_fuses_what_onnx_runtime_has_operators_for(tmp_path: Path) -> None:
+    path = save(prepared("masked"), "onnx", tmp_path, ("transformers-fusions",))
+    assert operators(path)["SkipLayerNormalization"] > 0
+    path = save(prepared("masked"), "onnx", tmp_path, ("transformers-fusions", "sum-residuals"))
+    assert operators(path)["SkipLayerNormalization"] == 0
+
+
+def test_fusions_that_would_leave_the_standard_are_not_made(tmp_path: Path) -> None:
+    """The runtime's SimplifiedLayerNormalization bears the standard's domain, which onnx.checker refuses."""
+    made = program(
+        lambda m, x: m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), w=nn.Parameter(torch.randn(4))
+    )
+    plain, lowered = in_onnx(made, "transformers-fusions", tmp_path)
+    assert lowered == plain
+
+
+def test_a_number_that_the_fusions_would_take_for_zero_keeps_them_away(tmp_path: Path) -> None:
+    made = program(lambda m, x: (x.sin() * 0 + 4e-9 + 0) * 1e9 + m.n(x + x.cos()), n=nn.LayerNorm(4))
+    plain, lowered = in_onnx(made, "transformers-fusions", tmp_path)
+    assert lowered == plain
+
+
+def _attending(mask: float) -> files.Prepared:
+    """Attention under a mask of one row for all queries, whose second batch attends to no key."""
+
+    def body(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = m.q(x)[:, None]
+        hidden = torch.zeros_like(x[:, 0, :1]).index_fill(0, torch.tensor([1]), mask)[:, None, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=hidden.expand(-1, 1, 1, x.shape[1]))[:, 0]
+
+    return program(body, q=nn.Linear(4, 4))
+
+
+def test_attention_becomes_one_operator_whose_mask_has_a_row_for_each_query(tmp_path: Path) -> None:
+    made = _attending(float("-inf"))
+    plain, lowered = both(made, "onnx", "attention", tmp_path)
+    agree(lowered, plain, "onnx", made, [{"x": torch.randn(*size, 4)} for size in ((2, 3), (7, 33))])
+    assert operators(lowered)["Attention"] == 1
+    assert operators(lowered)["Softmax"] == 0
+    assert onnx.load(lowered).opset_import[0].version == 23
+
+
+def test_a_row_under_the_smallest_number_attends_to_all_keys_alike(tmp_path: Path) -> None:
+    made = _attending(torch.finfo(torch.float32).min)
+    plain, lowered = both(made, "onnx", "attention", tmp_path)
+    agree(lowered, plain, "onnx", made, [{"x": torch.randn(2, 3, 4)}])

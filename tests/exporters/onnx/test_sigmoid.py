@@ -1,0 +1,60 @@
+"""Sigmoids in ONNX files: as exact as those of torch, however small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optexport.runtime import runners
+from tests._helpers.graphs import Program
+from tests.exporters import files
+
+
+@pytest.mark.parametrize("optimised", [False, True])
+def test_a_small_sigmoid_has_all_its_digits(tmp_path: Path, optimised: bool) -> None:
+    """The runtime's own is wrong in the third digit at -10, and 0 below -18."""
+    made = files.prepare(Program(lambda m, x: x.sigmoid()), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    x = torch.cat([torch.linspace(-80, 80, 5 * 4001), torch.tensor([-torch.inf, -200, 200, torch.inf, torch.nan])])
+    run = runners.open_onnx(tmp_path / "model.onnx", made.signature.output_names, optimised=optimised)
+    (found,) = run({"x": x.reshape(-1, 5)}).values()
+    torch.testing.assert_close(found.flatten(), x.double().sigmoid().float(), rtol=5e-7, atol=1e-37, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: (x.sigmoid() * 2.0).log(),
+        lambda m, x: (x.sigmoid() * (x + 1).sigmoid()).log(),
+        lambda m, x: x.sigmoid() * (-x).exp(),
+        lambda m, x: (x.sigmoid() * (x > -20)) / (x.sigmoid() * (x > -20)).sum(-1, keepdim=True),
+    ],
+    ids=["log of a product", "log of two", "times a large number", "normalised"],
+)
+def test_what_is_made_of_a_product_with_a_small_sigmoid_has_its_digits(body: Any, tmp_path: Path) -> None:
+    """Products were taken for gates, whose small results matter to nobody: these were infinite, or a part in 12 off."""
+    made = files.prepare(Program(body), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    x = torch.linspace(-18, 18, 4005).reshape(-1, 5)
+    (found,) = runners.open_onnx(tmp_path / "model.onnx", made.signature.output_names, optimised=True)(
+        {"x": x}
+    ).values()
+    torch.testing.assert_close(found, body(None, x.double()).float(), rtol=5e-6, atol=5e-7)
+
+
+def test_the_sigmoid_of_a_silu_stays_an_operator(tmp_path: Path) -> None:
+    def gates(m: nn.Module, x: torch.Tensor) -> Any:
+        return functional.silu(x), x.flip(1) * functional.silu(x + 1)
+
+    made = files.prepare(Program(gates), {"x": torch.randn(4, 5)}, {"x": {0: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    operators = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
+    assert operators.count("Sigmoid") == 2
+    assert "Exp" not in operators
+    files.runs(made, tmp_path / "model.onnx", {"x": 9 * torch.randn(7, 5)})

@@ -1,0 +1,77 @@
+"""Operators of ONNX files: as exact as the model's own, and of the same signs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fft, nn
+
+from optexport import export
+from tests._helpers.graphs import Program
+from tests.exporters import files
+
+
+def _numbers(m: nn.Module, x: torch.Tensor) -> Any:
+    return (
+        x * 0.1 + 0.3,
+        x.clamp(-0.7, 0.7) / 3.3,
+        2.1**x,
+        torch.where(x > 0.1, 0.1, x),
+        x.masked_fill(x > 0, torch.finfo(x.dtype).min),
+        x.masked_fill(x > 0, 0.7),
+        torch.cat([x, torch.full((1, 6), 0.1, dtype=x.dtype), torch.full_like(x, 0.1), x.new_full((1, 6), 0.1)]),
+        x.clone().fill_(0.1) * x,
+    )
+
+
+def test_a_number_of_python_is_not_rounded_to_float32(tmp_path: Path) -> None:
+    x = torch.randn(3, 6, dtype=torch.float64)
+    made = export(Program(_numbers).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
+    assert made.passed
+
+
+def test_a_float32_model_computes_in_float64_where_it_says_so(tmp_path: Path) -> None:
+    def angles(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x.double() * 1234567.1).float()  # of a factor in float32 the angle is off by 0.1
+
+    x = torch.rand(3, 6)
+    made = export(Program(angles).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
+    assert made.passed
+
+
+def test_the_angle_of_a_point_is_that_of_torch_whatever_the_sign_of_its_zeros(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: torch.atan2(*x)), {"x": torch.randn(2, 3)}, {"x": {1: "points"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    numbers = torch.tensor([-torch.inf, -2, -1, -0.0, 0, 1, 2, torch.inf])
+    points = torch.cartesian_prod(numbers, numbers).T
+    files.runs(made, tmp_path / "model.onnx", {"x": points[:, points.isfinite().any(0)]})
+
+
+def _diagonals(m: nn.Module, x: torch.Tensor) -> Any:
+    within = [x.diagonal(offset, 1, 2) for offset in (0, 1, -2, 9)]
+    return within, x.diagonal(-1, -1, 0), x.diagonal(), (x > 0).diagonal(0, 1, 2), x.round().long().diagonal(1, 2, 1)
+
+
+def test_a_diagonal_is_that_of_torch_at_other_sizes(tmp_path: Path) -> None:
+    made = files.prepare(Program(_diagonals), {"x": torch.randn(2, 4, 3)}, {"x": {0: "batch", 1: "rows"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    files.runs(made, tmp_path / "model.onnx", {"x": torch.randn(3, 5, 3)}, {"x": torch.randn(4, 1, 3)})
+
+
+def test_a_diagonal_beside_infinity_is_finite(tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: x.diagonal(0, 1, 2)), {"x": torch.randn(2, 4, 4)}, {"x": {0: "batch"}})
+    files.save_onnx(made, tmp_path / "model.onnx")
+    masked = torch.randn(3, 4, 4).masked_fill(~torch.eye(4, dtype=torch.bool), -torch.inf)
+    files.runs(made, tmp_path / "model.onnx", {"x": masked})
+
+
+def test_fourier_transforms_are_as_exact_as_float64(tmp_path: Path) -> None:
+    def there_and_back(m: nn.Module, x: torch.Tensor) -> Any:
+        half = fft.rfft(x)
+        return half.real, half.imag, fft.irfft(half * 2, n=x.shape[1]), torch.view_as_real(fft.fft(x, norm="ortho"))
+
+    x = torch.randn(3, 7, dtype=torch.float64)
+    made = export(Program(there_and_back).eval(), {"x": x}, tmp_path / "bundle", formats=["onnx"], effort="quick")
+    assert made.passed

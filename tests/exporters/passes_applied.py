@@ -1,0 +1,125 @@
+"""Small models of several families, their files with a lowering and without, and whether two files agree."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir
+import torch
+from torch import nn
+
+from optexport.exporters import exported_program
+from optexport.exporters.onnx import exporter as onnx_exporter
+from optexport.exporters.onnx import passes
+from optexport.exporters.torchscript import exporter as torchscript_exporter
+from optexport.runtime import runners
+from optexport.signature.signature import Dim
+from tests._helpers.exports import Block
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
+from tests.exporters import files
+
+AXES = {0: Dim("batch", 0, 16), 1: Dim("sequence", 2, 40)}
+X = torch.linspace(-2, 2, 60).reshape(3, 5, 4)
+
+_PLACE = tempfile.TemporaryDirectory(prefix="optexport-lowerings-")
+
+
+class Mlp(nn.Module):
+    """Linear layers with an activation of each kind, on rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.GELU("tanh"), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Masked(nn.Module):
+    """A block of attention with a bias of -inf, whose rows of padding attend to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.block.query(x)[:, None]
+        attended = nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=mask[:, None, None, :] > 0)[:, 0]
+        y = self.block.norm(x + self.block.out(attended))
+        return y + self.block.down(self.block.act(self.block.up(y)))
+
+
+@functools.cache
+def prepared(name: str) -> files.Prepared:
+    """A small model of each family; shared between tests, so none may change it."""
+    if name == "mlp":
+        return files.prepare(randomise(Mlp()), {"x": X[0]}, {"x": {0: Dim("batch", 1, 32)}})
+    if name == "masked":
+        example = {"x": X, "mask": torch.ones(3, 5)}
+        return files.prepare(randomise(Masked()), example, {"x": AXES, "mask": AXES})
+    return files.prepared(name)
+
+
+def batches(name: str) -> list[dict[str, torch.Tensor]]:
+    """Inputs of sizes that were never traced."""
+    if name == "mlp":
+        return [{"x": torch.randn(rows, 4)} for rows in (1, 2, 17)]
+    if name == "masked":
+        mask = torch.ones(4, 7)
+        mask[1], mask[2, 3:], mask[3, :5] = 0, 0, 0
+        return [{"x": torch.randn(1, 9, 4), "mask": torch.ones(1, 9)}, {"x": torch.randn(4, 7, 4), "mask": mask}]
+    return [batch for _, batch in files.batches(name)]
+
+
+@functools.cache
+def _converted(made: files.Prepared, opset: int | None) -> onnx_ir.Model:
+    """A graph as ONNX, before any lowering: what is prepared is converted once, a copy of it anew."""
+    return onnx_exporter.convert(made.flat, made.signature, made.example, opset)
+
+
+def save(made: files.Prepared, file_format: str, folder: Path, names: Sequence[str] = ()) -> Path:
+    """Writes a file with some lowerings, by a name that differs in the folder alone: TorchScript writes it inside."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"model.{file_format}"
+    match file_format:
+        case "onnx":
+            onnx_exporter.write(_converted(made, passes.opset(names, None)), path, lowerings=names)
+        case "torchscript":
+            assert torchscript_exporter.save(made.program, made.signature, made.example, path, lowerings=names) is None
+        case "pt2":
+            exported_program.save(made.program, path, lowerings=names)
+    return path
+
+
+@functools.cache
+def plain_file(model: str, file_format: str) -> Path:
+    return save(prepared(model), file_format, Path(_PLACE.name) / model)
+
+
+def agree(path: Path, other: Path, file_format: str, made: files.Prepared, given: Sequence[Any]) -> None:
+    """Asserts that two files compute the same, to a few units in the last place of the largest number."""
+    names = made.signature.output_names
+    pairs = zip(*(runners.open_file(p, file_format, names) for p in (path, other)), strict=True)
+    for (_, run), (_, plain) in pairs:
+        for batch in given:
+            got, want = run(batch), plain(batch)
+            for name, value in want.items():
+                assert got[name].dtype == value.dtype
+                assert got[name].shape == value.shape
+                tolerance = 64 * torch.finfo(torch.float32).eps * float(value.abs().max() if value.numel() else 0)
+                torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def both(made: files.Prepared, file_format: str, name: str, place: Path) -> tuple[Path, Path]:
+    """The file without a lowering, and with it."""
+    plain = save(made, file_format, place / "plain")
+    return plain, save(made, file_format, place / "lowered", (name,))
+
+
+def program(body: Any, **children: Any) -> files.Prepared:
+    return files.prepare(randomise(Program(body, **children)), {"x": X}, {"x": AXES})

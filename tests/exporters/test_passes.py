@@ -1,0 +1,80 @@
+"""What holds for every lowering: the file opens, computes what it did without, at any size, and is written alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from optexport.config import passes
+from tests._helpers.graphs import Program
+from tests.exporters import files
+from tests.exporters.passes_applied import AXES, X, agree, batches, both, plain_file, prepared, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+EACH = [(lowering.name, file_format) for lowering in passes.LOWERINGS for file_format in lowering.formats]
+
+
+@pytest.mark.parametrize(
+    "model", ["bert", "masked", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "mlp", "resnet"))]
+)
+@pytest.mark.parametrize(("name", "file_format"), EACH)
+def test_every_lowering_gives_a_file_that_opens_and_agrees_at_any_size(
+    name: str, file_format: str, model: str, tmp_path: Path
+) -> None:
+    lowered = save(prepared(model), file_format, tmp_path, (name,))
+    agree(lowered, plain_file(model, file_format), file_format, prepared(model), batches(model))
+
+
+@pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
+def test_all_lowerings_of_a_format_together_agree_in_whatever_order_they_are_named(
+    file_format: str, tmp_path: Path
+) -> None:
+    made, names = prepared("bert"), passes.of_format(file_format)
+    lowered = save(made, file_format, tmp_path / "lowered", names)
+    backwards = save(made, file_format, tmp_path / "backwards", names[::-1])
+    agree(lowered, plain_file("bert", file_format), file_format, made, batches("bert"))
+    assert lowered.read_bytes() == backwards.read_bytes()
+
+
+@pytest.mark.parametrize(("name", "file_format"), EACH)
+def test_a_file_written_twice_is_the_same_and_tells_nothing_of_the_machine(
+    name: str, file_format: str, tmp_path: Path
+) -> None:
+    first, second = (save(replace(prepared("masked")), file_format, tmp_path / part, (name,)) for part in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    assert all(told not in first.read_bytes() for told in (b"site-packages", str(tmp_path).encode()))
+
+
+@pytest.mark.parametrize("name", ["sum-residuals", "gemm", "onednn-linear"])
+def test_a_graph_with_nothing_to_lower_gives_the_same_file(name: str, tmp_path: Path) -> None:
+    made = files.prepare(Program(lambda m, x: x.sin() + x @ x.mT @ x), {"x": X}, {"x": AXES})
+    for file_format in [file_format for other, file_format in EACH if other == name]:
+        plain, lowered = both(made, file_format, name, tmp_path)
+        assert lowered.read_bytes() == plain.read_bytes()
+
+
+@pytest.mark.parametrize(("name", "file_format"), EACH)
+def test_a_lowering_leaves_what_it_was_given_as_it_was(name: str, file_format: str, tmp_path: Path) -> None:
+    made = replace(prepared("masked"))
+    before = str(made.flat.graph), str(made.program)
+    weights = {name: (value.data_ptr(), value.clone()) for name, value in made.program.state_dict.items()}
+    save(made, file_format, tmp_path, (name,))
+    assert (str(made.flat.graph), str(made.program)) == before
+    for key, (address, value) in weights.items():
+        assert made.program.state_dict[key].data_ptr() == address
+        assert torch.equal(made.program.state_dict[key], value)
+
+
+def test_those_of_a_format_come_in_the_order_in_which_they_are_applied() -> None:
+    assert passes.of_format("onnx").index("sum-residuals") < passes.of_format("onnx").index("transformers-fusions")
+    assert set(passes.of_format("pt2")) == {"onednn-linear", "channels-last"}
+
+
+def test_those_for_the_cpu_are_none_for_a_card() -> None:
+    assert passes.of_format("pt2", "cuda") == ()
+    assert passes.of_format("torchscript", "cuda") == ("freeze",)
+    assert passes.of_format("onnx", "cuda") == ("sum-residuals", "attention", "gemm")

@@ -1,0 +1,177 @@
+"""Convolutions by oneDNN on channels that lie last: which become such, and that what reads them reads the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.exporters.torchscript import passes
+from optexport.exporters.torchscript.channels_last import CONVOLUTION
+from optexport.runtime import runners
+from optexport.runtime.untrusted import archives
+from optexport.signature.signature import Dim
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
+from tests.exporters import files
+from tests.exporters.passes_applied import agree, both, save
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"),
+]
+
+X = torch.linspace(-2, 2, 2 * 4 * 6 * 5).reshape(2, 4, 6, 5)
+SIZES = ((1, 4, 6, 5), (7, 4, 6, 5), (0, 4, 6, 5))
+
+
+def convolution(*sizes: int, **options: Any) -> nn.Conv2d:
+    return nn.Conv2d(*sizes, **options)
+
+
+def images(body: Any, **children: Any) -> files.Prepared:
+    return files.prepare(randomise(Program(body, **children)), {"x": X}, {"x": {0: Dim("batch", 0, 16)}})
+
+
+def moved(made: files.Prepared, place: Path) -> int:
+    """How many convolutions of a ``.pt2`` file are oneDNN's; both files are checked to agree with the plain ones."""
+    given = [{"x": torch.randn(size)} for size in SIZES]
+    given += [{"x": torch.randn(2, 6, 5, 4).permute(0, 3, 1, 2)}]
+    for file_format in ("torchscript", "pt2"):
+        plain, lowered = both(made, file_format, "channels-last", place)
+        agree(lowered, plain, file_format, made, given)
+    return len(torch.export.load(lowered).graph.find_nodes(op="call_function", target=CONVOLUTION))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"groups": 2}, {"groups": 4}, {"bias": False}],
+    ids=str,
+)
+def test_a_convolution_becomes_one_of_onednn(options: dict[str, Any], tmp_path: Path) -> None:
+    assert moved(images(lambda m, x: m.a(x), a=convolution(4, 8, 3, **options)), tmp_path) == 1
+
+
+def test_a_kernel_of_one_becomes_one_of_onednn(tmp_path: Path) -> None:
+    assert moved(images(lambda m, x: m.b(m.a(x).relu()), a=convolution(4, 8, 1), b=convolution(8, 2, 1)), tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda m, y: y.view(y.shape[0], 8, -1),
+        lambda m, y: y.flatten(1),
+        lambda m, y: y.reshape(-1, 4),
+        lambda m, y: y.permute(0, 2, 3, 1).flatten(2),
+        lambda m, y: y.as_strided((2, 3), (3, 1)),
+        lambda m, y: (y.flatten(1), y, y[:, :2]),
+        lambda m, y: (y + 1).softmax(1),
+        lambda m, y: (nn.functional.pad(y, (1, 1)), nn.functional.max_pool2d(y, 2), y.mean((2, 3))),
+        lambda m, y: torch.cat([y, y], 1).view(-1),
+        lambda m, y: nn.functional.hardtanh(y, inplace=True) + y.shape[2],
+        lambda m, y: nn.functional.interpolate(y, scale_factor=2.0, mode="bilinear"),
+    ],
+    ids=["view", "flatten", "reshape", "permute", "strides", "several", "softmax", "pool", "cat", "in place", "larger"],
+)
+def test_what_reads_a_result_reads_the_same_numbers(after: Any, tmp_path: Path) -> None:
+    made = files.prepare(
+        randomise(Program(lambda m, x: after(m, m.a(x)), a=convolution(4, 8, 3))),
+        {"x": X},
+        {"x": {0: Dim("batch", 1, 16)}},
+    )
+    given = [{"x": torch.randn(size)} for size in SIZES[:2]]
+    for file_format in ("torchscript", "pt2"):
+        plain, lowered = both(made, file_format, "channels-last", tmp_path)
+        agree(lowered, plain, file_format, made, given)
+    assert torch.export.load(lowered).graph.find_nodes(op="call_function", target=CONVOLUTION)
+
+
+def test_padding_between_convolutions_keeps_the_layout(tmp_path: Path) -> None:
+    """EfficientNet pads before each convolution, and copies there took more than oneDNN saved."""
+
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.b(nn.functional.pad(m.a(x), (0, 1, 0, 1)))  # type: ignore[no-any-return]
+
+    made = images(body, a=convolution(4, 8, 3), b=convolution(8, 2, 3))
+    assert moved(made, tmp_path) == 2
+    graph = torch.export.load(save(made, "pt2", tmp_path, ("channels-last",))).graph
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default)) == 1  # of the result
+
+
+def test_results_leave_the_graph_as_they_always_lay(tmp_path: Path) -> None:
+    made = images(lambda m, x: (m.a(x), m.a(x).relu()), a=convolution(4, 8, 3))
+    path = save(made, "pt2", tmp_path, ("channels-last",))
+    got = runners.open_pt2(path, made.signature.output_names)({"x": X})
+    assert all(value.is_contiguous() for value in got.values())
+
+
+def test_a_residual_sum_that_is_made_in_place_is_the_same(tmp_path: Path) -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.norm(m.b(m.a(x).relu_()))
+        y += x
+        return y.relu_()
+
+    layers = {"a": convolution(4, 6, 3, padding=1), "b": convolution(6, 4, 3, padding=1), "norm": nn.BatchNorm2d(4)}
+    assert moved(images(body, **layers), tmp_path) == 2
+
+
+def _after_a_view(m: Any, x: torch.Tensor) -> Any:
+    y = m.a(x)
+    flat = y.flatten(1)
+    y.relu_()
+    return flat
+
+
+def _of_a_view(m: Any, x: torch.Tensor) -> Any:
+    y = m.a(x)
+    y[:, :2].mul_(2.0)
+    return y
+
+
+@pytest.mark.parametrize("body", [_after_a_view, _of_a_view])
+def test_nothing_is_moved_where_a_copy_would_part_a_change_from_its_readers(body: Any, tmp_path: Path) -> None:
+    assert moved(images(body, a=convolution(4, 8, 3)), tmp_path) == 0
+
+
+def _of_images(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.conv2d(x, x[:1, :, :2, :2])
+
+
+@pytest.mark.parametrize(
+    ("body", "layer"),
+    [
+        (_of_images, nn.Identity()),
+        (lambda m, x: nn.functional.conv2d(x, m.a.weight * 2), convolution(4, 2, 3)),
+        (lambda m, x: (m.a(x), m.a.weight.flatten()), convolution(4, 2, 3)),
+        (lambda m, x: m.a(x.double()), convolution(4, 2, 3).double()),
+        (lambda m, x: m.a(x[0]), convolution(4, 2, 3)),
+        (lambda m, x: m.a(x), convolution(4, 2, 3, padding="same")),
+    ],
+    ids=["activation", "computed", "read by others", "float64", "no batch", "padding by name"],
+)
+def test_what_onednn_would_not_take_stays_a_convolution_of_torch(body: Any, layer: Any, tmp_path: Path) -> None:
+    made = files.prepare(randomise(Program(body, a=layer)), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
+    for file_format in ("torchscript", "pt2"):
+        plain, lowered = both(made, file_format, "channels-last", tmp_path)
+        assert lowered.read_bytes() == plain.read_bytes()
+
+
+def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
+    made = images(lambda m, x: m.a(x).relu(), a=convolution(4, 8, 3))
+    path = save(made, "pt2", tmp_path, ("channels-last",))
+    got = runners.open_pt2(path, made.signature.output_names)({"x": torch.full((2, 4, 6, 5), torch.nan)})
+    assert all(value.isnan().all() for value in got.values())
+
+
+def test_a_file_whose_channels_were_moved_can_be_a_source_again(tmp_path: Path) -> None:
+    made = images(lambda m, x: m.b(m.a(x).relu()), a=convolution(4, 8, 3), b=convolution(8, 2, 1, bias=False))
+    loaded = archives.load_pt2(save(made, "pt2", tmp_path, ("channels-last",)))
+    want = loaded.module()(x=X)
+    passes.raise_again(loaded)
+    targets = [node.target for node in loaded.graph.nodes if node.op == "call_function"]
+    assert targets.count(torch.ops.aten.conv2d.default) == 2
+    assert CONVOLUTION not in targets
+    torch.testing.assert_close(loaded.module()(x=X), want)

@@ -1,0 +1,259 @@
+"""TorchScript files: dynamic, named, plain tuples out; or marked as of a fixed shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import ExportError, SourceError
+from optexport.exporters.torchscript import exporter
+from optexport.runtime import runners
+from optexport.signature.signature import Dim
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
+from tests.exporters import files
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+SIZES = {"x": {0: Dim("batch", 1, 32), 1: Dim("width", 2, 64)}}
+BATCH = {"x": {0: Dim("batch", 1, 32)}}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+def saved(made: files.Prepared, place: Path) -> tuple[Path, str | None]:
+    path = place / "model.pt"
+    return path, exporter.save(made.program, made.signature, made.example, path)
+
+
+@pytest.mark.parametrize("name", files.NAMES)
+def test_the_file_computes_what_the_model_computes_at_any_size(name: str) -> None:
+    run = runners.open_torchscript(files.torchscript_file(name), files.prepared(name).signature.output_names)
+    files.agrees(name, run, 2e-6)
+
+
+def test_the_file_loads_without_transformers_and_gives_a_plain_tuple(tmp_path: Path) -> None:
+    made = files.prepared("bert")
+    _, batch = next(iter(files.batches("bert")))
+    got = files.run_without_transformers(files.torchscript_file("bert"), batch, "torch.jit.load(path)", tmp_path)
+    for value, want in zip(got, files.eager(made, batch).values(), strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", files.NAMES)
+def test_inputs_are_named_and_come_in_the_signatures_order(name: str) -> None:
+    module = torch.jit.load(files.torchscript_file(name))
+    _, *arguments = module.forward.schema.arguments
+    assert [argument.name for argument in arguments] == [s.name for s in files.prepared(name).signature.inputs]
+    assert all(not argument.has_default_value() for argument in arguments)
+    assert str(module.forward.schema.returns[0].type).startswith("Tuple[Tensor")
+
+
+def test_outputs_that_repeat_or_hand_an_input_through_are_tensors_of_their_own(tmp_path: Path) -> None:
+    made = files.prepare(randomise(Program(lambda m, x: (y := m.a(x), y, x), a=nn.Linear(4, 4))), {"x": X}, BATCH)
+    path, reason = saved(made, tmp_path)
+    assert reason is None
+    got = torch.jit.load(path)(x=X + 1)
+    for value, want in zip(got, files.eager(made, {"x": X + 1}).values(), strict=True):
+        torch.testing.assert_close(value, want)
+
+
+class InPlace(nn.Module):
+    """Writes into slices of a tensor, and where a mask says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[:, 0] = 7.0
+        y[x > 1] = 0.0
+        y[:, 1:].add_(1.0)
+        return y
+
+
+def test_what_is_written_in_place_is_kept(tmp_path: Path) -> None:
+    made = files.prepare(InPlace(), {"x": X}, BATCH)
+    path, _ = saved(made, tmp_path)
+    run = runners.open_torchscript(path, ["output"])
+    for size in (1, 3, 7):
+        x = torch.randn(size, 4)
+        assert torch.equal(run({"x": x})["output"], InPlace()(x))
+
+
+class Arithmetic(nn.Module):
+    """Computes with sizes, in ways that scripting takes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[1]
+        distance = (torch.arange(n)[None] - torch.arange(n)[:, None]).abs().clamp(max=3)
+        padded = nn.functional.pad(x, (0, (4 - n % 4) % 4))
+        return padded.sum(1, keepdim=True) / n + (x @ distance.to(x.dtype)) * (n // 2)
+
+
+def test_arithmetic_on_sizes_stays_arithmetic(tmp_path: Path) -> None:
+    made = files.prepare(Arithmetic(), {"x": torch.randn(3, 6)}, SIZES)
+    path, reason = saved(made, tmp_path)
+    assert reason is None
+    run = runners.open_torchscript(path, ["output"])
+    for shape in ((1, 4), (7, 11), (3, 64)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(run({"x": x})["output"], Arithmetic()(x))
+
+
+class Root(nn.Module):
+    """Divides by a size's root."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.shape[1] ** 0.5
+
+
+class Longest(nn.Module):
+    """Takes the larger of two sizes, and the smaller."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_ones(max(x.shape[0], x.shape[1])) * x.sum() * min(x.shape[0], x.shape[1])
+
+
+@pytest.mark.parametrize("make", [Root, Longest])
+def test_functions_of_sizes_stay_functions_of_sizes(make: type[nn.Module], tmp_path: Path) -> None:
+    made = files.prepare(make(), {"x": X}, SIZES)
+    path, reason = saved(made, tmp_path)
+    assert reason is None
+    run = runners.open_torchscript(path, ["output"])
+    for shape in ((1, 4), (7, 11), (3, 64)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(run({"x": x})["output"], make()(x))
+
+
+class Lengths(nn.Module):
+    """Cuts its rows into two parts, as long as another input says, and scales one by a third."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        first, second = lengths.tolist()
+        one, other = torch.split(x, [first, second])
+        return torch.cat([one * factor.item(), other])
+
+
+def test_numbers_that_inputs_hold_stay_numbers(tmp_path: Path) -> None:
+    rows, factor = {"x": {0: "rows"}}, torch.tensor(2.5)
+    made = files.prepare(Lengths(), {"x": torch.randn(6, 4), "lengths": torch.tensor([2, 4]), "factor": factor}, rows)
+    path, reason = saved(made, tmp_path)
+    assert reason is None
+    run = runners.open_torchscript(path, ["output"])
+    for first, second in ((1, 4), (7, 2)):
+        x, lengths = torch.randn(first + second, 4), torch.tensor([first, second])
+        outputs = run({"x": x, "lengths": lengths, "factor": factor * first})
+        torch.testing.assert_close(outputs["output"], Lengths()(x, lengths, factor * first))
+
+
+class OwnPrecision(nn.Module):
+    """Leaves the precision that is set around it, in a way that TorchScript's compiler does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = x.sin() * x.shape[0]
+        return y + 1
+
+
+def test_what_cannot_be_scripted_is_traced_and_the_reason_is_given(tmp_path: Path) -> None:
+    made = files.prepare(OwnPrecision(), {"x": X}, BATCH)
+    path, reason = saved(made, tmp_path)
+    assert reason
+    assert "\n" not in reason
+    assert str(tmp_path) not in reason
+    run = runners.open_torchscript(path, ["output"])
+    other = torch.randn(X.shape)
+    torch.testing.assert_close(run({"x": other})["output"], OwnPrecision()(other))
+    assert [argument.name for argument in torch.jit.load(path).forward.schema.arguments[1:]] == ["x"]
+
+
+class Scaled(nn.Module):
+    """Takes a number out of a tensor, which a trace would hold for ever."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * x.max().item())[:, : round(x.shape[1] * 0.7)]
+
+
+def test_a_trace_that_would_hold_values_is_refused(tmp_path: Path) -> None:
+    made = files.prepare(Scaled(), {"x": X}, SIZES)
+    with pytest.raises(ExportError, match="a trace would hold values of its example"):
+        saved(made, tmp_path)
+
+
+def test_a_name_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def forward(self, größe: torch.Tensor) -> torch.Tensor:
+            return größe * 2
+
+    made = files.prepare(Named(), {"größe": X}, {"größe": {0: Dim("batch", 1, 32)}})
+    with pytest.raises(ExportError, match="TorchScript cannot hold the name größe"):
+        saved(made, tmp_path)
+
+
+def test_a_name_of_a_weight_that_torchscript_cannot_hold_is_said(tmp_path: Path) -> None:
+    """torch wrote a file that it does not read, of which was said that its code does more than compute."""
+    made = files.prepare(nn.Sequential(OrderedDict({"für": nn.Linear(4, 4)})), {"input": X}, {"input": {}})
+    with pytest.raises(ExportError, match="TorchScript cannot hold the name für.weight"):
+        saved(made, tmp_path)
+
+
+@pytest.mark.parametrize("reach", ["write", "read"])
+def test_a_file_that_reaches_outside_is_refused_and_not_run(reach: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"original")
+
+    class Reaching(nn.Module):
+        def __init__(self, path: str, shared: bool) -> None:
+            super().__init__()
+            self.path, self.shared = path, shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = torch.from_file(self.path, self.shared, 8, dtype=torch.uint8)
+            return x + found.fill_(33).sum()
+
+    torch.jit.script(Reaching(str(victim), reach == "write")).save(str(tmp_path / "model.pt"))
+    with pytest.raises(SourceError, match="from_file, which does more than compute"):
+        runners.open_torchscript(tmp_path / "model.pt", ["output"])
+    assert victim.read_bytes() == b"original"
+
+
+class Branching(nn.Module):
+    """Chooses by a value, with torch.cond."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+        return y
+
+
+def test_what_can_be_neither_scripted_nor_traced_is_an_error_that_says_both_whys(tmp_path: Path) -> None:
+    """A trace would follow one branch, and be wrong without a word at others."""
+    made = files.prepare(Branching(), {"x": X}, BATCH)
+    with pytest.raises(ExportError, match="neither scripted .* nor traced") as caught:
+        saved(made, tmp_path)
+    assert caught.value.exit_code == 5
+    assert '"pt2" carries the same graph' in str(caught.value)
+
+
+def test_the_callers_inputs_and_program_stay_as_they_were(tmp_path: Path) -> None:
+    made = files.prepare(InPlace(), {"x": X.clone()}, BATCH)
+    before = str(made.program.graph)
+    saved(made, tmp_path)
+    assert torch.equal(made.example["x"], X)
+    assert str(made.program.graph) == before
+
+
+def test_weights_that_need_a_gradient_do_not_make_the_outputs_need_one(tmp_path: Path) -> None:
+    model = randomise(nn.Linear(4, 2))
+    made = files.prepare(model, {"input": X}, {"input": {0: "batch"}})
+    path, _ = saved(made, tmp_path)
+    output = runners.open_torchscript(path, ["output"])({"input": X})["output"]
+    assert not output.requires_grad
+    assert model.weight.requires_grad
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"hello"])
+def test_a_damaged_file_is_one_clear_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(content)
+    with pytest.raises(SourceError, match=r"model\.pt: (torch cannot load it|it is no TorchScript|two of)"):
+        runners.open_torchscript(tmp_path / "model.pt", ["output"])

@@ -1,0 +1,103 @@
+"""A compiler without memory: it sees nothing of the process, the process sees nothing of it."""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.exporters.torchscript.isolation import compile_afresh
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+
+X = torch.ones(3)
+
+
+def climb(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] == 3:
+        for step in range(4):
+            x = x + step
+    return x
+
+
+class Climb(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return climb(x) + 1
+
+
+class Unknown(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.no_such_method()  # type: ignore[operator, no-any-return]
+
+
+def script(module: nn.Module) -> torch.jit.ScriptModule:
+    scripted = torch.jit.script(module)
+    assert isinstance(scripted, torch.jit.ScriptModule)
+    return scripted
+
+
+def parts(module: torch.jit.ScriptModule) -> dict[str, bytes]:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    with zipfile.ZipFile(file) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def fail() -> None:
+    with pytest.raises(RuntimeError, match="no_such_method"):
+        compile_afresh(lambda: script(Unknown()))
+
+
+def trace(module: nn.Module) -> torch.jit.ScriptModule:
+    traced = torch.jit.trace(module, X)
+    assert isinstance(traced, torch.jit.ScriptModule)
+    return traced
+
+
+@pytest.mark.parametrize("make", [script, trace])
+def test_what_was_compiled_before_leaves_no_mark(make: Callable[[nn.Module], torch.jit.ScriptModule]) -> None:
+    first = parts(compile_afresh(lambda: make(Climb())))
+    script(Climb())
+    trace(nn.Sequential(Climb(), nn.ReLU()))
+    fail()
+    assert parts(compile_afresh(lambda: make(Climb()))) == first
+    told = (str(Path(__file__).parent).encode(), b"site-packages", sys.prefix.encode())
+    assert [name for name, content in first.items() if any(place in content for place in told)] == []
+
+
+def test_what_the_user_compiled_works_on_beside_it() -> None:
+    before, function = script(nn.Sequential(Climb(), nn.ReLU())), torch.jit.script(climb)
+    fail()
+    fresh = compile_afresh(lambda: script(Climb()))
+    after = script(nn.Sequential(Climb(), nn.ReLU()))
+    for module in (before, fresh, after, script(nn.Sequential(before, fresh, after))):
+        file = io.BytesIO()
+        torch.jit.save(module, file)
+        file.seek(0)
+        layers = 3 if len(list(module.children())) == 3 else 1
+        expected = functools.reduce(lambda x, _: Climb()(x), range(layers), X)
+        assert torch.equal(module(X), expected)
+        assert torch.equal(torch.jit.load(file)(X), expected)
+    # torch still knows what it compiled: one class for equal modules, one function.
+    assert before._c._type() == after._c._type()
+    assert torch.jit.script(climb).qualified_name == function.qualified_name
+    assert torch.equal(function(X), climb(X))
+
+
+def test_an_error_of_the_file_still_shows_the_line_of_its_code() -> None:
+    class Product(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.ones(5, 5)
+
+    file = io.BytesIO()
+    torch.jit.save(compile_afresh(lambda: script(Product())), file)
+    file.seek(0)
+    with pytest.raises(RuntimeError, match=r'File "code/.*", line \d+(.|\n)*torch.matmul(.|\n)*HERE'):
+        torch.jit.load(file)(X)

@@ -1,0 +1,147 @@
+"""Lowerings of TorchScript and ``.pt2`` files: which operators become which, and which stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.exporters.torchscript import passes
+from optexport.runtime import runners
+from optexport.runtime.untrusted import archives
+from optexport.signature.signature import Dim
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
+from tests.exporters import files
+from tests.exporters.passes_applied import AXES, X, agree, batches, both, prepared, program, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+LINEAR = torch.ops.mkldnn._linear_pointwise.default
+
+onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+
+
+def linears(made: files.Prepared, place: Path) -> list[list[Any]]:
+    """What calls of oneDNN are given after the tensors, in a ``.pt2`` file; TorchScript's is checked to agree too."""
+    given = [{"x": torch.randn(*size, 4)} for size in ((1, 2), (7, 33), (0, 5))]
+    for file_format in ("pt2", "torchscript"):
+        plain, lowered = both(made, file_format, "onednn-linear", place)
+        agree(lowered, plain, file_format, made, given)
+        if file_format == "pt2":
+            called = torch.export.load(lowered).graph.find_nodes(op="call_function", target=LINEAR)
+    return [list(node.args[3:]) for node in called]
+
+
+@onednn
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_linear_layer_and_the_gelu_after_it_become_one_call_of_onednn(approximate: str, tmp_path: Path) -> None:
+    made = program(lambda m, x: m.b(m.g(m.a(x))), a=nn.Linear(4, 8), g=nn.GELU(approximate), b=nn.Linear(8, 4, False))
+    calls = linears(made, tmp_path)
+    assert [(attr, algorithm) for attr, _, algorithm in calls] == [("gelu", approximate), ("none", "")]
+
+
+@onednn
+def test_a_gelu_of_what_others_read_stays_a_call_of_its_own(tmp_path: Path) -> None:
+    made = program(lambda m, x: (y := m.a(x), nn.functional.gelu(y)), a=nn.Linear(4, 8))
+    calls = linears(made, tmp_path)
+    assert [attr for attr, *_ in calls] == ["none"]
+
+
+class Overwritten(nn.Module):
+    """Changes the input of a linear layer before the GELU of what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = x.clone()
+        y = self.a(z)
+        z.mul_(2.0)
+        return nn.functional.gelu(y) + z
+
+
+@onednn
+def test_what_is_changed_in_place_between_a_layer_and_its_gelu_is_read_before(tmp_path: Path) -> None:
+    made = files.prepare(randomise(Overwritten()), {"x": X}, {"x": AXES})
+    calls = linears(made, tmp_path)
+    assert [attr for attr, *_ in calls] == ["none"]
+
+
+@onednn
+def test_inputs_of_one_dimension_and_of_any_strides_are_taken(tmp_path: Path) -> None:
+    model = Program(
+        lambda m, x: (m.a(x[0, 0]), m.a(x.transpose(0, 1)), m.a(x[:, ::2]), m.a(x[:1, :1].expand(3, 5, 4))),
+        a=nn.Linear(4, 6),
+    )
+    axes = {0: Dim("batch", 1, 16), 1: Dim("sequence", 3, 40)}
+    made = files.prepare(randomise(model), {"x": X}, {"x": axes})
+    plain, lowered = both(made, "pt2", "onednn-linear", tmp_path)
+    agree(lowered, plain, "pt2", made, [{"x": torch.randn(*size, 4)} for size in ((1, 3), (7, 33))])
+    assert len(torch.export.load(lowered).graph.find_nodes(op="call_function", target=LINEAR)) == 4
+
+
+class Striding(nn.Module):
+    """A bias of which every other number counts: oneDNN would read those between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.register_buffer("bias", torch.randn(12)[::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+@onednn
+@pytest.mark.parametrize(
+    "make",
+    [
+        Striding,
+        lambda: Program(lambda m, x: nn.functional.linear(x, x[0])),
+        lambda: Program(lambda m, x: nn.functional.linear(x, m.w * 2), w=nn.Parameter(torch.randn(6, 4))),
+        lambda: Program(lambda m, x: nn.functional.linear(x, m.w), w=nn.Parameter(torch.randn(4))),
+        lambda: Program(lambda m, x: nn.functional.linear(x, m.w, x[0, 0, 0]), w=nn.Parameter(torch.randn(6, 4))),
+        lambda: Program(lambda m, x: m.a(x.double()), a=nn.Linear(4, 2).double()),
+        lambda: Program(lambda m, x: nn.functional.linear(x[..., :0], m.w), w=nn.Parameter(torch.empty(2, 0))),
+    ],
+    ids=["strided bias", "activation", "computed", "vector", "bias computed", "float64", "no features"],
+)
+def test_what_onednn_would_not_take_stays_a_linear_layer_of_torch(make: Any, tmp_path: Path) -> None:
+    made = files.prepare(make().eval(), {"x": X}, {"x": {0: Dim("batch", 1, 16)}})
+    plain, lowered = both(made, "pt2", "onednn-linear", tmp_path)
+    agree(lowered, plain, "pt2", made, [{"x": torch.randn(size, 5, 4)} for size in (1, 7)])
+    assert lowered.read_bytes() == plain.read_bytes()
+
+
+@onednn
+def test_numbers_that_are_none_stay_none(tmp_path: Path) -> None:
+    made = program(lambda m, x: (nn.functional.gelu(m.a(x)), m.a(x).relu()), a=nn.Linear(4, 4))
+    path = save(made, "pt2", tmp_path, ("onednn-linear",))
+    got = runners.open_pt2(path, made.signature.output_names)({"x": torch.full((2, 3, 4), torch.nan)})
+    assert all(value.isnan().all() for value in got.values())
+
+
+def test_a_frozen_file_holds_its_weights_as_constants(tmp_path: Path) -> None:
+    path = save(prepared("bert"), "torchscript", tmp_path, ("freeze",))
+    assert not list(torch.jit.load(path).parameters())
+    _, *arguments = torch.jit.load(path).forward.schema.arguments
+    assert [argument.name for argument in arguments] == [spec.name for spec in prepared("bert").signature.inputs]
+
+
+@onednn
+def test_a_file_with_lowered_layers_can_be_a_source_again(tmp_path: Path) -> None:
+    made = prepared("mlp")
+    loaded = archives.load_pt2(save(made, "pt2", tmp_path, ("onednn-linear",)))
+    given = batches("mlp")
+    want = [loaded.module()(**batch) for batch in given]
+    assert len(loaded.graph.find_nodes(op="call_function", target=LINEAR)) == 3
+    passes.raise_again(loaded)
+    targets = [node.target for node in loaded.graph.nodes if node.op == "call_function"]
+    assert targets.count(torch.ops.aten.linear.default) == 3
+    assert LINEAR not in targets
+    torch.testing.assert_close([loaded.module()(**batch) for batch in given], want)

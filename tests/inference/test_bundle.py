@@ -1,0 +1,238 @@
+"""A bundle runs by itself: without its source, with checked inputs, and only as it was written."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer, BertForSequenceClassification, ViTForImageClassification
+
+from optexport import Bundle, verify
+from optexport.bundle import layout
+from optexport.errors import BundleError, ConfigError, ExportError
+from tests._helpers import exports
+from tests._helpers.folders import TEXTS
+from tests._helpers.graphs import Program
+from tests.inference import bundles
+
+FORMATS = ("onnx", "torchscript", "pt2")
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of a classifier in another place."""
+    place = tmp_path_factory.mktemp("elsewhere") / "bundle"
+    shutil.copytree(bundles.bundle("text-classification"), place)
+    return place
+
+
+def inputs(**others: Any) -> dict[str, Any]:
+    ids = np.array([[2, 5, 6, 3], [2, 9, 11, 3]])
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)} | others
+
+
+def refusal(bundle: Bundle, **given: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        bundle(**given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_texts_give_what_the_model_and_its_tokenizer_give(moved: Path, file_format: str) -> None:
+    source = bundles.source("text-classification")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    encoded = tokenizer(list(TEXTS), padding=True, truncation=True, max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        expected = BertForSequenceClassification.from_pretrained(source)(**encoded).logits
+    bundle = Bundle.load(moved, file_format)
+    assert bundle.format == file_format
+    found = bundle(**bundle.preprocess(TEXTS))["logits"]
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_padding_changes_no_row(moved: Path, file_format: str) -> None:
+    bundle = Bundle.load(moved, file_format)
+    together = bundle(**bundle.preprocess(TEXTS))["logits"]
+    alone = [bundle(**bundle.preprocess(text))["logits"][0] for text in TEXTS]
+    np.testing.assert_allclose(together, np.stack(alone), atol=1e-6)
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_arrays_and_tensors_of_fewer_bits_give_the_same(moved: Path, file_format: str) -> None:
+    bundle = Bundle.load(moved, file_format)
+    expected = bundle(**inputs())["logits"]
+    given = inputs(
+        input_ids=torch.tensor([[2, 5, 6, 3], [2, 9, 11, 3]], dtype=torch.int32), attention_mask=np.ones((2, 4), bool)
+    )
+    np.testing.assert_array_equal(bundle(**given)["logits"], expected)
+
+
+def test_an_onnx_file_is_run_without_torch_or_transformers(moved: Path) -> None:
+    script = f"""
+import sys
+import numpy as np
+from optexport import Bundle
+bundle = Bundle.load({str(moved)!r})
+ids = np.array([[2, 5, 3]])
+print(bundle(input_ids=ids, attention_mask=ids * 0 + 1, token_type_ids=ids * 0)["logits"].shape)
+print([name for name in ("torch", "transformers", "mlflow") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout == "(1, 3)\n[]\n"
+
+
+def test_inputs_that_cannot_be_meant_are_refused_by_name(moved: Path) -> None:
+    bundle = Bundle.load(moved)
+    takes = "It takes input_ids [batch, sequence] int64; "
+    assert 'input_idx: the model takes no such input\n  Did you mean "input_ids"?' in refusal(
+        bundle, input_idx=np.ones((1, 2))
+    )
+    assert "the model needs token_type_ids, attention_mask too\n  " + takes in refusal(
+        bundle, input_ids=np.ones((1, 2), int)
+    )
+    assert "input_ids: it is float32, and the model takes int64" in refusal(
+        bundle, **inputs(input_ids=np.ones((2, 4), np.float32))
+    )
+    assert "input_ids: it is uint64, and the model takes int64" in refusal(
+        bundle, **inputs(input_ids=np.ones((2, 4), np.uint64))
+    )
+    assert "input_ids: its shape is [4], and the model takes [batch, sequence]" in refusal(
+        bundle, **inputs(input_ids=np.ones(4, int))
+    )
+    assert "attention_mask: sequence is 3 in it, and 4 in input_ids\n  " + takes in refusal(
+        bundle, **inputs(attention_mask=np.ones((2, 3), int))
+    )
+    assert "input_ids: it is a list" in refusal(bundle, **inputs(input_ids=[[1, 2]]))
+    assert "input_ids: a token is below 0" in refusal(bundle, **inputs(input_ids=np.full((2, 4), -1)))
+    assert "model.onnx: the file does not run on these inputs: " in refusal(
+        bundle, **inputs(input_ids=np.full((2, 4), 10**6))
+    )
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_inputs_that_memory_does_not_hold_the_results_of_are_not_said_to_be_wrong(
+    file_format: str, tmp_path: Path
+) -> None:
+    pairs = Program(lambda m, x: x @ x.T).eval()
+    exports.quick(pairs, {"x": torch.randn(3, 1)}, tmp_path / "b", dynamic=exports.BATCH, formats=[file_format])
+    bundle = Bundle.load(tmp_path / "b", file_format)
+    with pytest.raises(ExportError, match="there is not enough memory to run it on these inputs"):
+        bundle(x=np.ones((10**7, 1), np.float32))  # 400 TB, which no address space holds
+
+
+def test_a_changed_tokenizer_or_file_is_refused(moved: Path, tmp_path: Path) -> None:
+    for name in ("preprocessor/tokenizer.json", "model.onnx"):
+        copied = tmp_path / name.replace("/", "-")
+        shutil.copytree(moved, copied)
+        content = bytearray((copied / name).read_bytes())
+        content[-10] ^= 1
+        (copied / name).write_bytes(content)
+        with pytest.raises(BundleError, match="it was changed since the bundle was written"):
+            Bundle.load(copied)
+
+
+def test_a_file_or_folder_beside_the_tokenizer_is_refused(moved: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "bundle"
+    shutil.copytree(moved, copied)
+    (copied / "preprocessor" / "more").mkdir()
+    with pytest.raises(BundleError, match="preprocessor/more: the manifest does not know this folder"):
+        Bundle.load(copied)
+    (copied / "preprocessor" / "more").rmdir()
+    (copied / "preprocessor" / "tokenizer.py").write_text("")
+    with pytest.raises(BundleError, match=r"preprocessor/tokenizer\.py: the manifest does not know this file"):
+        Bundle.load(copied)
+
+
+def test_a_moved_bundle_verifies(moved: Path) -> None:
+    assert verify(moved).passed
+
+
+def test_a_bundle_is_replaced_with_its_tokenizer_but_not_with_files_of_the_user(moved: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "bundle"
+    shutil.copytree(moved, copied)
+    layout.check_replaceable(copied)
+    (copied / "preprocessor" / "notes.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"it holds preprocessor/notes\.md, not of the bundle that is there"):
+        layout.check_replaceable(copied)
+
+
+def test_the_tokenizers_folder_is_as_open_as_the_bundle() -> None:
+    bundle = bundles.bundle("text-classification")
+    assert (bundle / "preprocessor").stat().st_mode == bundle.stat().st_mode
+    assert (bundle / "preprocessor" / "tokenizer.json").stat().st_mode == (bundle / "manifest.json").stat().st_mode
+
+
+def test_a_format_that_the_bundle_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"it holds no onnx file\n  It holds pt2\."):
+        Bundle.load(bundles.bundle("fill-mask"), "onnx")
+    with pytest.raises(ConfigError, match=r"it is no bundle: it holds no manifest\.json"):
+        Bundle.load(tmp_path)
+
+
+def test_a_model_without_a_tokenizer_says_what_it_takes_instead() -> None:
+    bundle = Bundle.load(exports.exported().output)
+    assert bundle.application.preprocessors == []
+    with pytest.raises(ConfigError) as caught:
+        bundle.preprocess("a text")
+    assert "it holds no tokenizer, as its source had none, or it is a part of a generative model" in str(caught.value)
+    assert "It takes x [batch, sequence, 8] float32; mask [batch, sequence] int64." in str(caught.value)
+    found = bundle(**exports.batch())
+    for name, array in exports.run(exports.exported(), **exports.batch()).items():
+        np.testing.assert_allclose(found[name], array.numpy(), atol=1e-5)
+
+
+def test_images_give_what_the_model_and_its_processor_give(tmp_path: Path) -> None:
+    source = bundles.source("image-classification")
+    pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    processor = AutoImageProcessor.from_pretrained(source, backend="pil")
+    batch = processor(images=[Image.fromarray(pixels)] * 3, return_tensors="pt")
+    with torch.no_grad():
+        expected = ViTForImageClassification.from_pretrained(source)(**batch).logits.numpy()
+    bundle = Bundle.load(bundles.bundle("image-classification"))
+    found = bundle(**bundle.preprocess(images=[tmp_path / "image.png", Image.fromarray(pixels), pixels]))["logits"]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    with pytest.raises(ConfigError, match=r"broken\.png: it is no image that can be read"):
+        bundle.preprocess(images=tmp_path / "broken.png")
+    transparent = np.concatenate([pixels, pixels[..., :1]], axis=-1)
+    assert np.array_equal(
+        bundle.preprocess(images=transparent)["pixel_values"], bundle.preprocess(images=pixels)["pixel_values"]
+    )
+    grey = bundle.preprocess(images=[pixels[..., 0], Image.fromarray(pixels[..., 0])])["pixel_values"]
+    assert np.array_equal(grey[0], grey[1])
+    for given, told in [
+        (pixels / 255, "images: it is float64\n  Give uint8"),
+        (torch.tensor(pixels), "images: it is a Tensor, and neither a path nor an image"),
+        ([], "images: there must be one at least"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            bundle.preprocess(images=given)
+
+
+def test_what_is_no_text_is_refused(moved: Path) -> None:
+    bundle = Bundle.load(moved)
+    for texts in (3, [3], [], [["a"]]):
+        with pytest.raises(ConfigError, match="texts: they must be texts, one at least"):
+            bundle.preprocess(texts)  # type: ignore[arg-type]
+
+
+def test_texts_of_several_lengths_are_refused_where_no_mask_hides_padding(tmp_path: Path) -> None:
+    shutil.copytree(bundles.bundle("fill-mask"), tmp_path / "bundle")
+
+    def drop_mask(manifest: dict[str, Any]) -> None:
+        manifest["inputs"] = [one for one in manifest["inputs"] if one["name"] != "attention_mask"]
+
+    exports.edit_json(tmp_path / "bundle" / "manifest.json", drop_mask)
+    bundle = Bundle.load(tmp_path / "bundle")
+    assert bundle.preprocess(["the cat", "a dog"])["input_ids"].shape == (2, 4)
+    with pytest.raises(ConfigError, match="4, 5 tokens long, and would be padded to 5, but the model takes no mask"):
+        bundle.preprocess(["the cat", "the cat sat"])

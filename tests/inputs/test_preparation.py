@@ -1,0 +1,254 @@
+"""The inputs that a config asks for are made as it says, or refused with the key that is wrong."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5Model,
+    XLNetConfig,
+    XLNetModel,
+)
+
+from optexport.config.load import InputsConfig
+from optexport.errors import ConfigError
+from optexport.inputs.preparation import prepare
+from optexport.loading.loader import Pretrained
+from optexport.signature.signature import Dim
+from tests._helpers.inputs import LONGEST, TINY, WORDS, Maker, Rows, save_processors, shapes
+
+
+class Anything(nn.Module):
+    """A plain module that takes its inputs as they come."""
+
+    def forward(self, **tensors: torch.Tensor) -> torch.Tensor:
+        return next(iter(tensors.values()))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Maker:
+    return Maker(tmp_path)
+
+
+# Texts
+
+
+def test_texts_are_encoded_padded_and_masked(made: Maker) -> None:
+    (batch,) = made(texts=["the cat sat", "the dog ran on the mat"]).real
+    assert batch["input_ids"].tolist() == [[2, 5, 6, 7, 3, 0, 0, 0], [2, 5, 11, 12, 8, 5, 10, 3]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1] * 8]
+    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids"}
+
+
+def test_texts_are_cut_to_what_the_model_takes_or_to_what_is_asked_for(made: Maker) -> None:
+    long = ["the cat " * 40]
+    assert shapes(made(texts=long))["input_ids"][1] == LONGEST
+    assert shapes(made(texts=long, max_length=9))["input_ids"][1] == 9
+
+
+def test_texts_are_cut_to_what_the_tokenizer_allows(made: Maker, tmp_path: Path) -> None:
+    """RoBERTa counts two positions more than it takes tokens; only its tokenizer says so."""
+    beside = save_processors(tmp_path / "roberta", model_max_length=LONGEST - 2)
+    model = RobertaModel(RobertaConfig(**TINY, pad_token_id=1)).eval()
+    batch = made(model, beside, texts=["the cat " * 40]).example
+    assert model(**batch).last_hidden_state.shape[:2] == batch["input_ids"].shape
+
+
+def test_a_model_that_counts_no_positions_takes_texts_of_any_length(made: Maker) -> None:
+    """XLNet's config says -1 of them."""
+    model = XLNetModel(XLNetConfig(vocab_size=len(WORDS), d_model=8, n_layer=1, n_head=1, d_inner=8)).eval()
+    batch = made(model, texts=["the cat " * 40, "a"]).example
+    assert batch["input_ids"].shape == (2, 82)
+    assert made(model).example["input_ids"].shape[1] > 1
+
+
+@pytest.mark.parametrize("texts", [["zebra"], ["zebra", "lion tiger"], [""], ["", " "], ["\x00"]], ids=repr)
+def test_an_encoding_of_nothing_but_unknowns_is_refused(texts: list[str], made: Maker) -> None:
+    assert "unknown" in made.refusal(texts=texts)
+
+
+def test_one_known_word_will_do(made: Maker) -> None:
+    assert made(texts=["zebra", "a lion"]).real
+
+
+def test_a_model_without_a_tokenizer_takes_no_texts(made: Maker, tmp_path: Path) -> None:
+    assert "inputs.texts: this model has no tokenizer" in made.refusal_without_processors(texts=["the cat"])
+    nowhere = Pretrained(str(tmp_path), {"local_files_only": True})
+    assert "inputs.texts: its tokenizer cannot be loaded" in made.refusal(beside=nowhere, texts=["the cat"])
+    bare = tmp_path / "bare"
+    BertConfig().save_pretrained(bare)  # of which transformers makes a tokenizer of special tokens alone
+    told = made.refusal(beside=Pretrained(str(bare), {}), texts=["the cat"])
+    assert "inputs.texts: the model comes with no tokenizer" in told
+
+
+def test_a_tokenizer_that_cannot_pad_takes_one_text_and_refuses_more(made: Maker, tmp_path: Path) -> None:
+    whole = BertTokenizerFast.from_pretrained(made.beside.name)
+    bare = transformers.PreTrainedTokenizerFast(tokenizer_object=whole.backend_tokenizer)
+    bare.save_pretrained(tmp_path / "bare")
+    beside = Pretrained(str(tmp_path / "bare"), {"local_files_only": True})
+    assert made(beside=beside, texts=["the cat"]).real[0]["input_ids"].shape[0] == 1
+    assert "pad" in made.refusal(beside=beside, texts=["the cat", "the cat sat"])
+
+
+def test_an_encoder_with_a_decoder_gets_ids_for_both(made: Maker) -> None:
+    config = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    batch = made(T5Model(config).eval(), texts=["the cat sat", "a dog"]).example
+    assert batch["decoder_input_ids"][:, 0].tolist() == [0, 0]
+    assert batch["decoder_input_ids"].shape[1] != batch["input_ids"].shape[1]
+    assert "token_type_ids" not in batch
+
+
+# Tensors made of random numbers
+
+DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"]
+bounds = st.none() | st.integers(-300, 300).map(float) | st.floats(allow_nan=False, width=32)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(DTYPES), bounds, bounds, st.integers(0, 2**40))
+@example("uint8", -4.0, None, 0)
+@example("uint8", None, 1000.0, 0)
+@example("int32", None, 1e12, 0)
+@example("int64", None, 1e30, 0)
+@example("int64", -math.inf, None, 0)
+@example("float16", None, 1e6, 0)
+@example("float32", None, math.inf, 0)
+@example("float32", 5.0, None, 0)
+@example("float32", 3.0, 1.0, 0)
+def test_random_numbers_are_of_the_dtype_and_inside_their_bounds_or_refused(
+    dtype: str, low: float | None, high: float | None, seed: int
+) -> None:
+    spec = {"shape": ["batch", 50], "dtype": dtype, "low": low, "high": high}
+    try:
+        config = InputsConfig.model_validate({"tensors": {"x": spec}})
+        made = prepare(config, Path(), Rows(), None, seed).example["x"]
+        again = prepare(config, Path(), Rows(), None, seed).example["x"]
+    except (ConfigError, ValidationError):
+        assume(False)
+    assert made.dtype is getattr(torch, dtype)
+    assert torch.equal(made, again)
+    values = made.double()
+    assert values.isfinite().all()
+    rounding = 2 * torch.finfo(made.dtype).eps if made.is_floating_point() else 0.0
+    rounding *= max(abs(low or 0.0), abs(high or 0.0), 1.0)
+    assert low is None or values.min() >= math.floor(low) - rounding
+    assert high is None or values.max() <= high + rounding
+
+
+def test_dimensions_of_random_tensors_are_tied_and_told_apart(made: Maker) -> None:
+    tensors = {"x": {"shape": ["batch", "width", 3]}, "y": {"shape": ["width", "batch"], "dtype": "int64"}}
+    inputs = made(Rows(), tensors=tensors, dynamic={"batch": [1, 8], "width": [4, 9]})
+    batch, width, _ = inputs.example["x"].shape
+    assert list(inputs.example["y"].shape) == [width, batch]
+    assert batch != width
+    assert inputs.real == ()
+    assert inputs.dynamic == {
+        "x": {0: Dim("batch", 1, 8), 1: Dim("width", 4, 9)},
+        "y": {0: Dim("width", 4, 9), 1: Dim("batch", 1, 8)},
+    }
+
+
+def test_names_in_a_shape_are_dimensions_even_where_no_range_is_declared(made: Maker) -> None:
+    dynamic = made(Rows(), tensors={"x": {"shape": ["rows", 3, "columns"]}}).dynamic
+    assert dynamic is not None
+    assert {axis: getattr(dim, "name", dim) for axis, dim in dynamic["x"].items()} == {0: "rows", 2: "columns"}
+
+
+@pytest.mark.parametrize("shape", [[], [3], ["batch"], [2, "width"]], ids=str)
+def test_a_shape_is_kept(shape: list[int | str], made: Maker) -> None:
+    (found,) = shapes(made(Rows(), tensors={"x": {"shape": shape}})).values()
+    assert len(found) == len(shape)
+    assert all(
+        size == wanted or (isinstance(wanted, str) and size >= 2) for size, wanted in zip(found, shape, strict=True)
+    )
+
+
+# What holds for all
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 6), st.integers(0, 6), st.booleans())
+@example(2, 4, 4, 0, True)
+@example(2, 4, 4, 4, True)
+def test_an_example_is_inside_what_is_declared_and_data_outside_of_it_are_refused(
+    rows: int, columns: int, low: int, more: int, from_file: bool
+) -> None:
+    high = low + more
+    table: dict[str, Any] = {"dynamic": {"batch": [low, high]}}
+    table |= {"data": "rows.npz"} if from_file else {"tensors": {"x": {"shape": ["batch", columns]}}}
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(Path(folder) / "rows.npz", x=np.ones((rows, columns), "float32"))
+        try:
+            made = prepare(InputsConfig.model_validate(table), Path(folder), Rows(), None, 0)
+        except ConfigError:
+            assert from_file
+            assert not low <= rows <= high
+            return
+    assert low <= made.example["x"].shape[0] <= high
+    assert made.example["x"].shape[0] >= 2 or high == 1
+    assert made.example["x"].shape[1] == columns
+    assert all(low <= batch["x"].shape[0] <= high for batch in made.real)
+    assert made.dynamic == {"x": {0: Dim("batch", low, high)} if low < high else {}}
+
+
+def test_a_single_row_is_traced_as_two(made: Maker) -> None:
+    inputs = made(texts=["the cat"])
+    assert inputs.real[0]["input_ids"].shape[0] == 1
+    assert inputs.example["input_ids"].shape[0] == 2
+
+
+def test_an_input_that_the_model_does_not_take_is_refused_with_the_nearest(made: Maker) -> None:
+    message = made.refusal(tensors={"input_idz": {"shape": ["batch", 4], "dtype": "int64"}})
+    assert message.startswith("inputs")
+    assert 'input_idz: BertModel takes no such input\n  Did you mean "input_ids"?' in message
+
+
+def test_a_module_that_takes_any_name_is_given_any(made: Maker) -> None:
+    assert shapes(made(Anything(), tensors={"whatever": {"shape": ["batch", 4]}})) == {"whatever": [2, 4]}
+
+
+def test_a_program_takes_its_own_inputs_and_no_others(made: Maker) -> None:
+    program = torch.export.export(Rows(), (), {"x": torch.ones(2, 4)}).module(check_guards=False)
+    assert shapes(made(program, tensors={"x": {"shape": ["batch", 4]}})) == {"x": [2, 4]}
+    assert 'Did you mean "x"?' in made.refusal(program, tensors={"xx": {"shape": ["batch", 4]}})
+
+
+def test_a_dimension_that_no_input_has_is_refused_with_the_nearest(made: Maker) -> None:
+    message = made.refusal(texts=["the cat"], dynamic={"batsh": [1, 8]})
+    assert message.startswith("inputs.dynamic.batsh: no input has such a dimension")
+    assert 'Did you mean "batch"?' in message
+
+
+def test_axes_take_the_names_that_they_are_given(made: Maker) -> None:
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    inputs = made(texts=["the cat"], axes={name: ["rows", "words"] for name in names}, dynamic={"rows": [1, 8]})
+    assert inputs.dynamic == {name: {0: Dim("rows", 1, 8)} for name in names}
+
+
+@pytest.mark.parametrize("declared", [{}, {"dynamic": {"rows": [1, 8]}}], ids=["found out", "declared"])
+def test_axes_that_do_not_fit_are_refused(declared: dict[str, Any], made: Maker) -> None:
+    message = made.refusal(texts=["the cat"], axes={"input_ids": ["rows"]}, **declared)
+    assert message.startswith("inputs.axes.input_ids: ")
+    axes = {"input_idz": ["rows", "words"], "input_ids": ["rows", "words"]}
+    assert made.refusal(texts=["the cat"], axes=axes, **declared).startswith("inputs.axes.input_idz: ")
+
+
+def test_a_model_of_transformers_needs_no_inputs_and_any_other_does(made: Maker) -> None:
+    assert set(made().example) == {"input_ids", "attention_mask"}
+    assert "nothing says what the model's inputs are" in made.refusal(Rows())

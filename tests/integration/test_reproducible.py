@@ -1,0 +1,228 @@
+"""Equal runs leave equal bytes, whatever the hash seed, the place and what ran before; and none tells of a place."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import optexport
+from tests._helpers import exports, models
+from tests._helpers.inputs import save_processors
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from optexport import export, pipeline
+from tests import exports
+from optexport.errors import ExportError
+from block_factory import Undecided, Unscriptable
+from named_rule import Named
+
+backwards = sys.argv[1] == "backwards"
+
+def block():
+    pipeline.run(Path("block.toml"), baseline=backwards)
+
+def bert():
+    pipeline.run(Path("bert.toml"))
+
+def unscriptable():
+    export(Unscriptable().eval(), {"x": exports.X}, "out/unscriptable", dynamic=exports.BATCH)
+
+def named():
+    export(exports.block(), exports.batch(), "out/named", dynamic=exports.DYNAMIC, formats=["onnx"],
+           transformations=Named())
+
+def fail():
+    try:
+        export(Undecided().eval(), {"x": exports.X}, "out/undecided", dynamic=exports.BATCH)
+    except ExportError:
+        return
+    raise AssertionError("this model was to fail")
+
+runs = [block, bert, unscriptable, named]
+for run in [fail, *runs[::-1]] if backwards else runs:
+    run()
+"""
+FACTORY = """
+import torch
+from tests.exports import block as load
+
+class Unscriptable(torch.nn.Module):
+    '''Leaves the precision that is set around it, which TorchScript's compiler cannot take: it is traced.'''
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            y = x.sin() * x.shape[0]
+        return y + 1
+
+class Undecided(torch.nn.Module):
+    '''Chooses by a value, which can be neither scripted nor traced.'''
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+"""
+RULE = """
+import torch
+from optexport.transformations import Transformation
+
+def double(x):
+    return x + x
+
+class Named(Transformation):
+    '''Does nothing, and has a function for an attribute.'''
+    preserves_computation = True
+
+    def __init__(self, factor=1.0):
+        self.function, self.factor = double, factor
+
+    def transform(self, graph_module):
+        return graph_module
+"""
+BLOCK = (
+    """
+[model]
+source = "python:block_factory:load"
+"""
+    + exports.INPUTS
+    + """
+[[transformations]]
+use = "merge-linears"
+[[transformations]]
+use = "python:named_rule:Named"
+factor = 0.5
+[tracking]
+enabled = false
+[export]
+output = "out/block"
+"""
+)
+BERT = """
+[model]
+source = "tiny"
+task = "feature-extraction"
+[export]
+output = "out/bert"
+[tracking]
+enabled = false
+"""
+
+
+def project(place: Path) -> Path:
+    """Configs of two models, and all that they need beside them."""
+    place.mkdir(parents=True)
+    (place / "block_factory.py").write_text(FACTORY)
+    (place / "named_rule.py").write_text(RULE)
+    (place / "block.toml").write_text(BLOCK)
+    (place / "bert.toml").write_text(BERT)
+    save_processors(place / "tiny")  # a tokenizer, which travels in the bundle
+    models.model("bert").save_pretrained(place / "tiny")
+    return place
+
+
+def run_apart(place: Path, hash_seed: str, order: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, order],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=place,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(["", *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two equal projects, each run in a process of its own: another place, another hash seed, and in another order.
+
+    The second process fails to export a model before all others, and writes the block's baseline before the block.
+    """
+    base = tmp_path_factory.mktemp("reproducible")
+    places = project(base / "one"), project(base / "a place with another name" / "two")
+    run_apart(places[0], "1", "forwards")
+    run_apart(places[1], "2", "backwards")
+    return places
+
+
+def digests(bundle: Path) -> dict[str, str]:
+    return {
+        path.relative_to(bundle).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(bundle.rglob("*"))
+        if path.is_file() and path.name not in exports.UNEQUAL
+    }
+
+
+@pytest.mark.parametrize("name", ["block", "bert", "unscriptable"])
+def test_another_process_hash_seed_folder_and_order_leave_the_same_bytes(two: tuple[Path, Path], name: str) -> None:
+    one, other = (digests(place / "out" / name) for place in two)
+    tokenizer = {"preprocessor/tokenizer.json", "preprocessor/tokenizer_config.json"} if name == "bert" else set()
+    assert set(one) - {"config.toml"} - tokenizer == set(exports.FILES) - exports.UNEQUAL
+    assert tokenizer <= set(one)
+    assert [file for file in one if one[file] != other[file]] == []
+
+
+def test_a_rule_with_a_function_for_an_attribute_leaves_the_same_bytes_in_every_process(two: tuple[Path, Path]) -> None:
+    one, other = (digests(place / "out" / "named") for place in two)
+    assert [file for file in one if one[file] != other[file]] == []
+
+
+def test_a_second_run_in_the_same_process_leaves_the_same_bytes(tmp_path: Path) -> None:
+    again = optexport.export(exports.block(), exports.batch(), tmp_path / "block", dynamic=exports.DYNAMIC)
+    one, other = digests(exports.exported().output), digests(again.output)
+    assert set(one) == set(other)
+    assert [file for file in one if one[file] != other[file]] == []
+
+
+def parts(path: Path) -> dict[str, bytes]:
+    """A file's content; of an archive, that of its parts too, which may be compressed."""
+    found = {path.name: path.read_bytes()}
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            found |= {f"{path.name}: {info.filename}": archive.read(info) for info in archive.infolist()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["block", "bert", "unscriptable"])
+def test_no_file_but_the_measurements_tells_where_it_was_made(two: tuple[Path, Path], name: str) -> None:
+    here = {
+        str(two[0]),
+        str(Path(optexport.__file__).parent),
+        str(Path(torch.__file__).parent),
+        str(Path(transformers.__file__).parent),
+        str(Path(__file__).parent),
+        sys.prefix,
+        str(Path.home()) + "/",
+        "site-packages",
+    }
+    for path in (two[0] / "out" / name).rglob("*"):
+        if path.name == "measurements.json" or path.is_dir():
+            continue
+        for part, content in parts(path).items():
+            told = [place for place in here if place.encode() in content or place.encode("utf-16-le") in content]
+            assert told == [], part
+
+
+def test_an_absolute_path_in_the_config_does_not_reach_the_manifest(tmp_path: Path) -> None:
+    place = project(tmp_path / "project")
+    save_file(models.inputs("bert", 2, 5), place / "inputs.safetensors")
+    (place / "bert.toml").write_text(
+        f'[model]\nsource = "{place / "tiny"}"\n[inputs]\ndata = "{place / "inputs.safetensors"}"\n'
+        f'[export]\nformats = ["pt2"]\noutput = "{place / "out" / "bert"}"\n[tracking]\nenabled = false\n'
+        f'uri = "sqlite:///{place / "mlflow.db"}"\n'
+    )
+    optexport.pipeline.run.run(place / "bert.toml")
+    manifest = (place / "out" / "bert" / "manifest.json").read_text()
+    assert str(tmp_path) not in manifest
+    assert '"source": "tiny"' in manifest

@@ -1,0 +1,166 @@
+"""Adapters: merged into the model that they were trained for, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForSequenceClassification, BertForSequenceClassification
+
+from optexport.config.load import ModelConfig
+from optexport.errors import SourceError
+from optexport.loading import loader, peft_patterns
+from tests._helpers import models
+
+# peft's own, of what transformers deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny BERT without a head."""
+    folder = tmp_path_factory.mktemp("adapters") / "base"
+    models.model("bert").save_pretrained(folder)
+    return folder
+
+
+def adapted(base: Path, folder: Path, **options: Any) -> torch.nn.Module:
+    """A classifier with an adapter of random numbers, which is saved to a folder."""
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(base)
+    settings = {"r": 2, "target_modules": ["query", "value"], "modules_to_save": ["classifier"], **options}
+    made = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    with torch.no_grad():
+        for trained in (parameter for parameter in made.parameters() if parameter.requires_grad):
+            trained.normal_(std=0.3)  # what is fresh changes nothing
+    made.save_pretrained(folder)
+    return made.eval()
+
+
+def load(base: Path, task: str = "text-classification", **options: Any) -> torch.nn.Module:
+    return loader.load(ModelConfig(source=base.name, task=task, **options), base.parent).model
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"bias": "lora_only"}], ids=str)
+def test_a_merged_model_computes_what_the_adapted_one_does(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    original = adapted(base, tmp_path / "adapter", **options)
+    merged = load(base, adapter=str(tmp_path / "adapter"))
+    assert type(merged) is BertForSequenceClassification
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, original(IDS).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_that_neither_brings_is_missing(base: Path, tmp_path: Path) -> None:
+    adapted(base, tmp_path / "adapter", modules_to_save=None)
+    with pytest.raises(SourceError, match=r"classifier\.\w+ for one: they would be random"):
+        load(base, adapter=str(tmp_path / "adapter"))
+
+
+def test_weights_that_are_not_those_of_the_model_are_refused(base: Path, tmp_path: Path) -> None:
+    adapted(base, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    gone = next(name for name in weights if "lora_B" in name)
+    save_file({name: weight for name, weight in weights.items() if name != gone}, file)
+    with pytest.raises(SourceError, match="1 weights do not fit, .*lora_B.*, which is not in the folder"):
+        load(base, adapter=str(tmp_path / "adapter"))
+    save_file({**weights, "base_model.model.other.lora_B.weight": weights[gone].clone()}, file)
+    with pytest.raises(SourceError, match="other.lora_B.weight for one, which has no place"):
+        load(base, adapter=str(tmp_path / "adapter"))
+
+
+ENDLESS = "([a-z.0-9]+)+X|.*query"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"target_modules": ENDLESS},
+        {"exclude_modules": ENDLESS},
+        {"rank_pattern": {ENDLESS: 2}},
+        {"alpha_pattern": {"[a-z.0-9]+)+(X": 2}},  # which peft puts between brackets
+        {"layers_pattern": [ENDLESS]},
+        {"modules_to_save": ["+X"]},  # which peft puts behind a group
+        {"target_modules": "(.|.)" * 40 + "X"},
+        {"target_modules": ".*" * 12 + "X"},
+    ],
+    ids=str,
+)
+def test_a_pattern_that_would_take_for_ever_is_refused(base: Path, tmp_path: Path, setting: dict[str, Any]) -> None:
+    adapted(base, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **setting}))
+    with pytest.raises(SourceError, match=f"{next(iter(setting))} holds a pattern that could take for ever") as caught:
+        load(base, adapter=str(tmp_path / "adapter"))
+    assert str(caught.value).startswith(str(file))
+
+
+def test_a_pattern_beside_the_model_itself_is_read_too(base: Path, tmp_path: Path) -> None:
+    adapted(base, tmp_path / "adapter")
+    shutil.copytree(base, tmp_path / "model")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "model" / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": ENDLESS}))
+    with pytest.raises(SourceError, match="target_modules holds a pattern that could take for ever"):
+        load(tmp_path / "model", task="feature-extraction")
+
+
+def test_an_adapter_that_has_a_module_imported_is_refused(base: Path, tmp_path: Path) -> None:
+    """It ran under ``--no-code``; also where it lies in a folder of a part of the model."""
+    (tmp_path / "model" / "0_Transformer").mkdir(parents=True)
+    shutil.copytree(base, tmp_path / "model", dirs_exist_ok=True)
+    file = tmp_path / "model" / "0_Transformer" / "adapter_config.json"
+    file.write_text(json.dumps({"peft_type": "LORA", "megatron_config": {"x": 1}, "megatron_core": "megatron.core"}))
+    with pytest.raises(SourceError, match="megatron_config has peft import a module"):
+        load(tmp_path / "model", task="feature-extraction")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.(q|v)_proj",
+        r"(?:.*\.)?layers\.\d+\..*",
+        r"^(?!.*lm_head).*(q_proj|v_proj)$",
+        (
+            r"(?:.*?(?:vision|language|text).*?(?:self_attn|attention|attn|mlp|ffn).*?(?:k_proj|q_proj|fc1|fc2|proj).*?)"
+            r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|attn|mlp)\.(?:k_proj|q_proj|down_proj))"
+        ),
+        "all-linear",
+    ],
+)
+def test_patterns_as_people_write_them_are_let_through(tmp_path: Path, pattern: str) -> None:
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({"target_modules": pattern, "rank_pattern": {pattern: 2}}))
+    peft_patterns.check(file)
+
+
+def test_a_pickle_is_not_loaded(base: Path, tmp_path: Path) -> None:
+    adapted(base, tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(SourceError, match="pickle"):
+        load(base, adapter=str(tmp_path / "adapter"))
+
+
+def test_an_adapter_that_is_no_sum_of_weights_is_refused(base: Path, tmp_path: Path) -> None:
+    settings = peft.PromptTuningConfig(task_type="FEATURE_EXTRACTION", num_virtual_tokens=3)
+    peft.get_peft_model(AutoModel.from_pretrained(base), settings).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(SourceError, match="PROMPT_TUNING adapter cannot be merged"):
+        load(base, "feature-extraction", adapter=str(tmp_path / "adapter"))
+
+
+def test_what_is_no_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="holds no adapter_config.json"):
+        load(base, adapter=str(tmp_path))
+    adapted(base, tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": ["nowhere"]}))
+    with pytest.raises(SourceError, match="peft could not load it"):
+        load(base, adapter=str(tmp_path / "adapter"))

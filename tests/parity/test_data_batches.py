@@ -1,0 +1,135 @@
+"""The rows of data are cut into batches that fit in memory; how many were checked is told."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optexport.parity import native_run
+from optexport.parity.cases import Case
+from optexport.parity.data_batches import shards, why_unchecked
+from optexport.parity.memmap import spilled
+from optexport.pipeline import run as pipeline_run
+from optexport.signature.signature import Dim
+
+MODULE = """
+from torch import nn
+
+def load():
+    return nn.Linear(4, 2).eval()
+"""
+
+CONFIG = """
+[model]
+source = "python:rows:load"
+[inputs]
+data = "rows.npz"
+[inputs.dynamic]
+batch = [1, 64]
+[parity]
+effort = "{effort}"
+[export]
+formats = ["pt2"]
+output = "bundle"
+[tracking]
+enabled = false
+"""
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 60) | st.none())
+def test_every_row_is_in_one_batch_of_a_size_that_is_declared(rows: int, low: int, more: int | None) -> None:
+    dim = Dim("batch", low, None if more is None else low + more)
+    batch = {"x": torch.arange(rows * 3).reshape(rows, 3), "ids": torch.arange(rows), "scale": torch.ones(4)}
+    cut = shards(batch, ["x", "ids"], dim)
+    assert torch.cat([shard["ids"] for shard in cut]).tolist() == list(range(rows))
+    assert all(torch.equal(shard["x"][:, 0], 3 * shard["ids"]) for shard in cut)
+    assert all(torch.equal(shard["scale"], batch["scale"]) for shard in cut)
+    if len(cut) > 1:
+        sizes = [shard["ids"].shape[0] for shard in cut]
+        assert max(sizes) <= max(32, low)
+        assert dim.max == 1 or all(dim.min <= size <= (dim.max or size) for size in sizes)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 300))
+def test_where_nothing_is_declared_all_batches_have_one_size(rows: int) -> None:
+    cut = shards({"ids": torch.arange(rows)}, ["ids"], Dim("batch"), declared=False)
+    assert len({shard["ids"].shape for shard in cut}) == 1
+    kept = torch.cat([shard["ids"] for shard in cut]).tolist()
+    assert kept == list(range(len(kept)))
+    assert rows - len(kept) < 32
+    if len(kept) < rows:
+        checked = [Case(f"data {i}", batch, data=True) for i, batch in enumerate(cut)]
+        assert why_unchecked(cut, rows, checked) == (f"data: {len(kept)} of {rows} rows are checked",)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 60), st.sampled_from([1 << 14, 1 << 16, 1 << 18, 1 << 21]))
+def test_a_batch_holds_no_more_numbers_than_its_budget_unless_two_rows_do(rows: int, numbers: int) -> None:
+    batch = {"x": torch.zeros(1, numbers, dtype=torch.uint8).expand(rows, -1)}
+    cut = shards(batch, ["x"], Dim("batch"))
+    assert all(shard["x"].numel() <= max(1 << 20, 2 * numbers) for shard in cut)
+
+
+def test_what_was_not_checked_is_counted_in_rows_or_batches() -> None:
+    cut = shards({"x": torch.zeros(100, 3)}, ["x"], Dim("batch"))
+    checked = [Case(f"data {i}", batch, data=True) for i, batch in enumerate(cut)]
+    assert len(cut) == 4
+    assert why_unchecked(cut, 100, checked) == ()
+    assert why_unchecked(cut, 100, [Case("traced", cut[0]), *checked[:2]]) == ("data: 50 of 100 rows are checked",)
+    assert why_unchecked(cut, 0, checked[:1]) == ("data: 1 of 4 batches are checked",)
+
+
+def run(folder: Path, effort: str, rows: int = 100) -> pipeline_run.Result:
+    (folder / "rows.py").write_text(MODULE, encoding="utf-8")
+    np.savez(folder / "rows.npz", input=np.random.default_rng(0).normal(size=(rows, 4)).astype("float32"))
+    (folder / "mine.toml").write_text(CONFIG.format(effort=effort), encoding="utf-8")
+    return pipeline_run.run(folder / "mine.toml")
+
+
+def test_all_rows_are_checked_unless_effort_is_spared(tmp_path: Path) -> None:
+    standard = run(tmp_path, "standard").manifest.parity
+    assert standard.cases[0] == "traced"  # on the first of the data
+    assert [case for case in standard.cases if case.startswith("data")] == ["data 1", "data 2", "data 3"]
+    assert standard.left_out == []
+    quick = run(tmp_path, "quick").manifest.parity
+    assert [case for case in quick.cases if case.startswith("data")] == []
+    assert quick.left_out == ["data: 25 of 100 rows are checked"]
+
+
+def test_rows_whose_results_would_not_fit_on_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_run, "_DATA_BYTES", 300)
+    found = run(tmp_path, "standard").manifest.parity
+    assert [case for case in found.cases if case.startswith("data")] == ["data 1"]
+    assert found.left_out == ["data: 50 of 100 rows are checked"]
+
+
+def test_large_results_are_kept_in_files_that_have_no_name() -> None:
+    large, small = torch.randn(1 << 18).reshape(512, -1).t(), torch.randn(3)
+    kept = spilled({"large": large, "small": small, "half": large.bfloat16().repeat(2, 1)})
+    assert torch.equal(kept["large"], large)
+    assert torch.equal(kept["half"], large.bfloat16().repeat(2, 1))
+    assert kept["small"] is small
+    place = kept["large"].untyped_storage().filename
+    assert place is not None
+    assert not Path(place).exists()
+
+
+def test_results_without_room_are_an_error_and_no_crash() -> None:
+    size, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            spilled({"y": torch.ones(1 << 19)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        signal.signal(signal.SIGXFSZ, before)

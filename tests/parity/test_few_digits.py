@@ -1,0 +1,77 @@
+"""A proof that shows little, by a floor that may hide a fault or outputs of zeros, is told of wherever it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import fx, nn
+
+from optexport.errors import ParityError
+from optexport.report import terminal
+from optexport.transformations import Transformation
+from tests._helpers import exports
+from tests._helpers.models import randomise
+
+
+class OtherwiseInFloat64(nn.Module):
+    """Code that looks at the dtype, as hand-written kernels do: the proof takes the difference for noise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x) if x.dtype == torch.float32 else nn.functional.gelu(x)
+
+
+def test_an_original_that_shares_few_digits_with_float64_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = exports.quick(OtherwiseInFloat64(), {"x": exports.X}, tmp_path / "bundle", dynamic=exports.BATCH)
+    (told,) = result.manifest.few_digits
+    assert float(told.split(" by ")[1].split(",")[0]) == pytest.approx(0.02, rel=0.1)
+    terminal.show(result, Console(width=200))
+    assert f"few digits: float64 differs in {told}: a fault of that size passes" in capsys.readouterr().out
+    assert f"The original differs from float64 in {told}: a fault" in (result.output / "report.html").read_text()
+
+
+def test_with_a_tolerance_and_of_an_ordinary_model_nothing_is_told(tmp_path: Path) -> None:
+    fixed = exports.quick(OtherwiseInFloat64(), {"x": exports.X}, tmp_path / "bundle", atol=1e-6)
+    assert fixed.manifest.few_digits == []
+    assert exports.exported().manifest.few_digits == []
+
+
+class OftenZero(nn.Module):
+    """Of ordinary inputs it makes zeros, and something else of those that are 64 times as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(x) - 8)
+
+
+class ByAHundredth(Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        layer = graph_module.get_submodule("layer")
+        assert isinstance(layer, nn.Linear)
+        layer.bias = nn.Parameter(layer.bias.detach() + 0.01)
+        return graph_module
+
+
+def test_zeros_everywhere_but_in_extreme_cases_are_told_of_and_these_are_then_held_as_others_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hundredth too much passed as proven, within limits that are for gross faults."""
+    model, x = randomise(OftenZero()), {"x": torch.linspace(-1, 1, 24).reshape(4, 6)}
+    result = exports.quick(model, x, tmp_path / "bundle", dynamic=exports.BATCH)
+    assert result.manifest.only_zeros == [output.name for output in result.manifest.outputs]
+    terminal.show(result, Console(width=200))
+    assert "only zeros: output is nothing else on ordinary batches" in capsys.readouterr().out
+    assert "On ordinary batches nothing but zeros is in output" in (result.output / "report.html").read_text()
+    assert exports.exported().manifest.only_zeros == []
+    with pytest.raises(ParityError, match="values 64 times as large"):
+        quick = {"dynamic": exports.BATCH, "transformations": [ByAHundredth()]}
+        exports.quick(model, x, tmp_path / "wrong", **quick)

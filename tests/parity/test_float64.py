@@ -1,0 +1,167 @@
+"""A model in float64 that holds its large weights in their own precision computes what a copy in float64 does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from optexport._utils import memory
+from optexport.parity import float64
+from optexport.parity.cases import Case
+from optexport.parity.reference_run import in_double, run_original
+from tests._helpers import models
+from tests.parity.measuring import call
+
+
+@pytest.fixture(autouse=True)
+def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float64, "_LARGE_PARAMETER", 1)
+    monkeypatch.setattr(memory, "LARGE_MODEL", 1)
+
+
+def _leaves(outputs: object) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _check_same(model: nn.Module, *inputs: torch.Tensor, **batch: torch.Tensor) -> None:
+    with torch.no_grad():
+        results = [_leaves(double(*inputs, **batch)) for double in (float64.copied(model), float64.upcasting(model))]
+    assert results[0]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+_FAST = ("bert", "llama", "resnet")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", [name if name in _FAST else pytest.param(name, marks=pytest.mark.nightly) for name in models.NAMES]
+)
+def test_outputs_are_those_of_a_copy(name: str, dtype: torch.dtype) -> None:
+    _check_same(copy.deepcopy(models.model(name)).to(dtype), **in_double(models.inputs(name)))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.LSTM(8, 6, 2, bidirectional=True), nn.TransformerEncoderLayer(8, 2, 12), nn.MultiheadAttention(8, 2)],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_outputs_of_layers_that_look_at_the_kind_of_their_weights_are_those_of_a_copy(layer: nn.Module) -> None:
+    x = torch.randn(5, 3, 8, dtype=torch.float64)
+    _check_same(models.randomise(layer), *([x] * 3 if isinstance(layer, nn.MultiheadAttention) else [x]))
+
+
+def test_large_weights_are_shared_with_the_model_and_tell_of_float64() -> None:
+    model = models.model("llama")
+    double = float64.upcasting(model)
+    shared = dict(model.named_parameters())
+    for name, weight in double.named_parameters():
+        assert isinstance(weight, nn.Parameter)
+        assert weight.held.data_ptr() == shared[name].data_ptr()
+        assert (weight.dtype, weight.shape, weight.device) == (torch.float64, shared[name].shape, torch.device("cpu"))
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_code_that_passes_a_weight_by_finds_nan() -> None:
+    weight = next(float64.upcasting(models.model("bert")).parameters())
+    with torch._C.DisableTorchFunctionSubclass():
+        assert bool(weight.isnan().all())
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    double = float64.upcasting(model)
+    assert double[0].weight is double[1].weight
+
+
+class Refers(nn.Module):
+    """A layer whose weight is referred to from where no module holds parameters."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        match way:
+            case "list":
+                self.others = [self.layer.weight]
+            case "dict":
+                self.others = {0: self.layer.weight}
+            case "unregistered":
+                self.__dict__["others"] = (self.layer.weight,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + x @ self.others[0].to(x.dtype)
+
+
+@pytest.mark.parametrize("way", ["list", "dict", "unregistered"])
+def test_a_weight_is_there_for_whatever_refers_to_it(way: str) -> None:
+    model, x = models.randomise(Refers(way)), torch.randn(3, 8, dtype=torch.float64)
+    double = float64.upcasting(model)
+    assert double.others[0] is double.layer.weight
+    assert double.layer.weight.held.data_ptr() == model.layer.weight.data_ptr()
+    assert torch.equal(double(x), float64.copied(model)(x))
+
+
+class Writes(nn.Module):
+    """A weight that is written to as the model runs, so that its result depends on that, or that is read unseen."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.weight = way, nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        match self.way:
+            case "in place":
+                self.weight.zero_().add_(x.abs().amax())
+            case "by a view":
+                self.weight.view(2, 2)[0].fill_(float(x.sum()))
+            case "by data":
+                self.weight.data.fill_(float(x.sum()))
+            case "unseen":
+                with torch._C.DisableTorchFunctionSubclass():
+                    return x / self.weight
+        return x / self.weight
+
+
+class Calls(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+def _scripted() -> nn.Module:
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        return Calls(torch.jit.script(nn.Linear(4, 4)))
+
+
+@pytest.mark.parametrize("way", ["in place", "by a view", "by data", "unseen", "scripted"])
+def test_a_model_that_cannot_go_without_a_copy_gets_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = (_scripted() if way == "scripted" else Writes(way)).eval()
+    cases = [Case(f"{size} rows", {"x": torch.randn(size, 4)}) for size in (1, 3)]
+    found = run_original(call, model, cases)
+    monkeypatch.setattr(memory, "LARGE_MODEL", 1 << 60)
+    expected = run_original(call, model, cases)
+    assert found.fallback is expected.fallback is None
+    for one, other in zip(found.exact, expected.exact, strict=True):
+        assert torch.equal(one["y"], other["y"])
+
+
+def test_a_large_model_is_not_copied_for_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: nn.Module) -> nn.Module:
+        raise AssertionError(f"{type(model).__name__} is copied")
+
+    monkeypatch.setattr(float64, "copied", refuse)
+    batch = models.inputs("bert")
+    found = run_original(
+        lambda model, inputs: {"y": model(**inputs).last_hidden_state}, models.model("bert"), [Case("only", batch)]
+    )
+    assert found.fallback is None
+    assert 0 < found.noise[0]["y"] < 1e-4

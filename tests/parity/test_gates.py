@@ -1,0 +1,262 @@
+"""Gates on decisions: what a config may ask, that each place is held against it, and what is said when it fails."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from optexport.config.metrics import DecisionConfig
+from optexport.errors import ConfigError
+from optexport.parity.cases import Case
+from optexport.parity.checker import Proof
+from optexport.parity.gates import Decision, Gate, Metric, check_usable, described, judge, make_gates
+from optexport.parity.noise_floor import bounds
+from optexport.parity.reference import Reference
+from optexport.signature.signature import Batch
+
+
+def reference(*outputs: Mapping[str, torch.Tensor], batch: Batch | None = None) -> Reference:
+    """A case of the user's for each of these outputs, which float64 does not differ from."""
+    inputs = ({"index": torch.tensor(i), **(batch or {})} for i in range(len(outputs)))
+    cases = tuple(Case(f"case {i}", given, data=True) for i, given in enumerate(inputs))
+    return Reference(
+        cases,
+        tuple(dict(o) for o in outputs),
+        tuple({name: v.double() if v.is_floating_point() else v for name, v in o.items()} for o in outputs),
+    )
+
+
+def gates(known: Reference, metrics: Mapping[str, Metric] | None = None, **demanded: Any) -> tuple[Gate, ...]:
+    configs = {n: DecisionConfig(**(v if isinstance(v, dict) else {"min": v})) for n, v in demanded.items()}
+    configs |= {name: DecisionConfig(min=0.5) for name in metrics or {}}
+    return make_gates(configs, metrics or {}, known, bounds(known, 4.0), 4.0)
+
+
+def decide(known: Reference, *candidate: Mapping[str, torch.Tensor] | str, **demanded: Any) -> Decision:
+    (gate,) = gates(known, **demanded)
+    return judge(gate, [c if isinstance(c, str) else dict(c) for c in candidate], known)
+
+
+def rows(wrong: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The original's scores, and a candidate's that chooses otherwise in some rows."""
+    original = torch.eye(4).repeat(-(-of // 4), 1)[:of]
+    candidate = original.clone()
+    candidate[:wrong] = candidate[:wrong].roll(1, -1)
+    return original, candidate
+
+
+# One gate
+
+
+@pytest.mark.parametrize(("wrong", "passes"), [(0, True), (1, True), (2, False)])
+def test_a_gate_passes_at_its_very_value_and_fails_below(wrong: int, passes: bool) -> None:
+    original, candidate = rows(wrong, 1000)
+    decision = decide(reference({"y": original}), {"y": candidate}, argmax_agreement=0.999)
+    assert decision.passed is passes
+    assert (decision.value, decision.count, decision.ties) == ((1000 - wrong) / 1000, 1000, 0)
+
+
+def test_a_value_that_misses_its_gate_by_its_last_digit_does_not_look_as_if_it_passed() -> None:
+    known = reference({"y": torch.ones(2, 3)})
+    (gate,) = gates(known, cosine=1.0)
+    nearly = replace(judge(gate, [{"y": torch.ones(2, 3)}], known), value=1 - 2.0**-40)
+    assert described(nearly).startswith("0.9999999999990905 (the smallest of 2")
+
+
+def test_a_failure_tells_output_value_count_interval_and_gate() -> None:
+    original, candidate = rows(2, 100)
+    decision = decide(reference({"y": original}), {"y": candidate}, argmax_agreement=0.99)
+    assert decision.failure == (
+        "y, argmax_agreement is 0.98 (98 of 100 positions agree, 95 % interval 0.929988 to 0.994498), and the gate 0.99"
+    )
+
+
+def test_positions_have_the_same_weight_whatever_case_they_are_in() -> None:
+    (one, _), (many, wrong) = rows(0, 1), rows(3, 9)
+    decision = decide(reference({"y": one}, {"y": many}), {"y": one}, {"y": wrong}, argmax_agreement=0.5)
+    assert decision.value == 7 / 10
+    assert [(case.total, case.count) for case in decision.cases] == [(1, 1), (6, 9)]
+
+
+def of_kinds(known: Reference, **kinds: list[int]) -> Reference:
+    """The same with some cases extreme, and some of the user's data."""
+    cases = [
+        Case(c.name, c.batch, **{kind: i in which for kind, which in kinds.items()}) for i, c in enumerate(known.cases)
+    ]
+    return Reference(tuple(cases), known.outputs, known.exact)
+
+
+@pytest.mark.parametrize("kinds", [{"extreme": [1]}, {"data": [0]}, {"data": [0, 1], "extreme": [1]}])
+def test_the_users_data_count_and_without_them_all_but_extreme_cases(kinds: dict[str, list[int]]) -> None:
+    original, candidate = rows(3, 9)
+    known = of_kinds(reference({"y": original}, {"y": original}), **kinds)
+    decision = decide(known, {"y": original}, {"y": candidate}, argmax_agreement=1.0)
+    assert (decision.value, decision.count) == (1.0, 9)
+
+
+def test_of_made_up_inputs_there_is_no_interval() -> None:
+    original, candidate = rows(3, 9)
+    known = of_kinds(reference({"y": original}))
+    for demanded in ({"argmax_agreement": 1.0}, {"cosine": 1.0}):
+        decision = decide(known, {"y": candidate}, **demanded)
+        assert (decision.low, decision.high) == (None, None)
+        assert " of made-up inputs" in str(decision.failure)
+        assert "interval" not in str(decision.failure)
+
+
+def test_where_a_file_takes_none_of_the_data_the_other_cases_count_and_there_is_no_interval() -> None:
+    original, candidate = rows(3, 9)
+    known = of_kinds(reference({"y": original}, {"y": original}), data=[1])
+    (gate,) = gates(known, argmax_agreement=1.0)
+    traced = Reference(known.cases[:1], known.outputs[:1], known.exact[:1])
+    decision = judge(gate, [{"y": candidate}], traced)
+    assert (decision.passed, decision.count, decision.low) == (False, 9, None)
+
+
+def test_the_gate_on_cosines_is_on_the_smallest_which_a_mean_would_hide() -> None:
+    original = torch.ones(100, 2)
+    candidate = original.clone()
+    candidate[7] = torch.tensor([1.0, 0.0])
+    decision = decide(reference({"y": original}), {"y": candidate}, cosine=0.99)
+    assert not decision.passed
+    assert decision.value == pytest.approx(0.5**0.5)
+    assert decision.mean == pytest.approx(1 - (1 - 0.5**0.5) / 100)
+    assert "the smallest of 100 rows; their mean 0.997" in str(decision.failure)
+
+
+@pytest.mark.parametrize("measure", ["argmax_agreement", "cosine"])
+@pytest.mark.parametrize(
+    ("candidate", "why"),
+    [
+        ("it raised ValueError: no", "it raised ValueError: no"),
+        ({}, "the output is missing"),
+        ({"y": torch.eye(3)}, "its shape is [3, 3], and the original's [4, 4]"),
+        ({"y": torch.full((4, 4), float("nan"))}, "16 elements are NaN or infinite where the original's are not"),
+    ],
+    ids=["raises", "missing", "shape", "nan"],
+)
+def test_what_cannot_be_compared_agrees_nowhere(measure: str, candidate: Any, why: str) -> None:
+    known = reference({"y": torch.eye(4)}, {"y": torch.eye(4)})
+    decision = decide(known, {"y": torch.eye(4)}, candidate, **{measure: 0.0})
+    assert str(decision.failure).endswith(f", at case 1: {why}")
+    assert decision.count == 8
+    assert decision.mean == 0.5
+
+
+def test_rows_that_the_largest_k_fill_are_not_counted() -> None:
+    known = reference({"y": torch.rand(2, 3)}, {"y": torch.rand(2, 9)})
+    decision = decide(known, *known.outputs, top_k_agreement={"min": 1.0, "k": 3})
+    assert (decision.count, decision.value) == (2, 1.0)
+
+
+def test_padding_of_the_inputs_is_not_counted() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    known = reference({"y": torch.rand(2, 3, 5)}, batch={"attention_mask": mask})
+    flipped = {"y": torch.where(mask[..., None] == 1, known.outputs[0]["y"], -known.outputs[0]["y"])}
+    for measure, count in (("argmax_agreement", 3), ("cosine", 3), ("greedy_tokens", 2)):
+        decision = decide(known, flipped, **{measure: 1.0})
+        assert (decision.count, decision.value) == (count, 1.0)
+
+
+@pytest.mark.parametrize("fixed", [{}, {"atol": 10.0}])
+def test_what_is_forgiven_is_the_measured_limit_whatever_tolerance_is_allowed(fixed: dict[str, float]) -> None:
+    exact = torch.randn(50, 4, dtype=torch.float64)
+    noisy = (exact + 1e-3).float()
+    known = Reference((Case("only", {}),), ({"y": noisy},), ({"y": exact},))
+    limit = bounds(known, 4.0)["y"].limit
+    demanded = {"argmax_agreement": DecisionConfig(min=1.0)}
+    (gate,) = make_gates(demanded, {}, known, bounds(known, 4.0, **fixed), 4.0)
+    assert gate.slack == pytest.approx(limit)
+
+
+# Which outputs
+
+THREE = reference({"logits": torch.rand(2, 3, 9), "pooled": torch.rand(2, 9), "ids": torch.ones(2, 3).long()})
+
+
+def test_without_an_output_a_gate_is_on_each_that_it_is_defined_on() -> None:
+    named = {g.measure: [] for g in gates(THREE, argmax_agreement=1.0, cosine=1.0, iou=1.0, greedy_tokens=1.0)}
+    for gate in gates(THREE, argmax_agreement=1.0, cosine=1.0, iou=1.0, greedy_tokens=1.0):
+        named[gate.measure].append(gate.output)
+    assert named == {
+        "argmax_agreement": ["logits", "pooled"],
+        "cosine": ["logits", "pooled"],
+        "iou": ["logits"],
+        "greedy_tokens": ["logits"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("demanded", "place", "words"),
+    [
+        (
+            {"cosine": {"min": 1.0, "output": "logit"}},
+            "cosine.output",
+            'Did you mean "logits"? The outputs are logits,',
+        ),
+        (
+            {"cosine": {"min": 1.0, "output": "ids"}},
+            "cosine",
+            "it is defined on floating point outputs whose last axis",
+        ),
+        ({"greedy_tokens": {"min": 1.0, "output": "pooled"}}, "greedy_tokens", "[batch, sequence, vocabulary]"),
+        ({"iou": {"min": 1.0, "output": "pooled"}}, "iou", "[batch, height, width]"),
+        ({"top_k_agreement": {"min": 1.0, "k": 9}}, "top_k_agreement", "last axis is longer than 9"),
+    ],
+)
+def test_an_output_that_is_not_there_or_does_not_fit_is_refused(
+    demanded: dict[str, Any], place: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        gates(THREE, **demanded)
+    assert caught.value.place == f"parity.decisions.{place}"
+
+
+@pytest.mark.parametrize(
+    ("metric", "why"),
+    [
+        (lambda c, o: {}["f1"], "at case 0: it raised KeyError: 'f1'"),
+        (lambda c, o: float("nan"), "at case 0: it gave nan, where a finite number is wanted"),
+        (lambda c, o: None, "at case 0: it raised TypeError"),
+        (lambda c, o: c["logits"], "at case 0: it raised ValueError"),
+        (lambda c, o: 0.25, "is 0.25 (the mean of 1 batches), and the gate 0.5"),
+        (lambda c, o: sys.exit(3), "at case 0: it raised SystemExit"),
+    ],
+    ids=["raises", "nan", "none", "a tensor of several", "below the gate", "leaves"],
+)
+def test_a_metric_that_the_original_itself_fails_is_a_mistake_of_the_config(metric: Metric, why: str) -> None:
+    name = "python:mine:f1"
+    proof = Proof(THREE, bounds(THREE, 4.0), gates(THREE, {name: metric}))
+    with pytest.raises(ConfigError) as caught:
+        check_usable(proof.places[0].decisions)
+    assert caught.value.place == f"parity.decisions.{name}"
+    assert why in str(caught.value)
+
+
+def test_a_metric_cannot_change_what_is_compared_next() -> None:
+    def spoils(candidate: dict[str, torch.Tensor], original: dict[str, torch.Tensor]) -> float:
+        candidate["pooled"].zero_()
+        del original["ids"]
+        return 1.0
+
+    proof = Proof(THREE, bounds(THREE, 4.0), gates(THREE, {"python:mine:f1": spoils}, cosine=1.0))
+    assert proof.passed
+    assert proof.check("here", lambda batch: THREE.outputs[0]).passed
+
+
+def test_a_gate_with_nothing_to_count_is_a_mistake_of_the_config() -> None:
+    known = reference({"y": -torch.rand(2, 3, 4)})
+    proof = Proof(known, bounds(known, 4.0), gates(known, iou=0.0))
+    with pytest.raises(ConfigError, match="nothing to count"):
+        check_usable(proof.places[0].decisions)
+
+
+def test_without_gates_nothing_is_decided() -> None:
+    assert Proof(THREE, bounds(THREE, 4.0)).places[0].decisions == ()
+    assert make_gates(None, {}, THREE, bounds(THREE, 4.0), 4.0) == ()

@@ -1,0 +1,283 @@
+"""Gates on decisions as a config states them: mistakes, runs, bundles."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from optexport import export
+from optexport.cli.main import cli
+from optexport.errors import ConfigError
+from optexport.parity.verify import verify
+from optexport.pipeline import run as pipeline_run
+from tests._helpers import exports
+from tests._helpers.config_errors import table
+
+D = "parity.decisions"
+MISTAKES = {
+    "unknown measure": (table(D, "argmax_agrement = 1.0"), D, 'no measure "argmax_agrement". Did you mean "argmax_ag'),
+    "unknown far from any": (table(D, "zzz = 1.0"), D, "Known are: argmax_agreement, top_k_agreement, cosine, iou"),
+    "unknown key": (table(D, "cosine = { min = 1.0, outptu = 'y' }"), f"{D}.cosine.outptu", 'Did you mean "output"?'),
+    "no least value": (table(D, "cosine = { output = 'y' }"), f"{D}.cosine.min", "it is required"),
+    "text": (table(D, "cosine = 'high'"), f"{D}.cosine", "it must be a table"),
+    "flag": (table(D, "cosine = true"), f"{D}.cosine.min", "not True"),
+    "nan": (table(D, "cosine = nan"), f"{D}.cosine.min", "finite"),
+    "percent": (table(D, "iou = 99.0"), D, "iou: it lies between 0 and 1, so min cannot be 99"),
+    "below all": (table(D, "cosine = -2"), D, "cosine: it lies between -1 and 1, so min cannot be -2"),
+    "k of none": (table(D, "top_k_agreement = { min = 1.0, k = 0 }"), f"{D}.top_k_agreement.k", "not 0"),
+    "k of cosine": (table(D, "cosine = { min = 1.0, k = 5 }"), D, "cosine has no option k. Known are: min, output."),
+    "output of a metric": (table(D, '"python:a:b" = { min = 1, output = "y" }'), D, "has no option output"),
+    "metric of no form": (table(D, '"python:f1" = 1.0'), D, 'not of the form "python:module:function"'),
+    "metric of nowhere": (
+        table(D, '"python:no_such:f1" = 1.0'),
+        f"{D}.python:no_such:f1",
+        "there is no module no_such",
+    ),
+    "nothing": (table(D), D, "at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_with_its_key_and_the_nearest_known_name_before_torch_is_needed(
+    name: str, tmp_path: Path
+) -> None:
+    text, place, words = MISTAKES[name]
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    result = CliRunner().invoke(cli, ["check", str(tmp_path / "mine.toml")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: {tmp_path / 'mine.toml'}: {place}: ")
+    assert words in result.stderr
+
+
+# A whole run. The rule puts another activation in, which fixed tolerances allow, so that decisions alone tell.
+
+MODULE = """
+import torch
+from torch import nn
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x):
+        return {"logits": self.down(self.act(3 * self.up(x)))}
+
+
+def load():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Classifier().eval()
+"""
+ROWS = 400
+METRICS = """
+def agreement(candidate, original):
+    assert set(candidate) == {"logits"}
+    return (candidate["logits"].argmax(-1) == original["logits"].argmax(-1)).double().mean()
+
+
+def raises(candidate, original):
+    if not (candidate["logits"] == original["logits"]).all():
+        raise LookupError("no label")
+    return 1.0
+
+
+def low(candidate, original):
+    return 0.25
+
+
+number = 3
+"""
+CONFIG = """
+[model]
+source = "python:decisions_model:load"
+[inputs]
+data = "x.npz"
+dynamic.batch = [1, 512]
+[export]
+formats = ["torchscript", "onnx"]
+output = "bundle"
+[tracking]
+enabled = false
+[[transformations]]
+use = "replace-activation"
+old = "silu"
+new = "hardswish"
+[parity]
+atol = 1.0
+[parity.decisions]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in (("decisions_model", MODULE), ("my_metrics", METRICS)):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        sys.modules.pop(name, None)  # that of another test
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).standard_normal((ROWS, 8), np.float32))
+    return tmp_path
+
+
+def call(folder: Path, *gates: str, text: str = CONFIG) -> Result:
+    (folder / "mine.toml").write_text("\n".join([text, *gates]), encoding="utf-8")
+    return CliRunner().invoke(cli, ["run", str(folder / "mine.toml")])
+
+
+def test_where_a_tolerance_allows_the_distances_a_gate_decides(folder: Path) -> None:
+    passed = call(folder, "argmax_agreement = 0.5", "cosine = { min = 0.5, output = 'logits' }")
+    assert passed.exit_code == 0, passed.stderr
+    assert re.search(r"onnx, optimised +logits, argmax_agreement +0\.\d+ +0\.5 ", passed.stdout)
+    shutil.rmtree(folder / "bundle")
+    failed = call(folder, "argmax_agreement = 0.999")
+    assert failed.exit_code == 6
+    told = failed.stderr.partition("Error: ")[2]
+    assert told.startswith(
+        "the decisions differ from the original's\n  transformed graph: logits, argmax_agreement is "
+    )
+    assert re.search(r"is 0\.\d+ \(\d+ of 400 positions agree, 95 % interval .* to .*\), and the gate 0\.999\n", told)
+    assert "replace-activation is to blame, which changed" in told
+    assert "Traceback" not in failed.stderr
+    assert not (folder / "bundle").exists()
+
+
+def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(folder: Path) -> None:
+    text = CONFIG.replace(
+        'use = "replace-activation"\nold = "silu"\nnew = "hardswish"', 'use = "merge-linears"'
+    ).replace("atol = 1.0", "")
+    gates = ("argmax_agreement = 1.0", "top_k_agreement = { min = 1.0, k = 2 }", '"python:my_metrics:agreement" = 1.0')
+    result = call(folder, *gates, text=text)
+    assert result.exit_code == 0, result.stderr
+    manifest = json.loads((folder / "bundle" / "manifest.json").read_bytes())
+    places = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised"]
+    assert [place["place"] for place in manifest["parity"]["places"]] == places
+    for place in manifest["parity"]["places"]:
+        assert [(d["measure"], d["output"], d["value"]) for d in place["decisions"]] == [
+            ("argmax_agreement", "logits", 1.0),
+            ("top_k_agreement", "logits", 1.0),
+            ("python:my_metrics:agreement", None, 1.0),
+        ]
+        assert place["decisions"][0]["count"] == sum(case["count"] for case in place["decisions"][0]["cases"])
+        assert [d["count"] for d in place["decisions"]] == [ROWS, ROWS, 13]
+    assert manifest["config"]["parity"]["decisions"]["top_k_agreement"] == {"min": 1.0, "k": 2}
+
+
+def test_where_distances_fail_too_the_exit_code_is_theirs(folder: Path) -> None:
+    result = call(folder, "argmax_agreement = 1.0", text=CONFIG.replace("atol = 1.0", "atol = 1e-6"))
+    assert result.exit_code == 4
+    assert "from the reference" in result.stderr
+    assert "and the gate 1\n" in result.stderr
+
+
+def test_a_metric_of_the_users_own_is_a_gate(folder: Path) -> None:
+    assert call(folder, '"python:my_metrics:agreement" = 0.5').exit_code == 0
+    failed = call(folder, '"python:my_metrics:agreement" = 0.999')
+    assert failed.exit_code == 6
+    assert re.search(
+        r"transformed graph: python:my_metrics:agreement is 0\.\d+ \(the mean of 13 batches", failed.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("gate", "code", "words"),
+    [
+        ('"python:my_metrics:raises" = 0.5', 6, "my_metrics:raises, at traced: it raised LookupError: no label"),
+        ('"python:my_metrics:low" = 0.5', 2, "my_metrics:low: the original itself does not pass"),
+        ('"python:my_metrics:agrement" = 0.5', 2, 'my_metrics has no agrement\n  Did you mean "agreement"?'),
+        ('"python:my_metrics:number" = 0.5', 2, "number: it is a int, not a function"),
+        ("cosine = { min = 0.5, output = 'logit' }", 2, 'there is no output "logit"\n  Did you mean "logits"?'),
+    ],
+    ids=["raises", "low", "unknown", "no function", "unknown output"],
+)
+def test_a_gate_that_cannot_be_measured_is_one_clear_message(folder: Path, gate: str, code: int, words: str) -> None:
+    result = call(folder, gate)
+    assert result.exit_code == code
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_gates_are_tracked_as_metrics(folder: Path) -> None:
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    text = CONFIG.replace("enabled = false", f'uri = "{uri}"').replace('["torchscript", "onnx"]', '["torchscript"]')
+    (folder / "mine.toml").write_text(
+        f"{text}\nargmax_agreement = 0.5\n'python:my_metrics:agreement' = 0.5\n", encoding="utf-8"
+    )
+    result = pipeline_run.run(folder / "mine.toml")
+    assert result.tracking_failure is None
+    assert result.run_id is not None
+    run = mlflow.MlflowClient(uri).get_run(result.run_id)
+    prefix = "decisions.torchscript.logits.argmax_agreement"
+    metrics = run.data.metrics
+    assert metrics[f"{prefix}.low"] < metrics[f"{prefix}.value"] < metrics[f"{prefix}.high"]
+    assert metrics[f"{prefix}.count"] == ROWS
+    assert 0.5 <= metrics["decisions.torchscript.python_my_metrics_agreement.value"] <= 1.0
+    assert run.data.params["parity.decisions.argmax_agreement.min"] == "0.5"
+
+
+# The bundle
+
+
+@pytest.fixture
+def bundle(folder: Path) -> Path:
+    assert call(folder, "argmax_agreement = 0.5", '"python:my_metrics:agreement" = 0.5').exit_code == 0
+    return folder / "bundle"
+
+
+def change_gate(bundle: Path, **values: Any) -> None:
+    exports.edit_json(bundle / "manifest.json", lambda d: d["parity"]["gates"][0].update(values))
+
+
+def test_a_bundle_is_held_against_its_gates_again_but_not_those_of_code_that_it_does_not_hold(bundle: Path) -> None:
+    places = verify(bundle).places[1:]
+    assert all(place.passed for place in places)
+    assert [[d.gate.name for d in place.decisions] for place in places] == [["logits, argmax_agreement"]] * 3
+
+
+def test_stored_cases_need_do_no_better_than_they_did(bundle: Path) -> None:
+    recorded = json.loads((bundle / "manifest.json").read_bytes())["parity"]["places"][2]["decisions"][0]
+    change_gate(bundle, min=recorded["value"] + 0.01)
+    assert all(place.passed for place in verify(bundle).places[1:]), "as where the other cases had made up for them"
+
+
+def test_a_bundle_that_decides_otherwise_ends_with_the_code_of_a_gate(bundle: Path) -> None:
+    def pretend(document: dict[str, Any]) -> None:
+        document["parity"]["gates"][0]["min"] = 1.0
+        for place in document["parity"]["places"]:
+            for case in place["decisions"][0]["cases"]:
+                case["total"] = case["count"]
+
+    exports.edit_json(bundle / "manifest.json", pretend)
+    result = CliRunner().invoke(cli, ["verify", str(bundle)])
+    assert result.exit_code == 6
+    assert "onnx: logits, argmax_agreement is 0." in result.stderr
+    assert "and the gate 1\n" in result.stderr
+
+
+@pytest.mark.parametrize("wrong", [{"measure": "magic"}, {"output": "other"}, {"output": None}])
+def test_a_gate_on_nothing_known_is_a_damaged_bundle(bundle: Path, wrong: dict[str, Any]) -> None:
+    change_gate(bundle, **wrong)
+    result = CliRunner().invoke(cli, ["verify", str(bundle)])
+    assert result.exit_code == 4
+    assert "it has a gate on what is no measure, or no output" in result.stderr
+
+
+# From Python
+
+
+def test_gates_can_be_given_from_python(tmp_path: Path) -> None:
+    given = {"dynamic": exports.DYNAMIC, "formats": ["pt2"], "transformations": []}
+    demanded = {"cosine": {"min": 0.9999, "output": "hidden"}, "argmax_agreement": 1}
+    result = export(exports.block(), exports.batch(), tmp_path / "block", decisions=demanded, **given)
+    assert [d.gate.measure for d in result.parity[-1].decisions] == ["cosine", "argmax_agreement"]
+    assert all(d.value == pytest.approx(1.0) for d in result.parity[-1].decisions)
+    with pytest.raises(ConfigError, match='no measure "cosin". Did you mean "cosine"'):
+        export(exports.block(), exports.batch(), tmp_path / "other", decisions={"cosin": 1.0}, **given)

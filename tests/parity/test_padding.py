@@ -1,0 +1,144 @@
+"""Padding: that every mask gets every kind of it, and no two the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from optexport.config.load import Effort
+from optexport.parity.cases import cases
+from optexport.parity.special_values import special_cases
+from optexport.signature.signature import Dim
+from tests._helpers.exports import quick
+from tests.parity.test_special_values import EFFORTS, IDS, signature, text
+
+
+def kinds_of_padding(masks: list[torch.Tensor]) -> set[str]:
+    found = set()
+    for row in (row for mask in masks for row in mask):
+        if not row.any():
+            found.add("whole")
+        elif row[0] == 1 and row[-1] == 0:
+            found.add("right")
+        elif row[0] == 0 and row[-1] == 1:
+            found.add("left")
+    return found
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("decoder", [False, True])
+@settings(max_examples=20)
+@given(rows=st.integers(1, 9), columns=st.integers(3, 40))
+def test_every_kind_of_padding_is_checked_at_the_traced_size(
+    effort: Effort, decoder: bool, rows: int, columns: int
+) -> None:
+    example = text(rows, columns, decoder=decoder)
+    found = special_cases(example, {}, effort, 0)
+    for name in [name for name in example if "mask" in name]:
+        assert all(case.batch[name].shape == example[name].shape for case in found)
+        assert kinds_of_padding([case.batch[name] for case in found]) == {"right", "left", "whole"}
+
+
+@given(st.sampled_from([torch.int64, torch.float32, torch.bool]), st.sampled_from([(3, 6), (2, 4, 5), (2, 3, 4, 4)]))
+def test_masks_by_any_name_are_padded_at_the_traced_size_and_images_nowhere_wholly(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """One that was called ``padding_mask`` was whole in every case, so that nothing showed if it was used."""
+    example = {"x": torch.ones(2, 3), "key_padding_mask": torch.ones(shape, dtype=dtype)}
+    made = [case.batch["key_padding_mask"] for case in special_cases(example, {}, "quick", 0)]
+    assert made
+    assert all(mask.dtype is dtype for mask in made)
+    assert any(not mask.all() for mask in made)
+    if len(shape) > 2:
+        assert all(mask.any(-1).all() for mask in made)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_no_two_masks_are_padded_alike(rows: int) -> None:
+    """A rule that took the mask of one text for that of another passed."""
+    example = {f"{name}_attention_mask": torch.ones(rows, 6, dtype=torch.int64) for name in ("query", "document")}
+    for case in special_cases(example, {}, "quick", 0):
+        query, document = case.batch.values()
+        assert all(not torch.equal(*pair) for pair in zip(query, document, strict=True))
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_every_kind_of_padding_is_checked_at_sizes_that_were_never_traced(effort: Effort) -> None:
+    example = text(4, 9)
+    found = cases(example, [], signature(example, Dim("batch", 1, 64), Dim("sequence", 1, 64)), effort=effort)
+    masks = [case.batch["attention_mask"] for case in found if case.batch["input_ids"].shape != (4, 9)]
+    assert kinds_of_padding(masks) == {"right", "left", "whole"}
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**20))
+def test_padding_only_takes_tokens_away(rows: int, columns: int, seed: int) -> None:
+    example = text(rows, columns)
+    example["attention_mask"] = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    for case in special_cases(example, {"input_ids": IDS}, "standard", 0):
+        if not case.name.startswith("padded"):
+            continue
+        assert bool((case.batch["attention_mask"] <= example["attention_mask"]).all())
+        assert torch.equal(case.batch["input_ids"], example["input_ids"])
+
+
+def test_what_is_no_padding_mask_is_left_alone() -> None:
+    example = {"scale": torch.ones(4, 5), "attention_mask": torch.zeros(4, 1, 5, 5), "position_ids": torch.ones(4, 5)}
+    for case in special_cases(example, {}, "quick", 0):
+        assert all(torch.equal(case.batch[name], tensor) for name, tensor in example.items())
+    assert special_cases(example, {}, "quick", 0) == []
+
+
+LEAST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    ("mask", "tried"),
+    [
+        (torch.zeros(4, 8), [{0, 1}, {0, LEAST}]),
+        (torch.zeros(2, 1, 3, 3), [{0, 1}, {0, LEAST}]),
+        (torch.zeros(4, 8, dtype=torch.int64), [{0, 1}]),
+        (torch.ones(4, 2, dtype=torch.int64), [{0, 1}]),
+        (torch.tensor([1, 1, 0, 1]), [{0, 1}]),
+        (torch.tensor([[1.0, 0.0], [1.0, 1.0]]), [{0, 1}]),
+        (torch.ones(4), [{0, 1}]),
+        (torch.tensor(1.0), [{0}]),
+        (torch.tensor(True), [{0}]),
+        (torch.full((4, 8), 0.5), [{0, 0.5}]),
+        (torch.tensor([[0.0, 0.0, -1e9]]), [{0, -1e9}]),
+    ],
+    ids=str,
+)
+def test_a_mask_that_no_padding_changes_is_tried_with_other_values(mask: torch.Tensor, tried: list[set[float]]) -> None:
+    """Rules that left such masks out, or took one for another, passed: nothing was ever hidden, or the same."""
+    found = special_cases({"any_mask": mask}, {}, "standard", 0)
+    made = [case.batch["any_mask"] for case in found if not torch.equal(case.batch["any_mask"], mask)]
+    assert [set(values.flatten().tolist()) for values in made] == [{float(torch.tensor(v)) for v in t} for t in tried]
+    for values in made:
+        assert (values.dtype, values.shape) == (mask.dtype, mask.shape)
+        assert bool((values != mask).any())
+
+
+class Positions(nn.Module):
+    """Counts from the first token that is no padding, and so has no position for one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(64, 3)
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return x[..., None] + self.places(attention_mask.cumsum(1) - 1)
+
+
+def test_a_model_that_refuses_some_padding_is_checked_with_less_and_that_is_told(tmp_path: Path) -> None:
+    """It was said to fail at a size, which it takes."""
+    inputs = {"x": torch.randn(4, 7), "attention_mask": torch.ones(4, 7, dtype=torch.int64)}
+    dynamic = {name: {0: Dim("batch", 1, 8), 1: Dim("sequence", 2, 32)} for name in inputs}
+    result = quick(Positions(), inputs, tmp_path / "out", dynamic=dynamic)
+    told = [what for what in result.manifest.parity.left_out if "the model itself fails as it is padded" in what]
+    assert any(what.startswith("batch 1, sequence 2") or "sequence" in what for what in told)
+    assert {"batch 8, sequence 2", "padded right, left, whole"} <= set(result.manifest.parity.cases)

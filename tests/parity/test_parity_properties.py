@@ -1,0 +1,158 @@
+"""What holds of the proof whatever the numbers are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optexport.parity.cases import Case
+from optexport.parity.checker import OutputParity, Proof
+from optexport.parity.noise_floor import bounds
+from optexport.parity.reference import Reference
+
+
+@st.composite
+def references(draw: st.DrawFn) -> Reference:
+    """What a model computed in two precisions: several cases, of any size of number, rounded as float32 is."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    scale = 10.0 ** draw(st.integers(-6, 6))
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    exact = [scale * torch.randn(size, 3, generator=generator, dtype=torch.float64) for size in sizes]
+    noise = draw(st.sampled_from([0.0, 1e-7, 1e-4]))
+    original = [(e + noise * scale * torch.randn(e.shape, generator=generator)).float() for e in exact]
+    if noise == 0.0:
+        exact = [o.double() for o in original]
+    cases = tuple(Case(f"case {i}", {"i": torch.tensor(i)}) for i in range(len(sizes)))
+    return Reference(cases, tuple({"y": o} for o in original), tuple({"y": e} for e in exact))
+
+
+def judge(known: Reference, candidate: list[torch.Tensor], multiple: float = 4.0, **fixed: float) -> OutputParity:
+    limits = bounds(known, multiple, **fixed)
+    names = {case.name: value for case, value in zip(known.cases, candidate, strict=True)}
+    by_index = {int(case.batch["i"]): names[case.name] for case in known.cases}
+    (output,) = Proof(known, limits).check("here", lambda batch: {"y": by_index[int(batch["i"])]}).outputs
+    return output
+
+
+def perturbed(known: Reference, share: float, data: st.DataObject) -> tuple[list[torch.Tensor], int]:
+    """The original's results, with one element a share of what it may be away from float64; and which case it is in."""
+    bound = bounds(known, 4.0)["y"]
+    candidate = [o["y"].double() for o in known.outputs]
+    index = data.draw(st.integers(0, len(candidate) - 1))
+    row = data.draw(st.integers(0, candidate[index].shape[0] - 1))
+    column = data.draw(st.integers(0, 2))
+    sign = data.draw(st.sampled_from([-1, 1]))
+    exact = known.exact[index]["y"]
+    candidate[index] = candidate[index].clone()
+    candidate[index][row, column] = (exact + sign * share * bound.allowed("", exact.abs()))[row, column]
+    return candidate, index
+
+
+def as_double(known: Reference) -> Reference:
+    """The same in float64, so that what a test adds is not rounded away; the floor stays that of float32."""
+    return Reference(known.cases, tuple({"y": o["y"].double()} for o in known.outputs), known.exact)
+
+
+@given(references(), st.floats(1.0, 100.0))
+def test_the_original_passes_whatever_it_computes(known: Reference, multiple: float) -> None:
+    output = judge(known, [o["y"].clone() for o in known.outputs], multiple)
+    assert output.passed
+    assert output.multiple <= 1.0
+
+
+@given(references(), st.floats(1.25, 1e6), st.data())
+def test_a_fault_beyond_the_limit_is_always_caught(known: Reference, share: float, data: Any) -> None:
+    known = as_double(known)
+    candidate, index = perturbed(known, share, data)
+    output = judge(known, candidate)
+    assert not output.passed
+    assert str(output.failure).startswith(f"at case {index}: ")
+    assert output.worst_case == f"case {index}"
+
+
+@given(references(), st.data())
+def test_a_result_of_the_wrong_sign_is_always_caught(known: Reference, data: Any) -> None:
+    candidate = [o["y"].clone() for o in known.outputs]
+    index = data.draw(st.integers(0, len(candidate) - 1))
+    position = candidate[index].abs().argmax()
+    candidate[index].view(-1)[position] *= -1
+    assert not judge(known, candidate).passed
+
+
+@given(references(), st.floats(0.0, 0.8), st.data())
+def test_a_difference_within_the_limit_passes(known: Reference, share: float, data: Any) -> None:
+    known = as_double(known)
+    candidate, _ = perturbed(known, share, data)
+    assert judge(known, candidate).passed
+
+
+@given(references(), st.floats(0.1, 10.0), st.integers(-30, 30), st.data())
+def test_a_change_of_unit_does_not_change_the_verdict(known: Reference, share: float, power: int, data: Any) -> None:
+    known = as_double(known)
+    candidate, _ = perturbed(known, share, data)
+    unit = 2.0**power
+    scaled = Reference(
+        known.cases,
+        tuple({"y": o["y"] * unit} for o in known.outputs),
+        tuple({"y": e["y"] * unit} for e in known.exact),
+    )
+    before, after = judge(known, candidate), judge(scaled, [value * unit for value in candidate])
+    assert before.passed == after.passed
+    assert math.isclose(after.max_abs, before.max_abs * unit, rel_tol=1e-9)
+    assert after.worst_case == before.worst_case
+
+
+@given(references(), st.floats(0.1, 10.0), st.data())
+def test_the_order_of_the_cases_does_not_change_the_verdict(known: Reference, share: float, data: Any) -> None:
+    known = as_double(known)
+    candidate, _ = perturbed(known, share, data)
+    order = data.draw(st.permutations(range(len(candidate))))
+    permuted = Reference(
+        tuple(known.cases[i] for i in order),
+        tuple(known.outputs[i] for i in order),
+        tuple(known.exact[i] for i in order),
+    )
+    before, after = judge(known, candidate), judge(permuted, [candidate[i] for i in order])
+    assert (before.passed, before.max_abs, before.floor, before.tolerance) == (
+        after.passed,
+        after.max_abs,
+        after.floor,
+        after.tolerance,
+    )
+    assert math.isclose(before.argmax_agreement, after.argmax_agreement)
+
+
+@given(references(), st.floats(0.1, 10.0), st.data())
+def test_more_cases_never_let_a_fault_through(known: Reference, share: float, data: Any) -> None:
+    """An exact case more, of numbers no larger, leaves the verdict as it was."""
+    known = as_double(known)
+    candidate, _ = perturbed(known, share, data)
+    again = {"y": known.exact[0]["y"].clone()}
+    more = Reference(
+        (*known.cases, Case("more", {"i": torch.tensor(99)})), (*known.outputs, again), (*known.exact, again)
+    )
+    assert judge(more, [*candidate, again["y"].clone()]).passed == judge(known, candidate).passed
+
+
+@given(references(), st.floats(0.001, 100.0), st.data())
+def test_a_fixed_tolerance_catches_what_is_beyond_it_and_nothing_else(known: Reference, atol: float, data: Any) -> None:
+    known = as_double(known)
+    for share, passes in ((0.99, True), (1.01, False)):
+        candidate = [o["y"].clone() for o in known.outputs]
+        index = data.draw(st.integers(0, len(candidate) - 1))
+        scale = float(candidate[index].abs().max()) or 1.0
+        candidate[index][0, 0] += share * atol * scale
+        assert judge(known, candidate, atol=atol * scale).passed is passes
+
+
+@given(references(), st.sampled_from([math.nan, math.inf, -math.inf]), st.data())
+def test_a_single_number_that_is_none_is_always_caught(known: Reference, value: float, data: Any) -> None:
+    candidate = [o["y"].clone() for o in known.outputs]
+    index = data.draw(st.integers(0, len(candidate) - 1))
+    row = data.draw(st.integers(0, candidate[index].shape[0] - 1))
+    candidate[index][row, data.draw(st.integers(0, 2))] = value
+    assert str(judge(known, candidate, atol=1e30).failure).startswith(f"at case {index}: 1 elements")

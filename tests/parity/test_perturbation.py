@@ -1,0 +1,145 @@
+"""What rounding alone does to the original, where a result fails by little: asked of it, and of no faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.config.load import ParityConfig
+from optexport.parity import perturbation
+from optexport.parity.candidate_check import Suspects
+from optexport.parity.cases import Case
+from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.noise_floor import bounds
+from optexport.parity.reference_run import run_original
+from optexport.signature.signature import Batch
+from optexport.tracing.trace import trace
+from tests.parity.measuring import EPS, Tensors, call
+
+
+class Norm(nn.Module):
+    """Where the features of a row are nearly alike, it makes large what their products are rounded by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 0.75))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x * self.weight, [8], eps=1e-12)
+
+
+# Products by three quarters are not rounded, so that the original happens to be near to float64 here.
+ALIKE = 1 + 2.0**-10 * (torch.arange(8) % 2)
+STEEP = "steep"
+
+
+@pytest.fixture
+def proof() -> Proof:
+    torch.manual_seed(0)
+    cases = [Case(f"batch {n}", {"x": torch.randn(n, 8)}) for n in range(1, 6)]
+    reference = run_original(call, Norm(), [*cases, Case(STEEP, {"x": ALIKE[None]})])
+    return Proof(reference, bounds(reference, 4.0))
+
+
+def _off(proof: Proof, by: float, *cases: str) -> dict[str, Tensors]:
+    """What the original gives, off at some cases."""
+    given = zip(proof.reference.cases, proof.reference.outputs, strict=True)
+    return {case.name: {"y": outputs["y"] + by * (case.name in cases)} for case, outputs in given}
+
+
+def _explained(proof: Proof, results: dict[str, Tensors]) -> bool:
+    """Whether results that fail pass with bounds of what lies near to the original."""
+    place = proof.take("onnx", list(results.values()))
+    assert not place.passed
+    found = perturbation.bounds(proof, place, call, Norm(), 4.0, 0, proof.bounds)
+    if found is None:
+        return False
+    assert found["y"] == replace(proof.bounds["y"], extremes=found["y"].extremes)
+    assert list(found["y"].extremes) == [STEEP]
+    return Proof(proof.reference, found).take("onnx", list(results.values())).passed
+
+
+def test_what_originals_nearby_do_too_is_explained(proof: Proof) -> None:
+    limit = proof.bounds["y"].limit
+    assert limit < 1e-4
+    assert _explained(proof, _off(proof, 3 * limit, STEEP))
+
+
+@pytest.mark.parametrize(
+    ("times", "cases"), [(3, ["batch 3"]), (100, [STEEP]), (3, ["batch 2", STEEP]), (3, ["batch 1", "batch 2", STEEP])]
+)
+def test_what_they_do_not_is_not(proof: Proof, times: float, cases: list[str]) -> None:
+    assert not _explained(proof, _off(proof, times * proof.bounds["y"].limit, *cases))
+
+
+def test_nor_is_what_is_no_number(proof: Proof) -> None:
+    assert not _explained(proof, _off(proof, torch.nan, STEEP))
+
+
+def test_the_model_stays_as_it_was_and_what_it_raises_explains_nothing(proof: Proof) -> None:
+    model = Norm()
+    before = model.weight.clone()
+
+    def failing(model: nn.Module, batch: Batch) -> Tensors:
+        raise RuntimeError("it does not run")
+
+    place = proof.take("onnx", list(_off(proof, 3 * proof.bounds["y"].limit, STEEP).values()))
+    assert perturbation.bounds(proof, place, failing, model, 4.0, 0, proof.bounds) is None
+    assert perturbation.bounds(proof, place, call, model, 4.0, 0, proof.bounds) is not None
+    assert torch.equal(model.weight, before)
+
+
+def test_a_tolerance_that_was_asked_for_stays_it(proof: Proof) -> None:
+    fixed = Proof(proof.reference, bounds(proof.reference, 4.0, atol=EPS))
+    place = fixed.take("onnx", list(_off(fixed, 1e-5, STEEP).values()))
+    assert perturbation.bounds(fixed, place, call, Norm(), 4.0, 0, fixed.bounds) is None
+
+
+def _checked(proof: Proof, by: float) -> PlaceParity:
+    """A place that is off where the original is badly conditioned, as a run checks it."""
+    results = {id(case.batch): _off(proof, by, STEEP)[case.name] for case in proof.reference.cases}
+    signature = trace(Norm(), {"x": torch.randn(2, 8)}).signature
+    suspects = Suspects(proof, call, Norm(), signature, {}, ParityConfig())
+    return suspects.check("onnx", lambda: lambda batch: results[id(batch)])
+
+
+def test_a_run_passes_what_is_explained_and_says_where_it_looked(proof: Proof) -> None:
+    limit = proof.bounds["y"].limit
+    assert _checked(proof, 3 * limit).passed
+    assert proof.passed
+    assert proof.bounds["y"].limit == limit
+    assert proof.reference.ways[-1] == "with weights moved by half their last bit at steep"
+
+
+def test_a_limit_that_was_raised_for_one_place_raises_none_for_others(proof: Proof) -> None:
+    """A small fault in the graph had made room for a larger one in the file."""
+    measured, limit = dict(proof.bounds), proof.bounds["y"].limit
+    first = proof.take("graph", list(_off(proof, 3 * limit, STEEP).values()))
+    found = perturbation.bounds(proof, first, call, Norm(), 4.0, 0, measured)
+    assert found is not None
+    assert found["y"].extremes[STEEP] <= 16 * limit
+    proof.bounds = found
+    others = proof.take("onnx", list(_off(proof, 3 * limit, "batch 1").values()))
+    assert not others.passed
+    assert perturbation.bounds(proof, others, call, Norm(), 4.0, 0, measured) is None
+    farther = proof.take("pt2", list(_off(proof, 17 * limit, STEEP).values()))
+    assert not farther.passed
+    assert perturbation.bounds(proof, farther, call, Norm(), 4.0, 0, measured) is None
+
+
+def test_a_file_of_few_shapes_is_let_off_none_of_them(proof: Proof) -> None:
+    """Its share was counted of all cases of the run, and the only ordinary one of a fixed shape was let off."""
+    few = Proof(proof.reference.only([0, 5]), proof.bounds)
+    place = few.take("torchscript", list(_off(few, 3 * proof.bounds["y"].limit, STEEP).values()))
+    assert not place.passed
+    assert perturbation.bounds(proof, place, call, Norm(), 4.0, 0, proof.bounds) is None
+
+
+def test_a_run_fails_what_is_not_and_its_bounds_stay(proof: Proof) -> None:
+    before, ways = dict(proof.bounds), proof.reference.ways
+    assert not _checked(proof, 100 * proof.bounds["y"].limit).passed
+    assert proof.bounds == before
+    assert proof.reference.ways == ways

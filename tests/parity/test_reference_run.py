@@ -1,0 +1,355 @@
+"""What the original computes, in its own precision and in float64: the noise that the floor is made of."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import ParityError, TraceError
+from optexport.parity import reference_run
+from optexport.parity.cases import Case
+from optexport.parity.checker import Proof
+from optexport.parity.noise_floor import FALLBACK_ULPS, bounds
+from optexport.parity.reference import THROUGHOUT
+from optexport.parity.reference_run import run_original
+from optexport.signature.signature import Batch, Dim
+from tests._helpers.exports import quick
+from tests._helpers.models import randomise
+from tests.parity.measuring import EPS, Tensors, call, network
+
+
+def test_the_floor_is_the_distance_to_the_same_model_in_float64() -> None:
+    model, cases = network()
+    known = run_original(call, model, cases)
+    double = copy.deepcopy(model).double()
+    with torch.no_grad():
+        distances = [(model(c.batch["x"]).double() - double(c.batch["x"].double())).abs().max() for c in cases]
+    assert bounds(known, 4.0)["y"].floor == float(max(distances))
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    model, cases = network()
+    before = copy.deepcopy(model.state_dict())
+    run_original(call, model, cases)
+    assert all(torch.equal(value, before[name]) and value.dtype is torch.float32
+               for name, value in model.state_dict().items())  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_other_ways", [True, False])
+def test_what_the_original_rounds_by_on_a_device_is_part_of_the_floor(in_other_ways: bool) -> None:
+    model, cases = network()
+    known = run_original(call, model, cases, in_other_ways=in_other_ways)
+
+    def coarse(model: nn.Module, batch: Batch) -> Tensors:
+        return {"y": call(model, batch)["y"] + 1e-3}
+
+    there = reference_run._run_on("cpu", coarse, model, known)
+    assert there.ways == (*known.ways, "on cpu")
+    assert bounds(there, 4.0)["y"].floor == pytest.approx(1e-3, rel=1e-2)
+    assert all(torch.equal(one["y"], other["y"]) for one, other in zip(there.exact, known.exact, strict=True))
+    same = reference_run._run_on("cpu", call, model, known)
+    assert same.noise == known.noise
+
+
+class Ashore(nn.Module):
+    """A model that makes a tensor on the CPU, wherever its inputs are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(1).expand(3)[torch.arange(3)]
+
+
+def test_a_model_that_does_not_run_on_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = run_original(call, Ashore(), [Case("only", {"x": torch.ones(3)})])
+    with pytest.raises(TraceError, match=r"Ashore: the model itself fails on meta: .*\n  Have it make its tensors"):
+        reference_run._run_on("meta", call, Ashore(), known)  # type: ignore[arg-type]
+
+
+class Stubborn(nn.Module):
+    """A model that float64 cannot go through: one operand is always float32, and is no buffer of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.full((6, 3), 0.3)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.held[0]
+
+
+def test_a_model_that_cannot_run_in_float64_falls_back_and_says_so() -> None:
+    known = run_original(call, Stubborn(), [Case("only", {"x": torch.ones(2, 6)})])
+    assert known.fallback is not None
+    assert known.fallback.startswith("RuntimeError")
+    assert torch.equal(known.exact[0]["y"], known.outputs[0]["y"])
+    bound = bounds(known, 4.0)["y"]
+    assert bound.floor == 0.0
+    size = float(known.outputs[0]["y"].abs().max())
+    assert bound.limit == pytest.approx(4 * FALLBACK_ULPS * EPS * size)
+
+
+class MasksInFloat32(nn.Module):
+    """Zero times the smallest float64, which float32 has not, is NaN."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(x, -1) / 3
+        mask = torch.zeros(x.shape[-1], dtype=torch.float32)
+        return scores + (mask.float() * torch.finfo(x.dtype).min).to(scores.dtype)
+
+
+def test_a_mask_of_numbers_that_float32_has_not_leaves_a_floor() -> None:
+    """Of NaN throughout the floor was 0, and other ways of rounding were called wrong."""
+    cases = [Case(name, {"x": torch.randn(4, 60)}) for name in ("traced", "other")]
+    known = run_original(call, MasksInFloat32(), cases, batched=["x"])
+    assert known.fallback is None
+    expected = torch.softmax(cases[0].batch["x"].double(), -1) / 3
+    torch.testing.assert_close(known.exact[0]["y"], expected, rtol=1e-14, atol=0)
+    assert 0 < bounds(known, 4.0)["y"].floor < EPS
+
+
+class TimesFloat32(nn.Module):
+    """Multiplies what it makes in float32 by its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.float() * torch.arange(6))
+
+
+def test_a_model_that_multiplies_float32_by_its_weights_runs_in_float64_where_it_makes_that_float64_too() -> None:
+    """Nothing but its own rounding was there to compare with."""
+    model, batch = TimesFloat32(), {"x": torch.randn(2, 6)}
+    known = run_original(call, model, [Case("only", batch)])
+    assert known.fallback is None
+    weight, bias = model.linear.weight.detach().double(), model.linear.bias.detach().double()
+    expected = (batch["x"].double() * torch.arange(6)) @ weight.T + bias
+    torch.testing.assert_close(known.exact[0]["y"], expected, rtol=1e-14, atol=1e-14)
+
+
+class Sinusoids(nn.Module):
+    """Waves whose lengths are computed from whole numbers, and so in float32 whatever the weights are."""
+
+    def __init__(self, base: float = 1e4) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.exp(torch.arange(8) * (-math.log(self.base) / 8))
+        return x[..., None] + (torch.arange(x.shape[1])[:, None] * lengths).sin()
+
+
+def test_what_a_model_makes_in_float32_in_float64_too_is_part_of_its_floor(tmp_path: Path) -> None:
+    """A length that is one unit in the last place longer moves the wave at place 2,000 by 2,000 of them."""
+    checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 2000)})]
+    known = run_original(call, Sinusoids(), checked)
+    assert known.ways == ("in float64 throughout",)
+    places, steps = torch.arange(2000, dtype=torch.float64), torch.arange(8, dtype=torch.float64)
+    waves = (places[:, None] * torch.exp(steps * (-math.log(1e4) / 8))).sin()
+    assert float((waves - known.exact[1]["y"][0]).abs().max()) > 100 * EPS
+    # Eight times what it rounds by itself, which is less than two units in the last place here.
+    assert bounds(known, 4.0)["y"].floor == known.noise[1]["y"] == pytest.approx(16 * EPS, rel=1e-3)
+    dynamic = {"x": {0: "batch", 1: Dim("places", 2, 2048)}}
+    x = torch.linspace(-1, 1, 18).reshape(2, 9)
+    assert quick(Sinusoids(), {"x": x}, tmp_path / "waves", dynamic=dynamic, formats=["onnx"]).passed
+
+
+class OfPeriods(nn.Module):
+    """Takes the place within a period of time stamps of 1985, of which float32 holds every 32nd second."""
+
+    def __init__(self, dtype: torch.dtype, seconds: int, mark: float, factor: float = 1.0) -> None:
+        super().__init__()
+        self.dtype, self.seconds, self.mark, self.factor = dtype, seconds, mark, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angle = (x.float() % self.seconds) / self.seconds * 2 * math.pi
+        waves = torch.stack([angle.sin(), angle.cos()], -1).to(self.dtype) * self.factor
+        return torch.cat([waves, torch.full_like(waves[:, :1], self.mark)], 1)
+
+
+@pytest.mark.parametrize("mark", [0.0, -60000.0])
+@pytest.mark.parametrize(
+    ("dtype", "seconds", "factor"), [(torch.float32, 604_800, 1.0001), (torch.float16, 10_800, 1.02)]
+)
+def test_what_float32_loses_hides_no_fault_that_is_larger_than_the_rest_of_the_noise(
+    dtype: torch.dtype, seconds: int, factor: float, mark: float
+) -> None:
+    """All of it was part of the floor, a thousand times what files are off by; then still where results hold marks."""
+    checked = [Case("traced", {"x": torch.arange(500_000_000, 503_000_000, 40_009)})]
+    right, wrong = OfPeriods(dtype, seconds, mark), OfPeriods(dtype, seconds, mark, factor)
+    known = run_original(call, right, checked)
+    assert known.ways == (THROUGHOUT,)
+    proof = Proof(known, bounds(known, 4.0))
+    assert proof.check("right", lambda batch: call(right, dict(batch))).passed
+    assert not proof.check("wrong", lambda batch: call(wrong, dict(batch))).passed
+
+
+def test_a_wrong_wave_is_found_all_the_same() -> None:
+    checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 400)})]
+    known = run_original(call, Sinusoids(), checked)
+    proof = Proof(known, bounds(known, 4.0))
+    assert not proof.check("here", lambda batch: call(Sinusoids(1.01e4), dict(batch))).passed
+
+
+def test_whole_numbers_that_drown_a_wave_are_no_fault_of_the_file(tmp_path: Path) -> None:
+    """Steps of a diffusion were checked at 16,777,216, where the exporter was said to have changed the numbers."""
+
+    class Steps(nn.Module):
+        def forward(self, step: torch.Tensor) -> torch.Tensor:
+            return (step[:, None].float() * torch.exp(-math.log(1e4) * torch.arange(8) / 8)).cos()
+
+    assert quick(Steps(), {"step": torch.tensor([1, 17, 400, 999])}, tmp_path / "steps", formats=["onnx"]).passed
+
+
+def test_a_model_of_float64_alone_is_not_run_once_more() -> None:
+    model, cases = network()
+    assert THROUGHOUT not in run_original(call, model, cases).ways
+
+
+class MaskedInFloat32(nn.Module):
+    """Of a mask in float32 torch 2.13 makes something else, on a CPU and in float64, and says nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.eye(33, dtype=torch.bool)
+        mask = hidden.float().masked_fill(hidden, -1e9)
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def test_a_mask_that_attention_in_float64_does_not_take_leaves_a_floor() -> None:
+    cases = [Case(name, {"x": torch.randn(2, 4, 33, 16)}) for name in ("traced", "other")]
+    known = run_original(call, MaskedInFloat32(), cases)
+    assert known.fallback is None
+    assert 0 < bounds(known, 4.0)["y"].floor < 8 * EPS
+
+
+class Unsteady(nn.Module):
+    """In float64 it computes something else, and it wants float32 where it asks for that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.float().dtype != torch.float32:
+            raise TypeError("this is no float32")
+        return x if x.dtype == torch.float32 else -x
+
+
+def test_where_float64_is_something_else_either_way_nothing_is_proven() -> None:
+    known = run_original(call, randomise(Unsteady()), [Case("only", {"x": torch.ones(2, 6)})])
+    assert known.fallback is None
+    with pytest.raises(ParityError, match="nothing can be proven"):
+        bounds(known, 4.0)
+
+
+class Coarse(nn.Module):
+    """Leaves four binary digits of what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 2.0**19) - 2.0**19
+
+
+def test_where_a_smaller_multiple_would_prove_something_it_is_named() -> None:
+    known = run_original(call, Coarse(), [Case("only", {"x": torch.rand(64, 6)})])
+    with pytest.raises(ParityError, match="nothing can be proven") as told:
+        bounds(known, 4.0)
+    named = re.match(r"Set parity.multiple to ([\d.]+), or", told.value.mend or "")
+    assert named is not None
+    assert bounds(known, float(named[1]))["y"].limit <= 0.1
+    with pytest.raises(ParityError):
+        bounds(known, float(named[1]) + 0.1)
+
+
+class Cancels(nn.Module):
+    """Of a small input rounding leaves little, as of the noise of a trained encoder at some sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 1.1) - 1.1
+
+
+@pytest.mark.parametrize(("size", "guided"), [(1e-3, True), (1e-6, False)])
+def test_noise_that_differs_by_case_is_the_floor_while_half_the_digits_are_left(size: float, guided: bool) -> None:
+    model = randomise(Cancels())
+    cases = [Case(f"of {s}", {"x": s * torch.rand(4, 6)}) for s in (1.0, 1.0, 1.0, size)]
+    known = run_original(call, model, cases)
+    assert known.unguided == (() if guided else (f"y at of {size}",))
+
+
+def test_a_model_of_integers_alone_needs_no_float64() -> None:
+    class Shift(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    known = run_original(call, Shift(), [Case("only", {"x": torch.arange(3)})])
+    assert known.fallback is None
+    assert torch.equal(known.exact[0]["y"], torch.tensor([1, 2, 3]))
+
+
+class Rows(nn.Module):
+    """Rows that have no say in each other's results, or that have."""
+
+    def __init__(self, *, mix: bool) -> None:
+        super().__init__()
+        self.linear, self.mix = nn.Linear(64, 3), mix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y - y.mean(0) if self.mix else y
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_halves_of_a_batch_count_for_the_floor_where_rows_have_no_say_in_each_other(mix: bool) -> None:
+    model = randomise(Rows(mix=mix))
+    known = run_original(call, model, [Case("traced", {"x": torch.randn(8, 64)})], batched=["x"])
+    assert known.ways == (() if mix else ("half the rows at a time",))
+    whole = float((known.outputs[0]["y"] - known.exact[0]["y"]).abs().max())
+    assert known.noise[0]["y"] >= whole
+    if mix:
+        assert known.noise[0]["y"] == whole
+    assert bounds(known, 4.0)["y"].floor == known.noise[0]["y"]
+
+
+def test_the_original_runs_with_one_thread_too_and_the_number_is_put_back() -> None:
+    model, cases = network()
+    before, seen = torch.get_num_threads(), []
+
+    def watched(model: nn.Module, batch: Batch) -> Tensors:
+        seen.append(torch.get_num_threads())
+        return call(model, batch)
+
+    try:
+        torch.set_num_threads(2)
+        known = run_original(watched, model, cases)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert known.ways == ("with one thread",)
+    assert seen.count(1) == len(cases)
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux tells how much memory is free")
+def test_where_float64_does_not_fit_in_memory_the_model_is_compared_with_itself_and_that_is_said() -> None:
+    class Vast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.far_too_much = nn.Parameter(torch.zeros(1).expand(2**45), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 + self.far_too_much[0]
+
+    known = run_original(call, Vast(), [Case("only", {"x": torch.ones(2)})])
+    assert known.fallback is not None
+    assert known.fallback.startswith("its weights take 281475.0 GB in float64")
+
+
+def test_a_model_that_does_not_take_half_of_its_rows_is_not_run_on_them() -> None:
+    class Three(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] < 3:
+                raise ValueError("it needs three rows")
+            return x * 0.3
+
+    known = run_original(call, Three(), [Case("traced", {"x": torch.randn(3, 4)})], batched=["x"])
+    assert known.ways == ()

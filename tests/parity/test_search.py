@@ -1,0 +1,217 @@
+"""A failing input is made small, and one that nobody thought of is found; without a trace on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from optexport import export
+from optexport.errors import ParityError
+from optexport.parity.cases import Case
+from optexport.parity.noise_floor import bounds
+from optexport.parity.reference import Outputs
+from optexport.parity.reference_run import run_original
+from optexport.parity.search import failure_test, find_failing, measurer, smallest_failing
+from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
+from optexport.transformations import Transformation
+from tests._helpers import exports
+from tests._helpers.models import randomise
+
+IDS = 30
+SIGNATURE = Signature(
+    (TensorSpec("ids", "int64", ("batch", "sequence")), TensorSpec("mask", "int64", ("batch", "sequence"))),
+    (),
+    {"batch": Dim("batch", 1, 32), "sequence": Dim("sequence", 2, 64)},
+)
+
+
+def batch(rows: int = 4, columns: int = 9) -> Batch:
+    ids = torch.arange(rows * columns).reshape(rows, columns) % (IDS - 10) + 5
+    return {"ids": ids, "mask": torch.ones_like(ids)}
+
+
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@given(st.integers(1, 8), st.integers(2, 12))
+def test_a_failing_input_is_made_as_small_as_the_fault_allows(rows: int, columns: int) -> None:
+    """The fault shows from so many rows and columns on, whatever the values are."""
+
+    def fails(made: Batch) -> bool:
+        return made["ids"].shape[0] >= rows and made["ids"].shape[1] >= columns
+
+    found = smallest_failing(fails, Case("traced", batch(8, 12)), SIGNATURE, {"ids": IDS})
+    if (rows, columns) == (8, 12) and found is None:
+        return
+    assert found is not None
+    assert list(found.batch["ids"].shape) == [rows, columns]
+    assert found.name.startswith(f"batch {rows}, sequence {columns}")
+
+
+@pytest.mark.parametrize(
+    ("fails", "part"),
+    [
+        (lambda made: bool((made["ids"] == 17).any()), "ids all 17"),
+        (lambda made: bool((made["ids"] == IDS - 1).any()), f"ids all {IDS - 1}"),
+        (lambda made: not made["mask"].any(1).all(), "mask all 0"),
+        (lambda made: any(row[0] == 0 and row.any() for row in made["mask"][:, :3]), "mask padded left"),
+    ],
+)
+def test_the_simplest_values_that_fail_are_named(fails: Callable[[Batch], bool], part: str) -> None:
+    given = batch()
+    given["ids"][1, 2] = IDS - 1
+    given["mask"][2] = 0
+    given["mask"][3, :2] = 0
+    found = smallest_failing(fails, Case("data", given), SIGNATURE, {"ids": IDS})
+    assert found is not None
+    assert fails(found.batch)
+    assert part in found.name
+    assert found.name.startswith("batch 1, ")
+
+
+def test_values_are_left_as_they_are_where_only_sizes_are_to_change() -> None:
+    given = batch()
+    found = smallest_failing(lambda made: True, Case("data", given), SIGNATURE, {"ids": IDS}, values=False)
+    assert found is not None
+    assert torch.equal(found.batch["ids"], given["ids"][:1, :2])
+    assert found.name == "batch 1, sequence 2; else as at data"
+
+
+def test_nothing_is_named_where_nothing_smaller_fails() -> None:
+    given = batch(3, 7)
+    assert smallest_failing(lambda made: False, Case("data", given), SIGNATURE, {}) is None
+    assert smallest_failing(
+        lambda made: made["ids"].shape == (3, 7) and torch.equal(made["ids"], given["ids"]),
+        Case("data", given), SIGNATURE, {}, values=False,
+    ) is None  # fmt: skip
+
+
+def test_a_search_ends_in_time_with_the_smallest_that_it_has() -> None:
+    def fails(made: Batch) -> bool:
+        time.sleep(0.05)
+        return made["ids"].numel() > 6
+
+    start = time.monotonic()
+    found = smallest_failing(fails, Case("data", batch(30, 60)), SIGNATURE, {}, seconds=1.0)
+    assert time.monotonic() - start < 10
+    assert found is not None
+    assert fails(found.batch)
+
+
+def test_an_input_that_nobody_thought_of_is_found_the_same_every_time_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def fails(made: Batch) -> bool:
+        return made["ids"].shape[1] % 8 == 5 and made["ids"].shape[0] > 1
+
+    first, second = (find_failing(fails, batch(), SIGNATURE, {"ids": IDS}) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first.name == second.name
+    assert list(first.batch["ids"].shape) == [2, 5]
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**62), st.integers(100, 3000))
+def test_a_search_stays_inside_the_declared_sizes_the_vocabulary_and_its_budget(seed: int, most: int) -> None:
+    tried: list[Batch] = []
+
+    def fails(made: Batch) -> bool:
+        tried.append(made)
+        return False
+
+    assert find_failing(fails, batch(), SIGNATURE, {"ids": IDS}, seed=seed, examples=40, most_numbers=most) is None
+    for made in tried:
+        assert 1 <= made["ids"].shape[0] <= 32
+        assert 2 <= made["ids"].shape[1] <= 64
+        assert sum(tensor.numel() for tensor in made.values()) <= most
+        assert 0 <= int(made["ids"].min()) <= int(made["ids"].max()) < IDS
+        assert set(made["mask"].flatten().tolist()) <= {0, 1}
+    assert len({made["ids"].shape for made in tried}) > 5
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(IDS, 6)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (self.words(ids) * mask[..., None]).sum(1)
+
+
+def call(model: nn.Module, made: Batch) -> Outputs:
+    return {"y": model(**made)}
+
+
+def test_the_test_of_a_batch_knows_the_right_from_the_wrong_on_inputs_that_are_new() -> None:
+    model, wrong = randomise(Sums()), randomise(Sums())
+    with torch.no_grad():
+        wrong.words.weight[7] += 1e-3
+    limits = bounds(run_original(call, model, [Case("traced", batch())]), 4.0)
+    measure = measurer(call, model, limits, 4.0)
+    right = failure_test(measure, lambda made: call(model, dict(made)))
+    fails = failure_test(measure, lambda made: call(wrong, dict(made)))
+    assert find_failing(right, batch(), SIGNATURE, {"ids": IDS}, examples=60) is None
+    assert not fails({"ids": torch.full((2, 3), 6), "mask": torch.ones(2, 3, dtype=torch.int64)})
+    found = smallest_failing(fails, Case("traced", batch()), SIGNATURE, {"ids": IDS})
+    assert found is not None
+    assert found.name == "batch 1, sequence 2; ids all 7; mask all 1"
+
+
+def test_what_the_original_refuses_is_no_failure() -> None:
+    class Refuses(nn.Module):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no")
+
+    limits = bounds(run_original(call, randomise(Sums()), [Case("traced", batch())]), 4.0)
+    assert not failure_test(measurer(call, Refuses(), limits, 4.0), lambda made: {})(batch())
+
+
+class WrongAtSomeLengths(Transformation):
+    """Is wrong at some lengths of the sequence; or there where all positions are alike alone."""
+
+    preserves_computation = True
+
+    def __init__(self, sizes: tuple[int, ...], *, alike: bool = False) -> None:
+        self.sizes, self.alike = sizes, alike
+
+    def transform(self, graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        (output,) = graph_module.graph.find_nodes(op="output")
+        hidden = output.all_input_nodes[0]
+        with graph_module.graph.inserting_before(output):
+            wrong = graph_module.graph.call_function(_shifted, (hidden, self.sizes, self.alike))
+        output.replace_input_with(hidden, wrong)
+        return graph_module
+
+
+def _shifted(hidden: torch.Tensor, sizes: tuple[int, ...], alike: bool) -> torch.Tensor:
+    is_wrong = hidden.shape[1] in sizes and (not alike or torch.allclose(hidden, hidden[:, :1], atol=1e-5))
+    return hidden + 0.5 if is_wrong else hidden
+
+
+def test_a_run_that_fails_says_the_smallest_input_at_which_it_still_does(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="It still fails at batch 1, sequence 20; x all 0; mask all 1"):
+        export(
+            exports.block(), exports.batch(), tmp_path / "bundle", dynamic=exports.DYNAMIC, formats=["pt2"],
+            transformations=WrongAtSomeLengths(tuple(range(20, 70))), effort="quick",
+        )  # fmt: skip
+
+
+def test_exhaustive_effort_finds_what_the_fixed_cases_pass(tmp_path: Path) -> None:
+    rule = WrongAtSomeLengths(tuple(range(35, 62)), alike=True)
+    with pytest.raises(ParityError, match=r"at found by search: batch \d+, sequence 35") as failed:
+        export(
+            exports.block(), exports.batch(), tmp_path / "bundle", dynamic=exports.DYNAMIC, formats=["pt2"],
+            transformations=rule, effort="exhaustive",
+        )  # fmt: skip
+    assert "WrongAtSomeLengths is to blame" in str(failed.value)
+    assert failed.value.proof is not None
+    assert (tmp_path / "bundle-failure" / "case.safetensors").is_file()

@@ -1,0 +1,347 @@
+"""Boundary ids, zeros, large values: that they are checked, and the faults that nothing but these and padding finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from optexport.config.load import Effort, TensorConfig
+from optexport.errors import ParityError
+from optexport.parity.cases import Case, cases
+from optexport.parity.checker import Proof
+from optexport.parity.noise_floor import bounds
+from optexport.parity.reference_run import run_original
+from optexport.parity.special_values import special_cases
+from optexport.signature.signature import Batch, Dim, Signature, TensorSpec
+from tests._helpers.exports import quick
+
+EFFORTS = get_args(Effort)
+IDS = 40
+
+
+def text(rows: int, columns: int, *, decoder: bool = False) -> Batch:
+    ids = torch.arange(4, 4 + rows * columns).reshape(rows, columns) % (IDS - 10) + 5
+    made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**made, "decoder_attention_mask": torch.ones(rows, columns + 2, dtype=torch.int64)} if decoder else made
+
+
+def signature(batch: Batch, *dims: Dim) -> Signature:
+    names = [dim.name for dim in dims]
+    specs = tuple(
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), (*names, *tensor.shape[len(names) :]))
+        for name, tensor in batch.items()
+    )
+    return Signature(specs, (), {dim.name: dim for dim in dims})
+
+
+def failing(model: nn.Module, wrong: nn.Module, checked: list[Case]) -> set[str]:
+    """The cases at which a wrong model is not taken for the right one."""
+
+    def call(module: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"y": module(**batch)}
+
+    reference = run_original(call, model, checked)
+    (output,) = Proof(reference, bounds(reference, 4.0)).check("here", lambda batch: call(wrong, dict(batch))).outputs
+    return {case.case for case in output.cases if case.failure is not None}
+
+
+# What is checked
+
+
+def test_each_input_of_one_number_is_tried_alone_a_scalar_too() -> None:
+    """A scale of 0, as of what is not trained yet, was 0 in every case; and of two one may be refused for the other."""
+    example = {"scale": torch.tensor(0.0), "share": torch.full((2, 4), 0.25), "x": torch.randn(2, 4)}
+    found = {case.name: case.batch for case in special_cases(example, {}, "standard", 0)}
+    assert {name for name in found if name.startswith("noise")} == {"noise as scale", "noise as share"}
+    assert found["noise as scale"]["scale"] != 0
+    assert torch.equal(found["noise as scale"]["share"], example["share"])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0])
+def test_of_an_input_of_one_number_noise_is_tried(value: float) -> None:
+    """Ones show neither which of several is taken nor how far they are apart."""
+    example = {"image": torch.full((2, 3, 4), value), "other": torch.randn(2, 4)}
+    (case,) = [case for case in special_cases(example, {}, "standard", 0) if case.name == "noise as image"]
+    made = case.batch["image"]
+    assert made.std() > 0.1
+    assert bool((made >= 0).all() if value >= 0 else (made < 0).all())
+    assert torch.equal(case.batch["other"], example["other"])
+    assert not case.extreme
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 50), st.sampled_from([torch.int64, torch.int32]))
+def test_the_ids_at_the_ends_of_a_vocabulary_appear_wherever_there_is_room_and_none_beyond(
+    rows: int, columns: int, count: int, dtype: torch.dtype
+) -> None:
+    ids = torch.full((rows, columns), min(9, count - 1), dtype=dtype)
+    (case,) = special_cases({"ids": ids}, {"ids": count}, "standard", 0)
+    made, ends = case.batch["ids"], {0, min(1, count - 1), max(0, count - 2), count - 1}
+    assert made.dtype is dtype
+    assert made.shape == ids.shape
+    assert 0 <= int(made.min()) <= int(made.max()) < count
+    if rows * columns >= len(ends):
+        assert ends <= set(made.flatten().tolist())
+    if columns >= 8:
+        assert all(ends <= set(row) for row in made.tolist())
+        assert bool((made == ids).any())  # and data beside them
+
+
+def test_zeros_and_large_values_are_extreme_and_leave_masks_and_ids_alone() -> None:
+    example = {"x": torch.randn(2, 3), "mask": torch.ones(2, 3), "ids": torch.tensor([1, 2])}
+    for case in special_cases(example, {"ids": 4}, "standard", 0):
+        if case.name == "boundary ids" or case.name.startswith("padded"):
+            continue
+        assert case.extreme
+        assert case.optional
+        assert torch.equal(case.batch["mask"], example["mask"])
+        assert torch.equal(case.batch["ids"], example["ids"])
+
+
+@given(
+    st.sampled_from([torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]),
+    st.lists(st.integers(1, 9), max_size=3),
+    st.sampled_from(EFFORTS),
+)
+def test_whole_numbers_are_made_up_for_one_input_at_a_time(
+    dtype: torch.dtype, shape: list[int], effort: Effort
+) -> None:
+    example = {"seconds": torch.ones(shape, dtype=dtype), "days": torch.ones(2, dtype=dtype)}
+    found = special_cases(example, {}, effort, 0)
+    assert bool(found) is (effort != "quick")
+    for case in found:
+        (changed,) = [name for name, tensor in example.items() if not torch.equal(case.batch[name], tensor)]
+        made = case.batch[changed]
+        assert (made.dtype, made.shape) == (dtype, example[changed].shape)
+        assert case.extreme
+        assert case.optional
+        assert effort == "exhaustive" or bool((made >= 0).all())
+    if dtype in (torch.int32, torch.int64) and found:
+        large = torch.cat([case.batch["days"] for case in found])
+        assert not torch.equal(large.float().to(dtype), large)  # float32 does not hold them all
+
+
+@given(
+    st.sampled_from(["uint8", "int32", "int64"]),
+    st.integers(-9, 200) | st.none(),
+    st.integers(1, 50) | st.none(),
+    st.sampled_from(["standard", "exhaustive"]),
+)
+def test_whole_numbers_are_made_up_between_the_ends_that_are_declared(
+    dtype: str, low: int | None, count: int | None, effort: Effort
+) -> None:
+    """Hours of a day, declared as 0 to 24, were checked at 16,777,216, which the model is not for."""
+    low = low if low is None or dtype != "uint8" else abs(low)
+    high = count if low is None or count is None else low + count
+    spec = TensorConfig(shape=["batch", 3], dtype=dtype, low=low, high=high)
+    example = {"hour": torch.full((2, 3), 5, dtype=getattr(torch, dtype))}
+    found = special_cases(example, {}, effort, 0, declared={"hour": spec})
+    made = torch.stack([case.batch["hour"] for case in found])
+    assert low is None or int(made.min()) >= low
+    assert high is None or int(made.max()) == high - 1
+
+
+def test_no_whole_numbers_are_made_up_where_results_would_be_as_large() -> None:
+    example = {"repeats": torch.tensor([1, 2])}
+    assert special_cases(example, {}, "exhaustive", 0, sized_by_values=True) == []
+
+
+class Hours(nn.Module):
+    def __init__(self, *, in_float32: bool = False) -> None:
+        super().__init__()
+        self.in_float32 = in_float32
+
+    def forward(self, seconds: torch.Tensor) -> torch.Tensor:
+        return (seconds.float() / 3 * 3).long() if self.in_float32 else seconds
+
+
+def test_whole_numbers_that_go_through_float32_are_found_though_no_data_are_so_large() -> None:
+    """A file that divided time stamps in float32 passed where nobody gave a time stamp of today."""
+    example = {"seconds": torch.tensor([[60, 3600], [7, 9]])}
+    checked = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
+    assert failing(Hours(), Hours(in_float32=True), checked) == {"seconds from 16,777,216"}
+
+
+def test_large_values_of_every_dtype_are_finite() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        found = special_cases({"x": torch.randn(64, 64).to(dtype)}, {}, "standard", 0)
+        assert all(bool(torch.isfinite(case.batch["x"]).all()) for case in found)
+        assert all(case.batch["x"].dtype is dtype for case in found)
+
+
+def test_truths_are_tried_and_masks_are_not_whole() -> None:
+    example = {"keep": torch.tensor([[True, False, False]]), "key_mask": torch.tensor([[True, True, False]])}
+    made = {case.name: case.batch for case in special_cases(example, {}, "standard", 0) if "padded" not in case.name}
+    assert set(made) == {"keep every second", "keep all true", "key_mask every second"}
+    assert made["keep every second"]["keep"].tolist() == [[True, False, True]]
+    assert made["keep all true"]["keep"].all()
+    for name, batch in made.items():
+        assert all(torch.equal(batch[other], example[other]) for other in batch if other not in name)
+
+
+class Pool(nn.Module):
+    """Goes another way where all is kept, but not in a trace."""
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and keep.all():
+            return torch.ones(x.shape[0], x.shape[2])
+        return (x * keep[..., None]).sum(1)
+
+
+def test_what_a_model_does_where_an_input_is_true_throughout_is_seen(tmp_path: Path) -> None:
+    inputs = {"x": torch.randn(2, 5, 3), "keep": torch.arange(10).reshape(2, 5) > 3}
+    with pytest.raises(ParityError, match="keep all true"):
+        quick(Pool(), inputs, tmp_path / "pool")
+
+
+class Best(nn.Module):
+    """The places of the best scores among those that are valid."""
+
+    def forward(self, scores: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(~valid, -torch.inf).topk(2)[1]
+
+
+def test_a_selection_of_nothing_is_not_made_up(tmp_path: Path) -> None:
+    """At false alone all scores are equal, and which of them are the best is nobody's to say."""
+    inputs = {"scores": torch.arange(21.0).reshape(3, 7), "valid": torch.arange(21).reshape(3, 7) % 5 != 0}
+    made = [case.name for case in special_cases(inputs, {}, "standard", 0)]
+    assert not any("false" in name for name in made)
+    assert quick(Best(), inputs, tmp_path / "best").passed
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_no_two_cases_are_called_alike_and_all_are_the_same_every_time(effort: Effort) -> None:
+    example = {**text(2, 6), "x": torch.randn(2, 4)}
+    first, second = (special_cases(example, {"input_ids": IDS}, effort, 3) for _ in range(2))
+    assert len({case.name for case in first}) == len(first)
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one.batch[name], other.batch[name]) for name in example)
+
+
+def test_a_case_that_nobody_declared_may_be_refused_and_is_told() -> None:
+    class Picky(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not x.any():
+                raise ValueError("nothing but zeros")
+            return torch.log(x.abs().sum() / 300)
+
+    def call(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"y": model(**batch)}
+
+    example = {"x": torch.rand(3, 4) + 1}
+    given = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
+    reference = run_original(call, Picky(), given)
+    assert [case.name for case in reference.cases] == ["traced", "values 64 times as large"]
+    assert reference.left_out == ("zeros: the model itself fails, ValueError: nothing but zeros",)
+
+
+def test_an_extreme_case_that_the_original_itself_cannot_compute_is_left_out() -> None:
+    class Exponential(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.exp()
+
+    example = {"x": torch.randn(3, 4) + 2}
+    given = [Case("traced", example), *special_cases(example, {}, "standard", 0)]
+    reference = run_original(lambda model, batch: {"y": model(**batch)}, Exponential(), given)
+    assert [case.name for case in reference.cases] == ["traced", "zeros"]
+    assert reference.left_out == ("values 64 times as large: the model itself gives NaN or infinity",)
+
+
+# The faults that they find, and nothing else does
+
+
+class Words(nn.Module):
+    """Means of the embeddings of what is no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(IDS, 6)
+
+    def weights(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask / mask.sum(1, keepdim=True).clamp(min=1)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return (self.words(input_ids) * self.weights(attention_mask)[..., None]).sum(1)
+
+
+class CountsFromTheLeft(Words):
+    """Takes it that padding is at the right."""
+
+    def weights(self, mask: torch.Tensor) -> torch.Tensor:
+        return super().weights((torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True)).long())
+
+
+class DividesByNothing(Words):
+    """Leaves out what keeps a row of nothing but padding from 0 / 0."""
+
+    def weights(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask / mask.sum(1, keepdim=True)
+
+
+def words(kind: type[Words] = Words) -> Words:
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("wrong", [CountsFromTheLeft, DividesByNothing])
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_a_wrong_use_of_the_mask_shows_in_a_file_of_fixed_shape_too(
+    effort: Effort, wrong: type[Words], rows: int
+) -> None:
+    example = text(rows, 7)
+    sizes = cases(example, [example], signature(example), effort=effort)
+    special = special_cases(example, {"input_ids": IDS}, effort, 0)
+    found = failing(words(), words(wrong), [*sizes, *special])
+    assert found
+    assert all(name.startswith("padded") for name in found)
+
+
+@pytest.mark.parametrize("row", [0, 1, IDS - 2, IDS - 1])
+def test_a_wrong_row_at_the_end_of_a_vocabulary_shows_at_the_boundary_ids_alone(row: int) -> None:
+    wrong = words()
+    with torch.no_grad():
+        wrong.words.weight[row] += 0.1
+    example = text(4, 9)
+    sizes = cases(example, [example], signature(example, Dim("batch", 1, 16), Dim("sequence", 1, 40)))
+    special = special_cases(example, {"input_ids": IDS}, "standard", 0)
+    assert failing(words(), wrong, [*sizes, *special]) == {"boundary ids"}
+
+
+class Apply(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.function(x)  # type: ignore[operator]
+        return result
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "where"),
+    [
+        (lambda x: functional.normalize(x, dim=-1), lambda x: x / x.norm(dim=-1, keepdim=True), "zeros"),
+        (
+            lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-10),
+            lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)),
+            "zeros",
+        ),
+        (lambda x: x.softmax(-1), lambda x: x.exp() / x.exp().sum(-1, keepdim=True), "values 64 times as large"),
+        (functional.softplus, lambda x: (1 + x.exp()).log(), "values 64 times as large"),
+        (lambda x: functional.hardtanh(x, -8, 8), lambda x: x, "values 64 times as large"),
+    ],
+    ids=["normalisation without eps", "RMS norm without eps", "softmax that overflows", "softplus", "clamp"],
+)
+def test_a_guard_that_is_left_out_shows_at_an_extreme_case_alone(right: object, wrong: object, where: str) -> None:
+    example = {"x": torch.randn(3, 8)}
+    sizes = cases(example, [example], signature(example, Dim("batch", 1, 16)))
+    special = special_cases(example, {}, "standard", 0)
+    assert failing(Apply(right), Apply(wrong), [*sizes, *special]) == {where}
+    assert failing(Apply(right), Apply(right), [*sizes, *special]) == set()

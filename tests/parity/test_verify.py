@@ -1,0 +1,193 @@
+"""Verifying a bundle: by itself, without the model or its libraries, and by what its files compute."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport import export
+from optexport.errors import BundleError, ConfigError, OptexportError
+from optexport.parity.verify import verify
+from tests._helpers import exports
+from tests._helpers.cli import CliRunner, cli
+from tests._helpers.tampering import tamper_onnx, tamper_pt2, tamper_torchscript
+
+PLACES = ["torchscript", "onnx", "onnx, optimised", "pt2"]
+
+# Stands for an environment with torch and onnxruntime alone.
+BLOCKED = """
+import sys
+from importlib.machinery import PathFinder
+
+class Blocker(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] in ("transformers", "onnx", "onnxscript", "onnx_ir", "mlflow", "tests"):
+            return None
+        return super().find_spec(name, path, target)
+
+sys.meta_path = [Blocker if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def verify_apart(bundle: Path, hash_seed: str = "random") -> subprocess.CompletedProcess[str]:
+    """Runs ``optexport verify --json`` in a process of its own that has neither transformers nor onnx nor mlflow."""
+    code = f"{BLOCKED}\nsys.argv = ['optexport', 'verify', '--json', {str(bundle)!r}]\n"
+    code += "from optexport.cli.main import main\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=bundle.parent,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A real bundle to spoil."""
+    return Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
+
+
+def test_a_bundle_passes_at_every_place_on_every_stored_case(copied: Path) -> None:
+    places = verify(copied).places[1:]
+    assert [place.place for place in places] == PLACES
+    assert all(place.passed for place in places)
+    assert [output.output for output in places[0].outputs] == ["hidden", "longest"]
+    manifest = json.loads((copied / "manifest.json").read_bytes())
+    assert len(manifest["reference_cases"]) >= 4
+
+
+def test_a_bundle_passes_where_transformers_onnx_and_mlflow_are_not_installed(copied: Path) -> None:
+    done = verify_apart(copied)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert [row["place"] for row in report["places"]] == [place for place in PLACES for _ in range(2)]
+
+
+def test_the_blocker_of_these_tests_blocks() -> None:
+    code = f"{BLOCKED}\nimport transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "No module named 'transformers'" in done.stderr
+
+
+def test_a_changed_byte_ends_the_program_with_four_and_names_the_file(copied: Path) -> None:
+    content = bytearray((copied / "model.onnx").read_bytes())
+    content[len(content) // 2] ^= 1
+    (copied / "model.onnx").write_bytes(content)
+    done = verify_apart(copied)
+    assert done.returncode == 4
+    assert "model.onnx: it was changed since the bundle was written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+TAMPERED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "model.onnx": (tamper_onnx, ["onnx", "onnx, optimised"]),
+    "model.torchscript.pt": (tamper_torchscript, ["torchscript"]),
+    "model.pt2": (tamper_pt2, ["pt2"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_tampered_weight_fails_by_its_numbers_where_the_digests_were_made_to_fit(copied: Path, name: str) -> None:
+    tamper, failing = TAMPERED[name]
+    tamper(copied / name)
+    with pytest.raises(BundleError, match=name):
+        verify(copied)
+    exports.reseal(copied, name)
+    places = verify(copied).places[1:]
+    assert [place.place for place in places if not place.passed] == failing
+    for place in places:
+        hidden, longest = place.outputs
+        assert longest.passed
+        assert hidden.passed is (place.place not in failing)
+
+
+def test_a_tampered_weight_ends_the_program_with_four_and_names_place_output_and_case(copied: Path) -> None:
+    tamper_onnx(copied / "model.onnx")
+    exports.reseal(copied, "model.onnx")
+    done = verify_apart(copied)
+    assert done.returncode == 4
+    assert "onnx: hidden, at traced: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_file_that_cannot_be_opened_is_one_clear_error(copied: Path, name: str) -> None:
+    (copied / name).write_bytes(b"not a model at all")
+    exports.reseal(copied, name)
+    with pytest.raises(BundleError, match=name):
+        verify(copied)
+
+
+def test_the_model_of_another_bundle_fails_by_its_numbers(copied: Path, tmp_path: Path) -> None:
+    other = exports.block()
+    with torch.no_grad():
+        other.up.weight += 0.01
+    result = export(
+        other, exports.batch(), tmp_path / "other", dynamic=exports.DYNAMIC, formats=["pt2"], transformations=[]
+    )
+    shutil.copy(result.files["pt2"], copied / "model.pt2")
+    exports.reseal(copied, "model.pt2")
+    assert [place.place for place in verify(copied).places if not place.passed] == ["pt2"]
+
+
+def test_a_pt2_file_with_code_in_it_is_refused_and_the_code_not_run(copied: Path, tmp_path: Path) -> None:
+    class Malice:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save(Malice(), tmp_path / "malice.pt")
+    malice = (tmp_path / "malice.pt").read_bytes()
+    exports.rezip(copied / "model.pt2", lambda name, content: malice if "sample_inputs" in name else content)
+    exports.reseal(copied, "model.pt2")
+    with pytest.raises(OptexportError, match="it holds a pickle that could run code"):
+        verify(copied)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_that_is_no_bundle_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"it is no bundle: it holds no manifest\.json"):
+        verify(tmp_path)
+
+
+def test_verifying_changes_nothing(copied: Path) -> None:
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in copied.iterdir()}
+    verify(copied)
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in copied.iterdir()} == before
+
+
+def test_a_bundle_may_be_moved_and_made_read_only(copied: Path) -> None:
+    moved = copied.rename(copied.with_name("elsewhere"))
+    for path in moved.iterdir():
+        path.chmod(0o444)
+    assert all(place.passed for place in verify(moved).places)
+
+
+class OwnPrecision(nn.Module):
+    """Leaves the precision that is set around it, in a way that TorchScript's compiler does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x.sin() * x.shape[0] + 1
+
+
+def test_a_file_that_takes_the_traced_shape_alone_is_said_to_be_held_there(tmp_path: Path) -> None:
+    formats = ["torchscript", "pt2"]
+    exports.quick(OwnPrecision(), {"x": exports.X}, tmp_path / "bundle", dynamic=exports.BATCH, formats=formats)
+    done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle")])
+    assert done.exit_code == 0, done.stderr
+    told = "unchanged, and torchscript (at the traced shape alone), pt2 give the stored outputs."
+    assert done.stdout == f"{tmp_path / 'bundle'}: {told}\n"

@@ -1,0 +1,122 @@
+"""The inputs that hold the ids of an embedding are known, with how many ids there are, and the masks of attentions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.parity.vocabulary import attention_masks, sized_by_values, vocabularies
+from optexport.tracing.trace import trace
+from tests._helpers import models
+from tests._helpers.exports import quick
+
+
+class Looks(nn.Module):
+    """Looks ids up as they come, reshaped, cast, or only after they were changed."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.large, self.small = nn.Embedding(30, 4), nn.Embedding(20, 4)
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        match self.way:
+            case "as they are":
+                found = self.large(ids)
+            case "reshaped":
+                found = self.large(ids.reshape(-1, ids.shape[-1]).unsqueeze(0)[0])
+            case "cast":
+                found = self.large(ids.long())
+            case "twice":
+                found = self.large(ids) + self.small(ids[:, :1])
+            case "of one column":
+                found = self.small(ids[:, 0])[:, None]
+            case "changed":
+                found = self.large(ids + 2)
+            case _:
+                found = ids[..., None].float()
+        return found + x[..., None]
+
+
+@pytest.mark.parametrize(
+    ("way", "count"),
+    [("as they are", 30), ("reshaped", 30), ("cast", 30), ("twice", 20), ("of one column", 20), ("changed", None),
+     ("not at all", None)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_embedding_is_found_through_what_hands_ids_on(way: str, count: int | None, dtype: torch.dtype) -> None:
+    example = {"ids": torch.ones(3, 4, dtype=dtype), "x": torch.ones(3, 4)}
+    traced = trace(Looks(way).eval(), example)
+    assert vocabularies(traced.graph_module, traced.signature) == ({} if count is None else {"ids": count})
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("bert", {"input_ids"}),
+        ("bart", {"input_ids", "decoder_input_ids"}),
+        ("llama", {"input_ids"}),
+        ("vit", set()),
+    ],
+)
+def test_the_ids_of_transformers_are_found(name: str, inputs: set[str]) -> None:
+    traced = trace(models.model(name), models.inputs(name))
+    assert vocabularies(traced.graph_module, traced.signature) == dict.fromkeys(inputs, 60)
+
+
+def test_the_kinds_of_tokens_are_a_vocabulary_of_their_own() -> None:
+    example = {**models.inputs("bert"), "token_type_ids": torch.zeros(3, 7, dtype=torch.int64)}
+    traced = trace(models.model("bert"), example)
+    assert vocabularies(traced.graph_module, traced.signature) == {"input_ids": 60, "token_type_ids": 2}
+
+
+class Repeats(nn.Module):
+    def __init__(self, *, by_values: bool) -> None:
+        super().__init__()
+        self.by_values = by_values
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(times, 0) if self.by_values else x.repeat_interleave(3, 0) + times.sum()
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+def test_it_is_known_where_sizes_hang_on_values(by_values: bool) -> None:
+    """A repetition by a made-up number would ask for more memory than there is."""
+    traced = trace(Repeats(by_values=by_values), {"x": torch.ones(2, 3), "times": torch.tensor([1, 2])})
+    assert sized_by_values(traced.graph_module) is by_values
+
+
+@pytest.mark.parametrize(
+    ("body", "is_one"),
+    [
+        (lambda m, x: m.encoder(x, src_mask=m.mask), True),
+        (lambda m, x: m.encoder(x, src_mask=m.mask) + m.mask[:, :1], False),
+        (lambda m, x: x * (1 - m.mask[None, :, :1]) + m.mask[:, :1], False),
+        (lambda m, x: x.masked_fill(m.mask[:, :1] > 0, 0), False),
+    ],
+    ids=["an encoder layer's", "and added", "of an image", "compared"],
+)
+def test_a_mask_of_an_attention_is_known(body: Any, is_one: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = body(SimpleNamespace(encoder=self.encoder, mask=mask), x)
+            return made
+
+    traced = trace(Masked().eval(), {"x": torch.randn(2, 5, 8), "mask": torch.zeros(5, 5)})
+    assert attention_masks(traced.graph_module, traced.signature) == ({"mask"} if is_one else set())
+
+
+def test_zeros_that_an_encoder_layer_adds_are_not_turned_to_ones(tmp_path: Path) -> None:
+    """In eval mode torch takes a 1 for a place that is hidden, and its graph adds it."""
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    result = quick(layer, {"src": torch.randn(2, 5, 8), "src_mask": torch.zeros(5, 5)}, tmp_path / "out")
+    assert "src_mask hiding every second place" in result.manifest.parity.cases

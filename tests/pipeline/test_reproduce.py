@@ -1,0 +1,269 @@
+"""A bundle made again is the same to the byte, or what differs is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optexport._utils.progress import Stages
+from optexport.bundle.layout import MANIFEST, MEASUREMENTS
+from optexport.bundle.measurements import read_measured
+from optexport.bundle.signing.signature import sign
+from optexport.config import custom_code
+from optexport.errors import ConfigError, SourceError
+from optexport.pipeline import reproduce as pipeline_reproduce
+from tests._helpers import exports, signed
+from tests._helpers.cli import CliRunner, cli, message
+
+MODULE = """
+import torch
+from torch import nn
+from tests.exports import block
+
+def load(scale=1.0):
+    model = block()
+    with torch.no_grad():
+        model.down.weight.mul_(SCALE)
+    return model
+
+SCALE = 1.0
+"""
+CONFIG = (
+    """
+[model]
+source = "python:reproduced:load"
+"""
+    + exports.INPUTS
+    + """
+[[transformations]]
+use = "merge-linears"
+formats = ["onnx"]
+[export]
+formats = ["torchscript", "onnx", "pt2"]
+[export.lowerings]
+torchscript = ["freeze"]
+[parity]
+effort = "quick"
+[tracking]
+enabled = false
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a config and of its bundle."""
+    folder = tmp_path_factory.mktemp("reproduced")
+    (folder / "reproduced.py").write_text(MODULE)
+    (folder / "config.toml").write_text(CONFIG)
+    sys.modules.pop("reproduced", None)
+    done = CliRunner().invoke(cli, ["run", str(folder / "config.toml")])
+    assert done.exit_code == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def project(whole: Path, tmp_path: Path) -> Path:
+    """A copy, to change."""
+    sys.modules.pop("reproduced", None)
+    return Path(shutil.copytree(whole, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def reproduce(project: Path) -> Any:
+    return CliRunner().invoke(cli, ["reproduce", str(project / "build" / "model"), "--folder", str(project)])
+
+
+def test_a_bundle_made_again_elsewhere_is_the_same_to_the_byte(project: Path) -> None:
+    before = {path: path.read_bytes() for path in (project / "build" / "model").rglob("*") if path.is_file()}
+    done = reproduce(project)
+    assert done.exit_code == 0, done.stderr
+    assert "every file of its manifest is the same to the byte" in done.stdout
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_bundle_that_names_code_of_others_is_not_made_again_where_that_is_forbidden(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config was not checked as one that is run, so that the module was imported all the same."""
+    monkeypatch.setenv(custom_code.VARIABLE, "1")
+    (project / "reproduced.py").write_text(f"open({str(project / 'ran')!r}, 'w').close()\n{MODULE}")
+    assert "forbids to run any" in message(reproduce(project), 2)
+    assert not (project / "ran").exists()
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "a function of C as the model": {"model": {"source": "python:os:system", "arguments": {"command": "touch RAN"}}},
+    "a class as the model": {
+        "model": {"source": "python:subprocess:Popen", "arguments": {"args": ["touch", "RAN"]}},
+    },
+    "a function of C as a rule": {"transformations": [{"use": "python:os:system", "command": "touch RAN"}]},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_what_makes_no_model_and_no_rule_is_not_called(project: Path, forged: str) -> None:
+    def forge(manifest: dict[str, Any]) -> None:
+        for key, value in json.loads(json.dumps(FORGED[forged]).replace("RAN", str(project / "ran"))).items():
+            manifest["config"][key] = {**manifest["config"][key], **value} if isinstance(value, dict) else value
+
+    exports.edit_json(project / "build" / "model" / MANIFEST, forge)
+    assert "is not called: it makes no " in message(reproduce(project), 2)
+    assert not (project / "ran").exists()
+
+
+@pytest.mark.parametrize("inputs", [None, [1], {"tensors": [1]}, {"tensors": 5}], ids=str)
+def test_forged_inputs_are_one_clear_error(project: Path, inputs: Any) -> None:
+    def forge(manifest: dict[str, Any]) -> None:
+        kept = {key: value for key, value in manifest["config"].items() if key != "inputs"}
+        manifest["config"] = kept if inputs is None else {**kept, "inputs": inputs}
+
+    exports.edit_json(project / "build" / "model" / MANIFEST, forge)
+    assert "inputs" in message(reproduce(project), 2)
+
+
+def test_a_forged_config_of_nothing_is_one_clear_error(project: Path) -> None:
+    exports.edit_json(project / "build" / "model" / MANIFEST, lambda manifest: manifest.update(config={}))
+    assert "model" in message(reproduce(project), 2)
+
+
+def test_with_a_key_nothing_is_run_before_the_signature_is_checked(project: Path, tmp_path: Path) -> None:
+    private, public = signed.pair(tmp_path)
+    bundle = project / "build" / "model"
+    (project / "reproduced.py").write_text(f"open({str(project / 'ran')!r}, 'w').close()\n{MODULE}")
+    given = ["reproduce", str(bundle), "--folder", str(project), "--key", str(public)]
+    assert "nobody signed this" in message(CliRunner().invoke(cli, given), 4)
+    assert not (project / "ran").exists()
+    sign(bundle, private)
+    done = CliRunner().invoke(cli, given)
+    assert done.exit_code == 0, done.stderr
+    assert (project / "ran").exists()
+
+
+def test_a_model_that_changed_is_named_with_its_weights_in_every_file(project: Path) -> None:
+    (project / "reproduced.py").write_text(MODULE.replace("SCALE = 1.0", "SCALE = 1.25"))
+    told = message(reproduce(project), 4)
+    assert "the model's weights had the digest" in told
+    for name in ("model.onnx", "model.torchscript.pt", "model.pt2", "reference.safetensors"):
+        assert f"{name} differs" in told
+    assert told.count("down.weight") >= 2
+    assert "is off by" in told
+
+
+def test_a_graph_that_changed_is_named_by_its_node(project: Path) -> None:
+    (project / "reproduced.py").write_text(
+        MODULE.replace("        model.down", "        model.act = nn.ReLU()\n        model.down")
+    )
+    told = message(reproduce(project), 4)
+    assert "graph_before.txt differs" in told
+    assert "gelu" in told
+    assert "relu" in told
+
+
+def test_versions_that_changed_are_named(project: Path) -> None:
+    exports.edit_json(
+        project / "build" / "model" / MANIFEST, lambda manifest: manifest["versions"].update(torch="2.11.0")
+    )
+    told = message(reproduce(project), 4)
+    assert "torch was 2.11.0, and is 2" in told
+
+
+def test_another_machine_and_other_threads_are_named_where_something_came_out_otherwise(project: Path) -> None:
+    """Of the manifest alone the proof differed, for which no reason was told."""
+    was = read_measured(project / "build" / "model")
+    assert list(pipeline_reproduce._surroundings(was)) == []
+    other = was.model_copy(update={"threads": torch.get_num_threads() + 1, "processor": "i8080"})
+    threads, processor = pipeline_reproduce._surroundings(other)
+    assert threads.startswith(f"it ran with {torch.get_num_threads() + 1} threads (OMP_NUM_THREADS), and runs with ")
+    assert processor.startswith("it ran on i8080, and runs on ")
+    manifest, measured = (project / "build" / "model" / name for name in (MANIFEST, MEASUREMENTS))
+    exports.edit_json(manifest, lambda document: document["parity"].update(ways=["with one thread"]))
+    resealed = json.loads(manifest.read_bytes())["digest"]
+    exports.edit_json(measured, lambda document: document.update(processor="i8080", manifest=resealed))
+    told = message(reproduce(project), 4)
+    assert "it ran on i8080, and runs on " in told
+    assert "manifest.json differs: parity" in told
+
+
+def test_a_bundle_of_a_model_in_python_cannot_be_made_again_and_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it was made of a model in Python, and not by a config"):
+        pipeline_reproduce.reproduce(exports.exported().output, tmp_path, Stages())
+
+
+def test_a_bundle_whose_source_is_gone_is_one_clear_error(project: Path) -> None:
+    (project / "reproduced.py").unlink()
+    sys.modules.pop("reproduced", None)
+    assert "reproduced" in message(reproduce(project), 2)
+
+
+def test_a_bundle_made_again_from_another_folder_than_its_configs_is_told_of_folder(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said to put the file beside the config, where it lies; it was looked for in the working directory."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    bundle = project / "build" / "model"
+    told = message(CliRunner().invoke(cli, ["reproduce", str(bundle)]), 2)
+    assert f"{bundle}: model.source: there is no module reproduced\n" in told
+    assert f"looked for in {tmp_path / 'elsewhere'}: give the folder of that config with --folder" in told
+    assert "beside the config" not in told
+
+
+@pytest.mark.parametrize("damage", [lambda folder: (folder / "model.onnx").write_bytes(b"x"), shutil.rmtree])
+def test_a_damaged_bundle_is_not_made_again(project: Path, damage: Callable[[Path], object]) -> None:
+    damage(project / "build" / "model")
+    assert reproduce(project).exit_code in (2, 4)
+
+
+def test_a_part_of_a_generative_model_is_not_made_alone(project: Path) -> None:
+    manifest = project / "build" / "model" / MANIFEST
+    exports.edit_json(manifest, lambda document: document["config"].update(generation={"new_tokens": 4}))
+    assert "made as a whole" in message(reproduce(project), 2)
+
+
+def test_parts_of_other_shapes_and_names_are_told() -> None:
+    import torch
+
+    was = {"a": torch.zeros(2), "b": "x\ny", "c": torch.zeros(1)}
+    now = {"a": torch.zeros(3), "b": "x\nz", "d": torch.zeros(1)}
+    assert list(pipeline_reproduce._parts(was, now)) == [
+        "a was torch.float32 [2], and is torch.float32 [3]",
+        "b, line 2: was y, is z",
+        "c is not there now",
+        "d is there now",
+    ]
+
+
+def _from_mlflow(project: Path, folder: Path, uri: str) -> Path:
+    """A bundle that says that its model is one of MLflow's."""
+    made = folder / "forged"
+    shutil.copytree(project / "build" / "model", made, dirs_exist_ok=True)
+    document = json.loads((made / MANIFEST).read_text())
+    document["config"]["model"]["source"] = "mlflow:models:/name/1"
+    document["config"]["model"]["arguments"] = {}
+    document["config"]["tracking"]["uri"] = uri
+    (made / MANIFEST).write_text(json.dumps(document))
+    exports.reseal(made)
+    return made
+
+
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:///{folder}/mine.db"])
+def test_a_store_that_a_bundle_names_is_not_asked_for_a_model(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str
+) -> None:
+    """A server was sent the credentials of the machine, and MLflow made its tables in any database."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # which mlflow itself sets where it was told of a store
+    made = _from_mlflow(whole, tmp_path, uri.format(folder=tmp_path))
+    with pytest.raises(ConfigError, match="a bundle does not say which MLflow may be asked for it"):
+        pipeline_reproduce.reproduce(made, tmp_path, Stages())
+    assert not (tmp_path / "mine.db").exists()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(SourceError, match="model.source: mlflow:models:/name/1"):
+        pipeline_reproduce.reproduce(made, tmp_path, Stages())

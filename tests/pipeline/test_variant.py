@@ -1,0 +1,132 @@
+"""Files that carry other rules than each other: one graph for each set of rules, all of them proven."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from optexport.config.load import load_config
+from optexport.errors import ConfigError, ParityError
+from optexport.pipeline.run import Result, run
+from optexport.runtime import runners
+from tests._helpers.exports import INPUTS
+
+_CONFIG = f"""
+[model]
+source = "python:tests._helpers.exports:block"
+{INPUTS}
+[[transformations]]
+use = "merge-linears"
+formats = ["torchscript", "pt2"]
+[[transformations]]
+use = "change-true-div-to-mul-by-inverse"
+[tracking]
+enabled = false
+"""
+
+_WRONG = """
+from optexport.transformations import Transformation
+
+class Shift(Transformation):
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        norm = next(n for n in graph_module.graph.nodes if n.op == "call_module" and "norm" in n.target)
+        with graph_module.graph.inserting_after(norm):
+            shifted = graph_module.graph.call_function(lambda x: x + 0.5, (norm,))
+        norm.replace_all_uses_with(shifted, delete_user_cb=lambda user: user is not shifted)
+        return graph_module
+"""
+
+
+def _write(folder: Path, text: str = _CONFIG) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dump")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory, dump: Path) -> Result:
+    return run(_write(tmp_path_factory.mktemp("branch")), dump=dump)
+
+
+@pytest.mark.usefixtures("result")
+def test_each_graph_is_dumped_under_its_formats(dump: Path) -> None:
+    names = {path.name for path in dump.iterdir()}
+    assert "onnx-01-change-true-div-to-mul-by-inverse-after.txt" in names
+    assert "torchscript-pt2-01-merge-linears-before.txt" in names
+
+
+def test_each_graph_is_proven_before_the_files_that_are_made_of_it(result: Result) -> None:
+    made_from = {place.place: place.made_from for place in result.parity}
+    merged, plain = "transformed graph for torchscript, pt2", "transformed graph for onnx"
+    assert made_from == {
+        "original": "original",
+        merged: "original",
+        "torchscript": merged,
+        "pt2": merged,
+        plain: "original",
+        "onnx": plain,
+        "onnx, optimised": "onnx",
+    }
+    assert result.passed
+
+
+def test_the_manifest_tells_the_rules_of_each_file(result: Result) -> None:
+    changed = {(record.rule, tuple(record.formats)): len(record.changes) for record in result.manifest.transformations}
+    assert changed == {
+        ("merge-linears", ("torchscript", "pt2")): 1,
+        ("change-true-div-to-mul-by-inverse", ("torchscript", "pt2")): 1,
+        ("change-true-div-to-mul-by-inverse", ("onnx",)): 1,
+    }
+    assert result.manifest.undone == ["merge-linears", "change-true-div-to-mul-by-inverse"]
+
+
+def test_a_file_holds_what_its_own_rules_made(result: Result) -> None:
+    products = {
+        name: str(torch.jit.load(str(path)).graph).count("aten::linear")
+        for name, path in result.files.items()
+        if name == "torchscript"
+    }
+    assert products == {"torchscript": 4}
+    graph = (result.output / "graph_after.onnx.txt").read_text()
+    assert "merged" not in graph
+    assert "merged" in (result.output / "graph_after.torchscript-pt2.txt").read_text()
+
+
+def test_all_files_compute_the_same(result: Result) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(3, 5, 8), "mask": torch.ones(3, 5, dtype=torch.int64)}
+    names = [output.name for output in result.manifest.outputs]
+    found = [run(batch)["hidden"] for f, p in result.files.items() for _, run in runners.open_file(p, f, names)]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_what_fails_in_one_graph_is_laid_at_its_rule(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(_WRONG, encoding="utf-8")
+    text = _CONFIG.replace('use = "merge-linears"', 'use = "python:wrong:Shift"')
+    with pytest.raises(ParityError, match="transformed graph for torchscript, pt2") as raised:
+        run(_write(tmp_path, text))
+    assert "python:wrong:Shift" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (("[tracking]", '[export]\nformats = ["onnx"]\n[tracking]'), "transformations\\[0\\].formats: no torchscript"),
+        (('use = "merge-linears"', 'use = "keep-outputs"\noutputs = ["hidden"]'), "all files have the same outputs"),
+        (('"torchscript", "pt2"', '"torchsript"'), "transformations\\[0\\].formats\\[0\\]"),
+        (("[tracking]", '[export.lowerings]\nonnx = ["sum"]\n[tracking]'), 'there is no "sum" for it'),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, changed: tuple[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(_write(tmp_path, _CONFIG.replace(*changed)))

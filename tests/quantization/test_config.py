@@ -1,0 +1,51 @@
+"""What ``[precision]`` may say, told at the check of the config, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optexport.config.load import load_config
+from optexport.errors import ConfigError
+from tests.quantization import models
+
+
+@pytest.mark.parametrize(
+    ("precision", "formats", "gates", "told"),
+    [
+        ('onnx = "int8"', '"onnx"', "", r"precision.onnx: .*nothing says what it must keep\n.*parity.decisions"),
+        ('torchscript = "bfloat16"', '"torchscript"', "", "precision.torchscript: .*nothing says what it must keep"),
+        ('onnx = "int8"', '"pt2"', "cosine = 0.9", "precision.onnx: no onnx file is exported"),
+        ('onnx = "bfloat16"', '"onnx"', "cosine = 0.9", "precision.onnx"),
+        ('pt2 = "int8"', '"pt2"', "cosine = 0.9", "precision.pt2"),
+        ('keep = ["layers.0"]', '"onnx"', "cosine = 0.9", "precision: it lowers nothing"),
+        ('onnx = "int8"', '"onnx"', "cosine = -1", "parity.decisions: .*let anything pass\n.*more than .*cosine = -1"),
+        ('onnx = "int8"', '"onnx"', "iou = 0\nargmax_agreement = 0", "parity.decisions: .*let anything pass"),
+        ('onnx = "int8"\nkep = ["layers.0"]', '"onnx"', "cosine = 0.9", 'Did you mean "keep"'),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, precision: str, formats: str, gates: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as raised:
+        load_config(models.write(tmp_path, precision, formats=formats, gates=gates))
+    assert raised.value.exit_code == 2
+
+
+def test_a_model_that_is_loaded_in_half_precision_cannot_be_lowered(tmp_path: Path) -> None:
+    path = models.write(tmp_path, 'onnx = "int8"')
+    path.write_text(path.read_text().replace("[inputs.tensors.x]", 'dtype = "float16"\n[inputs.tensors.x]', 1))
+    with pytest.raises(ConfigError, match="only a model in float32 can be lowered, and model.dtype is float16"):
+        load_config(path)
+
+
+def test_a_config_without_gates_ends_the_check_with_2_and_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from optexport.cli.main import main; sys.argv = ['optexport', 'check', sys.argv[1]]\n"
+        "try: main()\nfinally: assert 'torch' not in sys.modules"
+    )
+    path = models.write(tmp_path, 'onnx = "int8"', gates="")
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "nothing says what it must keep" in done.stderr

@@ -1,0 +1,123 @@
+"""PyTorch files in half precision: cast by the rule for it, after the graph is proven, as far as the gates allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from optexport import export
+from optexport.bundle.manifest import LayerRecord
+from optexport.errors import ConfigError, ParityError
+from optexport.parity import verify
+from optexport.pipeline.run import Result, run
+from optexport.runtime import runners
+from tests._helpers import exports
+from tests.quantization import models
+
+_FORMATS = '"onnx", "torchscript", "pt2"'
+
+
+def _layers(result: Result, file_format: str) -> list[LayerRecord]:
+    (record,) = [a.precision for a in result.manifest.artifacts if a.format == file_format]
+    assert record is not None
+    return record.layers
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """TorchScript in bfloat16, which nothing hurts at this gate; the others in float32."""
+    folder = tmp_path_factory.mktemp("half")
+    return run(models.write(folder, 'torchscript = "bfloat16"', formats=_FORMATS))
+
+
+def test_the_layers_of_the_file_are_in_half_precision_and_its_outputs_are_not(result: Result) -> None:
+    module = torch.jit.load(str(result.files["torchscript"]))
+    assert {p.dtype for name, p in module.named_parameters() if "layers" in name} == {torch.bfloat16}
+    (_, run_file), *_ = runners.open_file(result.files["torchscript"], "torchscript", ["output"])
+    assert run_file({"x": torch.randn(3, 32)})["output"].dtype == torch.float32
+
+
+def test_the_graph_is_proven_to_rounding_before_it_is_cast_and_held_to_the_gates_after(result: Result) -> None:
+    made_from = {place.place: place.made_from for place in result.parity}
+    proven, cast = "transformed graph for torchscript", "transformed graph, cast for torchscript"
+    assert made_from[proven] == "original"
+    assert made_from[cast] == proven
+    assert made_from["torchscript"] == cast
+    precisions = {place.place: place.precision for place in result.parity}
+    assert [place for place, precision in precisions.items() if precision] == [cast, "torchscript"]
+    limits = {place.place: place.outputs[0].limit for place in result.parity}
+    assert limits[proven] < 1e-3
+    assert limits[cast] == float("inf")
+
+
+def test_other_formats_stay_as_they_are(result: Result, tmp_path: Path) -> None:
+    plain = run(models.write(tmp_path, "", formats='"onnx", "pt2"'))
+    for name in ("onnx", "pt2"):
+        assert plain.files[name].read_bytes() == result.files[name].read_bytes()
+
+
+def test_the_cast_is_among_the_transformations_of_its_format_alone(result: Result) -> None:
+    cast = [t.formats for t in result.manifest.transformations if t.rule == "cast-precision"]
+    assert cast == [["torchscript"]]
+
+
+def test_such_a_bundle_verifies(result: Result) -> None:
+    assert verify.verify(result.output).passed
+
+
+def test_a_layer_that_hurts_stays_in_float32_in_all_files_of_the_graph(tmp_path: Path) -> None:
+    text = 'torchscript = "bfloat16"\npt2 = "bfloat16"'
+    result = run(models.write(tmp_path, text, model="sharp", formats='"torchscript", "pt2"', gates="cosine = 0.99999"))
+    for name in ("torchscript", "pt2"):
+        assert {layer.layer: layer.kept for layer in _layers(result, name) if layer.kept} == {models.HURT: "measured"}
+    parameters = dict(torch.jit.load(str(result.files["torchscript"])).named_parameters())
+    dtypes = {str(p.dtype) for name, p in parameters.items() if models.HURT in name}
+    assert dtypes == {"torch.float32"}
+
+
+def test_products_of_activations_go_by_their_nodes_and_can_be_kept_too(tmp_path: Path) -> None:
+    config = models.write(
+        tmp_path, 'pt2 = "bfloat16"\nkeep = ["down", "matmul"]', formats='"pt2"', gates="cosine = 0.99"
+    )
+    mask = '[inputs.tensors.mask]\nshape = ["batch", 4]\ndtype = "int64"\nlow = 1\nhigh = 2\n'
+    text = config.read_text().replace("tests.quantization.models:planted", "tests._helpers.exports:block")
+    config.write_text(text.replace('["batch", 32]\n', f'["batch", 4, 8]\n{mask}'))
+    kept = {layer.layer: layer.kept for layer in _layers(run(config), "pt2")}
+    assert {name for name, why in kept.items() if why is not None} == {"down", "matmul"}
+    assert kept["matmul_1"] is None
+
+
+@pytest.mark.parametrize(("precision", "half"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
+def test_either_half_can_be_had_and_two_runs_give_the_same_bytes(
+    tmp_path: Path, precision: str, half: torch.dtype
+) -> None:
+    files = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        text = f'torchscript = "{precision}"\npt2 = "{precision}"'
+        output = run(models.write(tmp_path / name, text, model="harmless", formats='"torchscript", "pt2"')).output
+        files.append({p.name: p.read_bytes() for p in output.iterdir() if p.name not in exports.UNEQUAL})
+    assert files[0] == files[1]
+    module = torch.export.load(tmp_path / "one" / "bundle" / "model.pt2")
+    assert half in {p.dtype for p in module.state_dict.values()}
+
+
+def test_python_asks_for_it_too_and_needs_a_gate_as_well(tmp_path: Path) -> None:
+    options = {"formats": ["pt2"], "precision": {"pt2": "bfloat16"}}
+    with pytest.raises(ConfigError, match="nothing says what it must keep"):
+        export(models.harmless(), {"x": torch.randn(3, 32)}, tmp_path / "none", **options)
+    result = export(models.harmless(), {"x": torch.randn(3, 32)}, tmp_path / "b", decisions={"cosine": 0.99}, **options)
+    assert all(layer.kept is None for layer in _layers(result, "pt2"))
+
+
+def test_gates_that_nothing_passes_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="bfloat16 passes the gates with no choice of layers"):
+        run(models.write(tmp_path, 'pt2 = "bfloat16"', formats='"pt2"', gates="cosine = 0.99999999"))
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_name_that_is_no_layer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='no layer "layer.2"'):
+        run(models.write(tmp_path, 'pt2 = "bfloat16"\nkeep = ["layer.2"]', formats='"pt2"'))

@@ -1,0 +1,203 @@
+"""ONNX files in int8: what hurts stays in float32, found by measurement; the gates decide, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from optexport.bundle.manifest import PrecisionRecord
+from optexport.errors import ConfigError, ParityError
+from optexport.parity import verify
+from optexport.pipeline.run import Result, run
+from tests._helpers import exports
+from tests.quantization import models
+
+METHODS = ("int8", "int8-blocks", "int8-static")
+
+
+def _record(result: Result) -> PrecisionRecord:
+    (record,) = [a.precision for a in result.manifest.artifacts if a.format == "onnx"]
+    assert record is not None
+    return record
+
+
+def _kept(result: Result) -> dict[str, str]:
+    return {layer.layer: layer.kept for layer in _record(result).layers if layer.kept is not None}
+
+
+def _float_products(path: Path) -> list[str]:
+    """The weights of the products that are still computed in float32."""
+    return [node.input[1] for node in onnx.load(path).graph.node if node.op_type in ("MatMul", "Gemm")]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The planted model in int8, and in float32 for the other formats."""
+    folder = tmp_path_factory.mktemp("int8")
+    return run(models.write(folder, 'onnx = "int8"', formats='"onnx", "torchscript", "pt2"'))
+
+
+def test_a_layer_that_hurts_stays_in_float32_and_no_other(result: Result) -> None:
+    assert _kept(result) == {models.HURT: "measured"}
+    (weight,) = _float_products(result.files["onnx"])
+    assert weight.startswith(models.HURT)
+
+
+def test_the_manifest_says_what_each_layer_does_to_the_gates_alone(result: Result) -> None:
+    alone = {layer.layer: layer.alone[0].value for layer in _record(result).layers}
+    assert set(alone) == {models.HURT, *models.OTHERS}
+    assert alone[models.HURT] < 0.999
+    assert min(alone[name] for name in models.OTHERS) > 0.999
+    assert _record(result).lowered[0].value < 0.999 <= _record(result).chosen[0].value
+
+
+def test_the_file_is_held_to_the_gates_on_all_batches_and_in_both_ways_of_running_it(result: Result) -> None:
+    lowered = [place for place in result.parity if place.precision == "int8"]
+    assert [place.place for place in lowered] == ["onnx", "onnx, optimised"]
+    for place in lowered:
+        (output,) = place.outputs
+        assert len(output.cases) == len(result.manifest.parity.cases)
+        assert place.decisions[0].value >= 0.999
+        assert output.max_abs > 100 * output.floor
+
+
+def test_all_that_is_not_lowered_is_proven_to_rounding_as_ever(result: Result) -> None:
+    places = {place.place: place for place in result.parity if place.precision is None}
+    assert set(places) >= {"transformed graph", "torchscript", "pt2", "onnx in float32", "onnx in float32, optimised"}
+    for place in places.values():
+        assert all(output.max_abs <= output.limit < 1e-3 for output in place.outputs)
+
+
+def test_files_in_float32_are_the_same_bytes_as_without_lowering_another(result: Result, tmp_path: Path) -> None:
+    plain = run(models.write(tmp_path, "", formats='"torchscript", "pt2"'))
+    for name in ("torchscript", "pt2"):
+        assert plain.files[name].read_bytes() == result.files[name].read_bytes()
+
+
+def test_a_bundle_of_lower_precision_verifies_by_its_gates(result: Result) -> None:
+    proof = verify.verify(result.output)
+    assert {place.place for place in proof.places if place.precision} == {"onnx", "onnx, optimised"}
+    assert proof.passed
+
+
+def test_the_file_itself_says_its_precision(result: Result) -> None:
+    props = {entry.key: entry.value for entry in onnx.load(result.files["onnx"]).metadata_props}
+    assert json.loads(props["optexport.precision"]) == "int8"
+    assert "optexport.weights_sha256" in props
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_kept_where_nothing_hurts(tmp_path: Path, method: str) -> None:
+    result = run(models.write(tmp_path, f'onnx = "{method}"', model="harmless"))
+    assert _kept(result) == {}
+    weights = _float_products(result.files["onnx"])
+    assert [name for name in weights if not name.endswith("DequantizeLinear_Output")] == []
+    assert all(layer.alone == [] for layer in _record(result).layers)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_runs_give_the_same_bytes(tmp_path: Path, method: str) -> None:
+    files = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        output = run(models.write(tmp_path / name, f'onnx = "{method}"')).output
+        files.append({p.name: p.read_bytes() for p in output.iterdir() if p.name not in exports.UNEQUAL})
+    assert files[0] == files[1]
+
+
+def test_convolutions_are_lowered_statically_and_the_one_that_hurts_is_found(tmp_path: Path) -> None:
+    config = models.write(tmp_path, 'onnx = "int8-static"', model="convs", gates="cosine = 0.99")
+    config.write_text(config.read_text().replace('["batch", 32]', '["batch", 8, 6, 6]'))
+    result = run(config)
+    assert _kept(result) == {models.HURT: "measured"}
+    nodes = onnx.load(result.files["onnx"]).graph.node
+    lowered = [n for n in nodes if n.op_type == "Conv" and n.input[1].endswith("DequantizeLinear_Output")]
+    assert (len(lowered), sum(n.op_type == "Conv" for n in nodes)) == (3, 4)
+
+
+def test_a_bundle_whose_values_are_cut_far_from_the_data_is_verified(tmp_path: Path) -> None:
+    """At values 64 times as large, of which no gate counts, it was held to as if they were data."""
+    np.savez(tmp_path / "images.npz", x=np.random.default_rng(0).normal(size=(24, 8, 6, 6)).astype("float32"))
+    config = models.write(tmp_path, 'onnx = "int8-static"', model="convs", gates="argmax_agreement = 0.5")
+    text = config.read_text().replace('[inputs.tensors.x]\nshape = ["batch", 32]', '[inputs]\ndata = "images.npz"')
+    config.write_text(text.replace("[inputs.dynamic]\nbatch = [1, 16]\n", ""))
+    result = run(config)
+    extreme = result.manifest.parity.extreme_cases
+    assert extreme == ["zeros", "values 64 times as large"]
+    assert set(extreme) < set(result.manifest.reference_cases)
+    proof = verify.verify(result.output)
+    assert all(place.passed for place in proof.places)
+    assert {case.name for case in proof.reference.cases if case.extreme} == set(extreme)
+
+
+def test_a_model_of_nothing_that_can_be_lowered_is_refused(tmp_path: Path) -> None:
+    config = models.write(tmp_path, 'onnx = "int8"', model="convs")
+    config.write_text(config.read_text().replace('["batch", 32]', '["batch", 8, 6, 6]'))
+    with pytest.raises(ConfigError, match="onnx has no layer to lower"):
+        run(config)
+
+
+def test_what_the_config_keeps_stays_in_float32_unmeasured(tmp_path: Path) -> None:
+    result = run(models.write(tmp_path, f'onnx = "int8"\nkeep = ["{models.HURT}", "layers.0"]'))
+    assert _kept(result) == {models.HURT: "asked for", "layers.0": "asked for"}
+    assert len(_float_products(result.files["onnx"])) == 2
+
+
+def test_a_name_that_is_no_layer_is_refused_with_the_nearest_that_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'no layer "layers.7".*\n.*Did you mean "layers.\d"'):
+        run(models.write(tmp_path, 'onnx = "int8"\nkeep = ["layers.7"]'))
+
+
+def test_to_keep_everything_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no layer to lower"):
+        run(models.write(tmp_path, 'onnx = "int8"\nkeep = ["layers"]'))
+
+
+def test_gates_that_no_choice_of_layers_passes_end_the_run_and_say_what_came_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ParityError) as raised:
+        run(models.write(tmp_path, 'onnx = "int8"', gates="cosine = 0.99999999"))
+    assert raised.value.exit_code == 4
+    told = str(raised.value)
+    assert "no choice of layers" in told
+    assert "all lowered: output, cosine is" in told
+    assert re.search(r"nearest, layers.\d alone lowered: output, cosine is", told)
+    assert raised.value.proof is not None
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_fixed_tolerance_holds_besides_the_gates(tmp_path: Path) -> None:
+    path = models.write(tmp_path, 'onnx = "int8"', model="harmless")
+    path.write_text(path.read_text() + "[parity]\natol = 1e-4\n")
+    with pytest.raises(ParityError, match="no choice of layers"):
+        run(path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_product_with_a_stack_of_matrices_is_no_layer(tmp_path: Path, method: str) -> None:
+    result = run(models.write(tmp_path, f'onnx = "{method}"', model="stacked"))
+    assert [layer.layer for layer in _record(result).layers] == ["layer"]
+    assert _kept(result) == {}
+
+
+def test_what_only_another_file_has_as_a_layer_can_be_kept(tmp_path: Path) -> None:
+    precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep = ["conv"]'
+    formats = '"onnx", "torchscript"'
+    result = run(models.write(tmp_path, precision, model="convolved", formats=formats, gates="cosine = 0.99"))
+    (half,) = [a.precision for a in result.manifest.artifacts if a.format == "torchscript"]
+    assert half is not None
+    assert {layer.layer: layer.kept for layer in half.layers} == {"conv": "asked for", "layer": None}
+    assert [layer.layer for layer in _record(result).layers] == ["layer"]
+
+
+def test_what_no_file_has_cannot_be_kept_of_any(tmp_path: Path) -> None:
+    precision = 'onnx = "int8"\ntorchscript = "bfloat16"\nkeep = ["cnv"]'
+    config = models.write(
+        tmp_path, precision, model="convolved", formats='"onnx", "torchscript"', gates="cosine = 0.99"
+    )
+    with pytest.raises(ConfigError, match='no layer "cnv"'):
+        run(config)

@@ -1,0 +1,51 @@
+"""What ``precision.keep`` names, where a rule may have merged the layers, or tuning left that rule out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from optexport.cli.main import cli
+from optexport.errors import ConfigError
+from optexport.pipeline.run import Result, run
+from tests.quantization import models
+
+_LOWERED = 'onnx = "int8"\nkeep = ["{}"]'
+
+
+def _kept(folder: Path, keep: str, rules: str, model: str = "merging") -> dict[str, str | None]:
+    folder.mkdir()
+    config = models.write(folder, _LOWERED.format(keep), model=model, gates="cosine = 0.9")
+    config.write_text(f"transformations = [{rules}]\n{config.read_text()}")
+    return _layers(run(config))
+
+
+def _layers(result: Result) -> dict[str, str | None]:
+    precision = result.manifest.artifacts[0].precision
+    assert precision is not None
+    return {layer.layer: layer.kept for layer in precision.layers}
+
+
+def test_the_name_of_a_merged_layer_stands_for_its_parts_and_theirs_for_it(tmp_path: Path) -> None:
+    merge = '{ use = "merge-linears" }'
+    merged = _kept(tmp_path / "merged", "block.a-b-merged", merge)
+    assert merged == {"block.a-b-merged": "asked for", "last": None}
+    assert _kept(tmp_path / "part", "block.b", merge) == merged
+    apart = _kept(tmp_path / "apart", "block.a-b-merged", "")
+    assert apart == {"block.a": "asked for", "block.b": "asked for", "last": None}
+
+
+def test_a_merged_layer_whose_name_counts_its_parts_is_refused_where_they_are_not_merged(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'no layer "block.a-and-5-merged".*\n.*say formats of the rule, or leave'):
+        _kept(tmp_path / "counted", "block.a-and-5-merged", "")
+
+
+def test_what_is_lowered_beside_a_layer_that_stays_is_not_called_all(tmp_path: Path) -> None:
+    config = models.write(tmp_path, _LOWERED.format("block.a"), model="merging", gates="cosine = 0.9")
+    done = CliRunner().invoke(cli, ["run", str(config)])
+    assert done.exit_code == 0, done.output
+    assert "with all but those asked for lowered: cosine of output 0.9" in done.output
+    page = (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
+    assert "with all but those asked for lowered" in page

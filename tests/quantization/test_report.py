@@ -1,0 +1,246 @@
+"""What is said of files of lower precision: on the terminal, in reports, by verify, with the right exit code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optexport.bundle.manifest import Manifest
+from optexport.cli.main import cli
+from optexport.config.metrics import beside_gate
+from optexport.quantization import int8
+from optexport.report import ci
+from tests._helpers import exports
+from tests.quantization import models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("telling")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> str:
+    """What a run prints; its bundle is in the folder."""
+    done = CliRunner().invoke(cli, ["run", str(models.write(folder, 'onnx = "int8"'))])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_summary_says_what_is_lowered_and_why_the_rest_is_not(told: str) -> None:
+    assert "Precision onnx is int8, and held to the gates: cosine of output 0.999" in told
+    assert "3 of 4 layers are lowered" in told
+    assert f"in float32: {models.HURT} (measured; lowered alone: cosine of output 0." in told
+    assert "onnx, optimised (int8)" in told
+
+
+@pytest.mark.usefixtures("told")
+def test_verify_says_what_it_held_to_what(folder: Path) -> None:
+    done = CliRunner().invoke(cli, ["verify", str(folder / "bundle")])
+    assert done.exit_code == 0, done.output
+    assert "onnx (int8), onnx, optimised (int8) decide as the gates demand." in done.output
+    done = CliRunner().invoke(cli, ["verify", str(folder / "bundle"), "--json"])
+    rows = json.loads(done.output)["places"]
+    assert {row["limit"] for row in rows} == {None}
+
+
+@pytest.mark.usefixtures("told")
+def test_verify_refuses_a_file_that_no_longer_decides_so(folder: Path, tmp_path: Path) -> None:
+    bundle, prepared = tmp_path / "lowered", tmp_path / "prepared.onnx"
+    shutil.copytree(folder / "bundle", bundle)
+    plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
+    assert plain.exit_code == 0, plain.output
+    layers = int8.prepare(tmp_path / "bundle" / "model.onnx", prepared, "int8")
+    int8.quantize(prepared, bundle / "model.onnx", [n for found in layers.values() for n in found], "int8", [])
+    exports.reseal(bundle, "model.onnx")
+    done = CliRunner().invoke(cli, ["verify", str(bundle)])
+    assert done.exit_code == 6, done.output
+    assert "onnx: output, cosine is" in done.output
+    blamed = CliRunner().invoke(cli, ["blame", str(bundle)])
+    assert blamed.exit_code == 6, blamed.output
+
+
+@pytest.mark.usefixtures("told")
+def test_blame_has_nothing_against_a_bundle_that_keeps_to_its_gates(folder: Path) -> None:
+    done = CliRunner().invoke(cli, ["blame", str(folder / "bundle")])
+    assert done.exit_code == 0, done.output
+    assert "onnx (int8)" in done.output
+
+
+@pytest.mark.usefixtures("told")
+def test_reports_name_the_precision_and_show_no_limit_that_there_is_not(folder: Path) -> None:
+    manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
+    rows = [line for line in ci.markdown(manifest.parity, "bundle").splitlines() if "(int8)" in line]
+    assert len(rows) == 4
+    assert "| gates |" in rows[0]
+    suites = ElementTree.fromstring(ci.junit(manifest.parity))
+    classes = {case.get("classname") for case in suites.iter("testcase")}
+    assert {"optexport.onnx (int8)", "optexport.onnx in float32"} <= classes
+
+
+@pytest.mark.usefixtures("told")
+def test_the_page_shows_what_does_not_keep_to_a_gate_below_it(folder: Path) -> None:
+    """It was rounded to 1, above the gate."""
+    manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
+    record = manifest.artifacts[0].precision
+    assert record is not None
+    (lowered,), (chosen,) = record.lowered, record.chosen
+    assert lowered.value is not None
+    assert chosen.value is not None
+    page = (folder / "bundle" / "report.html").read_text(encoding="utf-8")
+    shown = page[page.index("What the gates are on") :]
+    assert f'<td class="n">{lowered.value:.6g}</td><td class="n">{chosen.value:.6g}</td>' in shown
+    assert f'<td class="n">{chosen.min:.15g}</td>' in shown
+
+
+@given(value=st.floats(-1, 1), least=st.floats(-1, 1), digits=st.integers(1, 9))
+def test_a_value_is_not_rounded_to_the_other_side_of_its_gate(value: float, least: float, digits: int) -> None:
+    for near in (value, least, np.nextafter(least, -2), np.nextafter(least, 2)):
+        assert (float(beside_gate(float(near), least, digits)) >= least) == (near >= least)
+
+
+@pytest.mark.parametrize(
+    ("precision", "gates", "code"),
+    [('onnx = "int8"', "", 2), ('onnx = "int8"', "cosine = 0.99999999", 4), ('onnx = "int8"', "cosine = 0.9", 0)],
+)
+def test_the_exit_code_says_what_went_wrong(tmp_path: Path, precision: str, gates: str, code: int) -> None:
+    done = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, precision, gates=gates)), "--json"])
+    assert done.exit_code == code, done.output
+    document = json.loads(done.stdout)
+    assert document["passed"] == (code == 0)
+    if code == 4:
+        assert [place["place"] for place in document["parity"]["places"]][-1] == "onnx in float32, optimised"
+
+
+def test_the_baseline_is_in_float32(tmp_path: Path) -> None:
+    config = models.write(tmp_path, 'onnx = "int8"', model="harmless")
+    done = CliRunner().invoke(cli, ["run", str(config), "--baseline"])
+    assert done.exit_code == 0, done.output
+    manifest = Manifest.model_validate_json((tmp_path / "bundle-baseline" / "manifest.json").read_bytes())
+    assert [artifact.precision for artifact in manifest.artifacts] == [None]
+    assert {place.precision for place in manifest.parity.places} == {None}
+
+
+def test_an_output_that_nothing_is_demanded_of_is_named(tmp_path: Path) -> None:
+    config = models.write(tmp_path, 'onnx = "int8"', model="convolved", gates="cosine = 0.9")
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["run", str(config)])
+    assert done.exit_code == 0, done.output
+    assert "held to nothing: output_1\n" in done.output
+    manifest = Manifest.model_validate_json((tmp_path / "bundle" / "manifest.json").read_bytes())
+    rows = [line for line in ci.markdown(manifest.parity, "bundle").splitlines() if "| onnx (int8) |" in line]
+    assert ["| gates |" in row for row in rows[:2]] == [True, False]
+    assert "| none |" in rows[1]
+
+
+def test_verify_says_that_a_gate_of_the_users_own_is_not_checked_again(tmp_path: Path) -> None:
+    gates = '"python:tests.quantization.models:metric" = 0.5'
+    done = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, 'onnx = "int8"', gates=gates))])
+    assert done.exit_code == 0, done.output
+    assert "held to nothing" not in done.output
+    done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle")])
+    assert done.exit_code == 0, done.output
+    assert "decide as the gates demand" not in done.output
+    assert "onnx (int8), onnx, optimised (int8) give numbers, which no gate could be held against" in done.output
+    assert "not checked again: python:tests.quantization.models:metric." in done.output
+    done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle"), "--json"])
+    assert json.loads(done.output)["gates_not_checked"] == ["python:tests.quantization.models:metric"]
+
+
+@pytest.mark.usefixtures("told")
+def test_verify_refuses_a_file_that_is_called_lowered_and_was_not_proven_as_such(folder: Path, tmp_path: Path) -> None:
+    plain = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, "", gates=""))])
+    assert plain.exit_code == 0, plain.output
+    lowered = json.loads((folder / "bundle" / "manifest.json").read_bytes())["artifacts"][0]["precision"]
+    bundle = tmp_path / "bundle"
+    shutil.copy(folder / "bundle" / "model.onnx", bundle / "model.onnx")
+    exports.edit_json(bundle / "manifest.json", lambda document: document["artifacts"][0].update(precision=lowered))
+    exports.reseal(bundle, "model.onnx")
+    done = CliRunner().invoke(cli, ["verify", str(bundle)])
+    assert done.exit_code == 4, done.output
+    assert "it calls onnx int8, and holds no proof of that" in done.output
+
+
+POSITIONS = """
+import torch
+from torch import nn
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        n = x.shape[1]
+        counted = torch.ones(n, n).tril() @ torch.ones(n, 1)  # in bfloat16 no whole number above 256 but each second
+        return self.layer(x) + 3 * torch.sin(counted * 1.3)
+"""
+COUNTED = """
+[model]
+source = "python:positions:Positions"
+[inputs]
+data = "data.npz"
+[inputs.axes]
+x = ["batch", "n", "f"]
+[inputs.dynamic]
+batch = [1, 8]
+n = [2, 2000]
+[export]
+output = "bundle"
+formats = ["pt2"]
+[precision]
+pt2 = "bfloat16"
+[parity.decisions]
+cosine = 0.99
+[tracking]
+enabled = false
+"""
+
+
+def test_what_is_another_model_beyond_the_sizes_of_the_data_fails_though_its_gates_hold(tmp_path: Path) -> None:
+    """The gates saw 16 rows of four, and files that gave noise at every length above some hundreds were proven."""
+    (tmp_path / "positions.py").write_text(POSITIONS, encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(COUNTED, encoding="utf-8")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((4, 4, 8), dtype=np.float32))
+    done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 4, done.output
+    assert "n 2000: " in done.stderr
+    assert "from the reference as a whole" in done.stderr
+    (tmp_path / "mine.toml").write_text(COUNTED.replace("2000", "200"), encoding="utf-8")
+    done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 0, done.output
+    assert "gates count on the data alone; at other sizes gross faults alone are found" in done.stdout
+    report = (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
+    assert "count on the data alone: at other sizes gross faults alone are found." in report
+
+
+def test_what_is_next_to_nothing_at_one_size_is_no_gross_fault(tmp_path: Path) -> None:
+    """The distances of rows to each other are rounding alone where there is one row."""
+    model = """
+import torch
+from torch import nn
+
+class Distances(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        z = nn.functional.normalize(self.layer(x), dim=-1)
+        return 1 - z @ z.T
+"""
+    (tmp_path / "positions.py").write_text(model.replace("Distances", "Positions"), encoding="utf-8")
+    text = COUNTED.replace('["batch", "n", "f"]', '["batch", "f"]').replace("n = [2, 2000]\n", "")
+    (tmp_path / "mine.toml").write_text(text.replace("0.99", "0.9"), encoding="utf-8")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((8, 8), dtype=np.float32))
+    done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
+    assert done.exit_code == 0, done.output

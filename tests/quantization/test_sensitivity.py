@@ -1,0 +1,120 @@
+"""Laws of the search for what stays in float32, on layers whose errors add up: each bends a vector by its own angle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from optexport.config.metrics import DecisionConfig
+from optexport.errors import ConfigError, ParityError
+from optexport.parity.cases import Case
+from optexport.parity.checker import Proof
+from optexport.parity.gates import make_gates
+from optexport.parity.noise_floor import bounds
+from optexport.parity.reference import Reference
+from optexport.quantization.sensitivity import Choice, choose, harm, layers_in, units_of, within
+from optexport.runtime.runners import Run
+
+_GATE = 0.99
+_ROOM = math.acos(_GATE)
+
+
+def _proof() -> Proof:
+    y = torch.tensor([[1.0, 0.0]])
+    reference = Reference((Case("data", {}, data=True),), ({"y": y},), ({"y": y.double()},))
+    known = bounds(reference, 4.0)
+    return Proof(reference, known, make_gates({"cosine": DecisionConfig(min=_GATE)}, {}, reference, known, 4.0))
+
+
+class Bent:
+    """Makes candidates, and counts them; what is lowered turns the original's vector by the sum of the angles."""
+
+    def __init__(self, angles: Sequence[float]) -> None:
+        self.angles = {f"layer.{index}": angle for index, angle in enumerate(angles)}
+        self.made = 0
+
+    def __call__(self, kept: Collection[str]) -> Run:
+        self.made += 1
+        angle = sum(angle for name, angle in self.angles.items() if name not in kept)
+        return lambda batch: {"y": torch.tensor([[math.cos(angle), math.sin(angle)]])}
+
+    def choose(self, keep: Collection[str] = ()) -> Choice:
+        return choose("file", "int8", list(self.angles), keep, self, _proof())
+
+
+_ANGLES = st.lists(st.floats(0.0, 0.3), min_size=1, max_size=12)
+
+
+@given(_ANGLES)
+def test_what_is_chosen_passes_lowers_something_and_keeps_nothing_needlessly(angles: list[float]) -> None:
+    bent = Bent(angles)
+    try:
+        choice = bent.choose()
+    except ParityError:
+        assert min(angles) > _ROOM - 1e-6
+        return
+    lowered = [angle for name, angle in bent.angles.items() if name not in choice.kept]
+    assert lowered
+    assert choice.chosen.passed
+    assert sum(lowered) <= _ROOM + 1e-6
+    for name in choice.kept:  # errors add up, and the least harmful are lowered first
+        assert sum(lowered) + bent.angles[name] > _ROOM - 1e-6
+
+
+@given(_ANGLES)
+def test_what_passes_with_everything_lowered_is_made_once(angles: list[float]) -> None:
+    bent = Bent([angle * _ROOM / 2 / (sum(angles) or 1.0) for angle in angles])
+    choice = bent.choose()
+    assert (choice.kept, bent.made) == ([], 1)
+
+
+def test_of_many_layers_few_files_are_made() -> None:
+    bent = Bent([1.0, *[1e-3] * 40])
+    assert bent.choose().kept == ["layer.0"]
+    assert bent.made <= 1 + 41 + math.ceil(math.log2(41)) + 8
+
+
+def test_the_most_harmful_is_kept_whatever_its_place_in_the_model() -> None:
+    for place in range(5):
+        angles = [0.02] * 5
+        angles[place] = 0.2
+        assert Bent(angles).choose().kept == [f"layer.{place}"]
+
+
+def test_what_is_asked_to_be_kept_is_never_lowered() -> None:
+    choice = Bent([0.0, 0.0, 0.3]).choose(keep=["layer.0"])
+    assert choice.kept == ["layer.0", "layer.2"]
+    assert [layer.kept for layer in choice.record().layers] == ["asked for", None, "measured"]
+
+
+def test_a_single_layer_that_hurts_cannot_be_lowered() -> None:
+    with pytest.raises(ParityError, match="with no choice of layers\n  all lowered: y, cosine is 0.955"):
+        Bent([0.3]).choose()
+
+
+def test_a_name_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match='file has no layer "layr.0"'):
+        Bent([0.0, 0.0]).choose(keep=["layr.0"])
+
+
+def test_harm_is_the_share_of_the_room_that_the_gate_leaves() -> None:
+    proof = _proof()
+    own = proof.places[0].decisions
+    half = math.acos(1 - 0.5 * (1 - _GATE))
+    place = proof.check("file", lambda batch: {"y": torch.tensor([[math.cos(half), math.sin(half)]])}, precision="int8")
+    assert harm(place, own) == pytest.approx(0.5, rel=1e-3)
+    broken = proof.check("file", lambda batch: {"y": torch.tensor([[math.nan, 0.0]])}, precision="int8")
+    assert harm(broken, own) == math.inf
+
+
+def test_very_many_layers_are_lowered_by_the_layers_of_the_model() -> None:
+    layers = [f"encoder.layer.{i}.{name}" for i in range(12) for name in "abcdef"] + ["pooler"]
+    assert units_of(layers) == [*(f"encoder.layer.{i}" for i in range(12)), "pooler"]
+    assert units_of(layers[:60]) == layers[:60]
+    assert layers_in("encoder.layer.1", layers) == [f"encoder.layer.1.{name}" for name in "abcdef"]
+    assert not within("encoder.layer.11.a", ["encoder.layer.1"])

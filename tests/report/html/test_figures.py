@@ -1,0 +1,60 @@
+"""Plots: the same for the same numbers, in the colours of the page, without names that would be markup."""
+
+from __future__ import annotations
+
+import pytest
+
+from optexport.bundle.manifest import ParityRecord
+from optexport.bundle.measurements import BenchRecord
+from optexport.report.html import figures
+from optexport.report.html.figures import Interval
+from tests._helpers import exports
+from tests.report.html import bundles
+from tests.report.html.reading import Page
+
+BENCH = BenchRecord.model_validate(bundles.BENCH)
+
+
+@pytest.fixture
+def proof() -> ParityRecord:
+    return exports.exported().manifest.parity
+
+
+def test_a_plot_is_the_same_again_and_has_no_colours_of_its_own(proof: ParityRecord) -> None:
+    for plot in (
+        lambda: figures.parity_plot(proof),
+        lambda: figures.latency_plot(BENCH),
+        lambda: figures.ratio_plot([Interval("onnx", 1.2, 1.1, 1.3)], "times", "ratio"),
+    ):
+        assert plot() == plot()
+        assert "var(--accent)" in plot() or "var(--good)" in plot()
+        assert "#0" not in plot()
+        assert Page(f"<body>{plot()}</body>").wrong == []
+
+
+def test_where_there_is_nothing_to_plot_there_is_no_plot(proof: ParityRecord) -> None:
+    exact = {name: bound.model_copy(update={"floor": 0.0}) for name, bound in proof.bounds.items()}
+    assert figures.parity_plot(proof.model_copy(update={"bounds": exact})) is None
+    assert figures.latency_plot(BENCH.model_copy(update={"figures": []})) is None
+    assert figures.ratio_plot([], "times", "ratio") is None
+
+
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "$\\frac{1}{0}$", "\u202e\x00", "%s {x:g}", ""])
+def test_labels_are_what_they_say(name: str) -> None:
+    plot = figures.ratio_plot([Interval(name, 1.2, 1.1, 1.3)], "times", "ratio")
+    assert plot is not None
+    read = Page(f"<body>{plot}</body>")
+    assert {e.tag for e in read.elements}.isdisjoint({"script"})
+    shown = name.replace("\u202e\x00", "\\u202e\\x00")
+    assert shown in read.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_name_in_letters_that_the_font_lacks_is_no_warning() -> None:
+    assert "分类" in figures.ratio_plot([Interval("分类", 1.2, 1.1, 1.3)], "times", "ratio")
+
+
+def test_a_page_may_hold_several_plots() -> None:
+    plots = [figures.ratio_plot([Interval("a", 1, 0.9, 1.1)], "times", name) for name in ("one", "two")]
+    ids = [e.attributes["id"] for plot in plots for e in Page(f"<body>{plot}</body>").elements if "id" in e.attributes]
+    assert len(ids) == len(set(ids))

@@ -1,0 +1,44 @@
+"""A manifest that was changed with its digest gives a page, or a refusal, and never a crash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optexport.bundle import digests
+from optexport.bundle.layout import MANIFEST, MEASUREMENTS
+from optexport.errors import OptexportError
+from optexport.report.html import difference, page
+from tests._helpers import exports
+from tests.bundle.test_hostile_manifests import ANYTHING, every_place, put
+from tests.report.html import bundles
+from tests.report.html.reading import Page
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.copied(tmp_path_factory.mktemp("forged") / "bundle")
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_changed_document_gives_a_page_or_a_refusal(small: Path, data: st.DataObject) -> None:
+    kept = {name: (small / name).read_bytes() for name in (MANIFEST, MEASUREMENTS)}
+    name = data.draw(st.sampled_from((MANIFEST, MEASUREMENTS)))
+    place = data.draw(st.sampled_from([p for p in every_place(json.loads(kept[name])) if p[0] != "digest"]))
+    value = data.draw(ANYTHING | st.floats(-1e300, 1e300) | st.just("x"))
+    try:
+        exports.edit_json(small / name, lambda document: put(document, place, value))
+        html = page.render(small, digests.read_manifest(small))
+        assert Page(html).wrong == []
+        side = difference.read_side(small)
+        assert Page(page.render_difference(difference.compare(side, side))).wrong == []
+    except OptexportError:
+        pass
+    finally:
+        for each, content in kept.items():
+            (small / each).write_bytes(content)

@@ -1,0 +1,307 @@
+"""The page: self-contained, whole, escaped, in order for screen readers, small, and the same for the same bundle."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optexport.report.html import contents, page
+from tests._helpers import exports
+from tests.report.html import bundles
+from tests.report.html.reading import Page
+
+HOSTILE = {
+    "a script": "<script>alert(1)</script>",
+    "an end of an attribute": '"\' onfocus=alert(1) autofocus x="',
+    "an end of a comment, a title and a style": "--></title></style></svg><img src=x onerror=alert(1)>",
+    "an address": "javascript:alert(1)//",
+    "a template": "{{ 7 * 7 }}{% raw %}",
+    "control characters": "\x00\x07\x1b[31m\x7f\x85\u2028",
+    "another direction": "\u202egnp.exe\u2066\u200f",
+    "a formula": "$\\frac{1}{0}$ \\input{/etc/passwd}",
+}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.copied(tmp_path_factory.mktemp("page") / "block")
+
+
+@pytest.fixture(scope="module")
+def read(bundle: Path) -> Page:
+    return Page((bundle / "report.html").read_text(encoding="utf-8"))
+
+
+def check_contained(read: Page) -> None:
+    """Checks that a page is well formed and asks for nothing: no script but ours, no address, no handler."""
+    assert read.wrong == []
+    (script,) = read.all("script")
+    digest = base64.b64encode(hashlib.sha256(script.text.encode()).digest()).decode()
+    (policy,) = [e.attributes["content"] for e in read.all("meta") if "http-equiv" in e.attributes]
+    assert policy.startswith("default-src 'none';")
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert {e.tag for e in read.elements}.isdisjoint({"link", "img", "iframe", "object", "embed", "form", "base"})
+    for element in read.elements:
+        for name, value in element.attributes.items():
+            assert not name.startswith("on"), name
+            assert name not in ("src", "srcset", "action", "data", "formaction"), name
+            assert name not in ("href", "xlink:href") or value.startswith("#"), value
+    for style in (*read.all("style"), *(e.attributes.get("style", "") for e in read.elements)):
+        text = style if isinstance(style, str) else style.text
+        assert re.findall(r"url\((?!#)|@import", text) == []
+
+
+def test_it_is_one_file_that_asks_for_nothing(read: Page) -> None:
+    check_contained(read)
+
+
+def test_the_verdict_comes_first_and_every_part_is_there(read: Page) -> None:
+    assert read.text.index("Passed") < read.text.index("Parity")
+    assert "All 3 files compute what the original computes" in read.text
+    titles = [e.text for e in read.all("h2")]
+    assert titles == ["Parity", "What changed", "Latency", "Files", "What was skipped, and why",
+                      "Inputs and outputs", "How to reproduce it"]  # fmt: skip
+    manifest = exports.exported().manifest
+    for told in (
+        *(place.title for place in manifest.parity.places),
+        *(f"{bound.floor:.3g}" for bound in manifest.parity.bounds.values()),
+        *(rule.rule for rule in manifest.transformations),
+        *(node for rule in manifest.transformations for change in rule.changes for node in change.nodes),
+        *(file.sha256 for file in manifest.files),
+        *(f"{name} {version}" for name, version in manifest.versions.items()),
+        f"onnx=={manifest.versions['onnx']}",
+        manifest.model.weights_sha256,
+        "9 to 11",  # the interval of the median
+        "1.2 (1.1 to 1.3)",
+        "with attention",
+        "it is too far",
+        "with sum-residuals",
+    ):
+        assert told in read.text, told
+
+
+def test_the_commands_hold_no_command_of_a_manifest(tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["versions"] |= {"torch": "2.13+cpu;reboot", "onnx": "1 $(reboot)", "python": "3.11`reboot`.2"}
+        document["optexport_version"] = "0.1\nreboot"
+
+    manifest = bundles.manifest_of(bundles.edit(bundles.copied(tmp_path / "bundle"), change))
+    lines = contents.commands(manifest, from_file=True)
+    assert len(lines) == 5
+    for line in lines:
+        told = shlex.split(line, comments=True)
+        assert all(re.search(r"reboot", word) is None or shlex.quote(word) in line for word in told)
+        assert "reboot" not in told
+    assert " onnx==" not in lines[1]
+    assert "torch==" not in lines[1]
+    assert "--extra-index-url" not in lines[1]
+
+
+def test_the_commands_give_pip_nothing_that_it_takes_for_an_option_or_an_address(tmp_path: Path) -> None:
+    hostile = {"--index-url=http://here/#": "1", "-rX": "2", "evil @ http://here/e.whl#": "3", "./evil": "4"}
+
+    def change(document: dict[str, Any]) -> None:
+        document["versions"] |= hostile
+        document["model"] |= {"source": "package:x/y", "revision": "--index-url=http://here/ 1"}
+
+    manifest = bundles.manifest_of(bundles.edit(bundles.copied(tmp_path / "bundle"), change))
+    install = contents.commands(manifest, from_file=True)[1]
+    assert "here" not in install
+    assert "evil" not in install
+    assert "-rX" not in install
+    assert f"onnxruntime=={manifest.versions['onnxruntime']}" in install
+
+
+def test_the_commands_are_lines_of_their_own_and_install_the_package_that_holds_the_model(tmp_path: Path) -> None:
+    """They were one line with a visible escape for each break, and the config found no model after them."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["model"] |= {"source": "package:of_models/small", "revision": "of-models 1.2"}
+
+    folder = bundles.edit(bundles.copied(tmp_path / "bundle"), change)
+    elements = Page((folder / "report.html").read_text(encoding="utf-8")).all("pre")
+    (shown,) = [element for element in elements if element.attributes.get("aria-label") == "Commands"]
+    lines = shown.text.strip().splitlines()
+    assert lines == contents.commands(bundles.manifest_of(folder), from_file=(folder / "config.toml").is_file())
+    assert " of-models==1.2" in lines[1]
+
+
+@pytest.mark.parametrize("generation", [None, {"max_length": 8}])
+def test_a_bundle_is_made_again_as_it_was_made(tmp_path: Path, generation: dict[str, Any] | None) -> None:
+    """``optexport run config.toml`` stood there, which makes another one where a rule was left out by ``--without``."""
+    folder = bundles.edit(
+        bundles.copied(tmp_path / "bundle"), lambda document: document["config"].update(generation=generation)
+    )
+    (again,) = [
+        line for line in contents.commands(bundles.manifest_of(folder), from_file=True) if "config.toml" in line
+    ]
+    assert again.startswith(".venv/bin/optexport " + ("run " if generation else "reproduce BUNDLE --folder "))
+    assert "--without" in again or not generation
+
+
+def test_a_bundle_without_times_says_so(tmp_path: Path) -> None:
+    folder = bundles.copied(tmp_path / "bundle", measured=False)
+    read = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert "Nothing was measured" in read.text
+    check_contained(read)
+
+
+def test_a_proof_that_failed_is_not_called_passed(tmp_path: Path) -> None:
+    def fail(document: dict[str, Any]) -> None:
+        document["parity"]["places"][2]["outputs"][0]["cases"][0]["failure"] = "it is 3 from the reference"
+
+    folder = bundles.edit(bundles.copied(tmp_path / "bundle"), fail)
+    read = Page((folder / "report.html").read_text(encoding="utf-8"))
+    (verdict,) = [e for e in read.elements if e.attributes.get("class") == "verdict failed"]
+    assert "Failed" in verdict.text
+    assert "it is 3 from the reference" in verdict.text
+    assert len([e for e in read.all("td") if "failed-cell" in e.attributes.get("class", "")]) == 1
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_text_of_a_model_or_a_config_is_markup(bundle: Path, read: Page, tmp_path: Path, kind: str) -> None:
+    folder = bundles.hostile(Path(shutil.copytree(bundle, tmp_path / "bundle")), HOSTILE[kind])
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    found = Page(html)
+    check_contained(found)
+    assert ("{{ 7 * 7 }}" in found.all("title")[0].text) == (kind == "a template")
+    assert re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f]", html) == []
+    assert {e.tag for e in found.elements} == {e.tag for e in read.elements}
+
+
+def test_what_was_hostile_is_shown_as_it_is(bundle: Path, tmp_path: Path) -> None:
+    folder = bundles.hostile(Path(shutil.copytree(bundle, tmp_path / "bundle")), "<script>alert(1)</script>")
+    read = Page((folder / "report.html").read_text(encoding="utf-8"))
+    for part in (
+        "python:tests._helpers.exports:Block",
+        "hidden",
+        "batch",
+        "node",
+        "reason",
+        "axis",
+        "constant",
+        "onnx",
+        "with gemm",
+        "a note",
+    ):
+        assert f"<script>alert(1)</script>{part}" in read.text, part
+    folder = bundles.hostile(Path(shutil.copytree(bundle, tmp_path / "other")), "\u202e")
+    assert "\\u202ehidden" in Page((folder / "report.html").read_text(encoding="utf-8")).text
+
+
+def test_headings_tables_and_figures_are_for_screen_readers_too(read: Page) -> None:
+    (html,) = read.all("html")
+    assert html.attributes["lang"] == "en"
+    assert [len(read.all(tag)) for tag in ("h1", "main", "header", "footer", "nav")] == [1, 1, 1, 1, 1]
+    levels = [int(e.tag[1]) for e in read.elements if re.fullmatch("h[1-6]", e.tag)]
+    assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(levels))
+    for table in read.all("table"):
+        assert table.children[0].tag == "caption"
+        assert table.children[0].text.strip()
+    for header in read.all("th"):
+        assert header.attributes["scope"] in ("col", "row")
+    for svg in read.all("svg"):
+        assert svg.attributes["aria-hidden"] == "true"  # a table or a label beside it says the same
+    for scroller in [e for e in read.elements if e.attributes.get("class") in ("scroll", "pane")]:
+        assert scroller.attributes["tabindex"] == "0"
+        assert scroller.attributes["aria-label"]
+    labels = {e.attributes["for"] for e in read.all("label")}
+    assert {e.attributes["id"] for e in read.all("input")} == labels
+    ids = [e.attributes["id"] for e in read.elements if "id" in e.attributes]
+    assert len(ids) == len(set(ids))
+    aims = {e.attributes["href"][1:] for e in read.all("a")}
+    aims |= {e.attributes["aria-labelledby"] for e in read.elements if "aria-labelledby" in e.attributes}
+    assert aims <= set(ids)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_the_contrast_of_text_is_double_a_in_light_in_dark_and_on_paper(read: Page) -> None:
+    sheets = re.findall(r":root \{(.*?)\}", read.all("style")[0].text, re.DOTALL)
+    assert len(sheets) == 3
+    for sheet in sheets:
+        colours = {
+            name: value if len(value) == 7 else "#" + "".join(2 * digit for digit in value[1:])
+            for name, value in re.findall(r"--([a-z-]+): (#[0-9a-f]+);", sheet)
+        }
+        for ground in ("paper", "card", "wash"):
+            for text in ("ink", "muted", "accent", "good", "bad"):
+                light, dark = sorted((luminance(colours[ground]), luminance(colours[text])), reverse=True)
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, ground)
+
+
+def test_a_model_of_many_changes_outputs_and_cases_gives_a_small_page(tmp_path: Path) -> None:
+    lines = ["graph():", "    %x : [num_users=1] = placeholder[target=x]"]
+    before, changes, last = [*lines], [], "x"
+    for index in range(3000):
+        kind = "abcdefghij"[index % 10] * (1 + index // 10 % 30)  # 300 kinds of change
+        before.append(
+            f"    %n_{index} : [num_users=1] = call_module[target={kind}.{index}](args = (%{last},), kwargs = {{}})"
+        )
+        changes.append({"nodes": [f"n_{index}"], "target": f"{kind}.{index}", "replaced": [f"n_{index}"]})
+        last = f"n_{index}"
+
+    def grow(document: dict[str, Any]) -> None:
+        document["transformations"][0]["changes"] = changes
+        document["transformations"][1]["near_misses"] = [
+            {"node": f"node_{index}", "reason": f"reason {index}"} for index in range(2000)
+        ]
+        place = document["parity"]["places"][0]
+        place["outputs"] = [{**place["outputs"][0], "output": f"output {index}"} for index in range(500)]
+        bound = document["parity"]["bounds"]["hidden"]
+        document["parity"]["bounds"] |= {f"output {index}": bound for index in range(500)}
+        document["parity"]["cases"] += [f"data {index}" for index in range(2000)]
+        document["model"]["source"] = "x" * 100_000
+        document["outputs"] *= 300
+
+    folder = bundles.copied(tmp_path / "bundle")
+    for name in ("graph_before.txt", "graph_after.txt"):
+        (folder / name).write_text("\n".join([*before, f"    return {last}\n"]), encoding="utf-8")
+    bundles.edit(folder, grow)
+    assert (folder / "report.html").stat().st_size < 2_000_000
+    read = Page((folder / "report.html").read_text(encoding="utf-8"))
+    check_contained(read)
+    for told in ("kinds of change are not drawn", "more kinds of change are in manifest.json", "1803 more",
+                 "302 more outputs are in manifest.json", "characters more"):  # fmt: skip
+        assert told in read.text, told
+
+
+def test_the_same_bundle_gives_the_same_page_in_every_process(bundle: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from optexport.report.html import page; page.write(Path(sys.argv[1]))"
+    )
+    first = (bundle / "report.html").read_bytes(), (bundle / "measurements.json").read_bytes()
+    for seed in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", script, str(bundle)],
+            check=True,
+            env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": seed},
+        )
+        assert ((bundle / "report.html").read_bytes(), (bundle / "measurements.json").read_bytes()) == first
+
+
+def test_only_times_and_the_machine_tell_equal_runs_apart(tmp_path: Path) -> None:
+    one, other = bundles.copied(tmp_path / "one"), bundles.copied(tmp_path / "two")
+    times = {"date": "1999-12-31T23:59:59+00:00", "processor": "Z80", "seconds": {"trace": 86400.0}}
+    exports.edit_json(other / "measurements.json", lambda m: m.update(times))
+    page.write(other)
+    pages = [(folder / "report.html").read_text(encoding="utf-8").splitlines() for folder in (one, other)]
+    stage = r'<th scope="row">[\w -]+</th><td class="n">[\d.]+</td>'
+    said = re.compile(rf"\d{{4}}-\d\d-\d\d|Z80|{stage}|>machine<|optexport 0|On .*thread")
+    differing = set(pages[0]) ^ set(pages[1])
+    assert differing
+    assert [line for line in differing if not said.search(line)] == []

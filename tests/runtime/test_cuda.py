@@ -1,0 +1,141 @@
+"""What a run makes for a card: proven there in whole float32, measured there, and opened there again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+
+from optexport import Bundle, verify
+from optexport._utils.progress import Stages
+from optexport.parity.reference_run import run_original
+from optexport.pipeline import reproduce
+from optexport.pipeline.run import Result, run
+from optexport.runtime import devices, placement, runners
+from optexport.runtime.untrusted import archives
+from tests._helpers import exports
+from tests.parity.measuring import call, network
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+MODULE = """
+import torch
+from torch import nn
+from tests.exports import Block
+from tests.models import randomise
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+        self.block = Block()
+
+    def forward(self, x, mask):
+        places = torch.arange(x.shape[1], device=x.device) / 100
+        return self.block(self.convolution(x.transpose(1, 2)).transpose(1, 2) + places[None, :, None], mask)
+
+def load():
+    torch.manual_seed(0)
+    return randomise(Convolved())
+"""
+CONFIG = f"""
+[model]
+source = "python:on_a_card:load"
+device = "cuda"
+{exports.INPUTS}
+[bench]
+enabled = true
+rounds = 2
+[tracking]
+enabled = false
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("card")
+    (folder / "on_a_card.py").write_text(MODULE, encoding="utf-8")
+    (folder / "config.toml").write_text(CONFIG, encoding="utf-8")
+    sys.modules.pop("on_a_card", None)
+    return run(folder / "config.toml")
+
+
+def test_every_file_passes_there_and_says_so(made: Result) -> None:
+    assert {place.place for place in made.parity} >= {"torchscript", "onnx", "onnx, optimised", "pt2"}
+    assert {artifact.device for artifact in made.manifest.artifacts} == {"cuda"}
+    assert "on cuda" in made.manifest.parity.ways
+    measured = json.loads((made.output / "measurements.json").read_bytes())
+    assert measured["device"] == f"cuda ({torch.cuda.get_device_name()})"
+    assert {(a["format"], a["device"]) for a in measured["bench"]["artifacts"]} == {(f, "cuda") for f in made.files}
+
+
+def test_the_weights_in_the_files_of_torch_are_there(made: Result) -> None:
+    script = archives.load_torchscript(made.files["torchscript"])
+    program = archives.load_pt2(made.files["pt2"])
+    assert {tensor.device.type for tensor in (*script.state_dict().values(), *program.state_dict.values())} == {"cuda"}
+
+
+def test_a_session_asks_the_card_first(made: Result) -> None:
+    session = devices.onnx_session(made.files["onnx"], onnxruntime.SessionOptions(), "cuda")
+    assert session.get_providers() == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
+
+
+@pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
+def test_a_bundle_gives_there_what_it_gave(file_format: str, made: Result) -> None:
+    bundle, limit = Bundle.load(made.output, file_format), made.manifest.parity.bounds["hidden"].limit
+    (_, run_file), *_ = runners.open_file(made.files["pt2"], "pt2", [o.name for o in made.manifest.outputs], "cuda")
+    for size, sequence in ((2, 5), (1, 2), (16, 32)):
+        batch = exports.batch(size, sequence)
+        found, expected = bundle(**batch), run_file(batch)
+        assert float((torch.from_numpy(found["hidden"]) - expected["hidden"]).abs().max()) <= 2 * limit
+
+
+def test_it_is_proven_again_and_its_files_are_made_again_to_the_byte(made: Result) -> None:
+    assert verify(made.output).passed
+    differing = reproduce.reproduce(made.output, made.output.parents[1], Stages())
+    assert [line for line in differing if line.startswith("model.")] == []  # the distances may be others in a digit
+
+
+def test_a_file_with_other_weights_fails_there(made: Result, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(made.output, bundle)
+    path = bundle / "model.torchscript.pt"
+    script = torch.jit.load(path)
+    with torch.no_grad():
+        next(script.parameters()).mul_(1.01)
+    torch.jit.save(script, path)
+    exports.reseal(bundle, path.name)
+    assert not verify(bundle).passed
+
+
+def test_tf32_is_off_whatever_the_caller_chose() -> None:
+    a, b = torch.randn(256, 512), torch.randn(512, 256)
+    exact = a.double() @ b.double()
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
+    try:
+        coarse = (a.cuda() @ b.cuda()).cpu()
+        with devices.whole_float32("cuda"):
+            whole = (a.cuda() @ b.cuda()).cpu()
+    finally:
+        settings.fp32_precision = before
+    assert (whole - exact).abs().max() < (coarse - exact).abs().max() / 50
+
+
+def test_the_floor_has_what_the_original_rounds_by_there() -> None:
+    model, cases = network()
+    known = run_original(call, model, cases, device="cuda")
+    with torch.no_grad():
+        there = placement.model_to(model, "cuda")
+        for case, exact, noise in zip(known.cases, known.exact, known.noise, strict=True):
+            found = there(case.batch["x"].cuda()).cpu()
+            assert noise["y"] >= float((found.double() - exact["y"]).abs().max())

@@ -1,0 +1,175 @@
+"""Where files run: what is asked of torch and of ONNX Runtime for it, and that nothing is done where it cannot be had.
+
+What a card computes is tested in `tests.runtime.test_cuda`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from optexport import Bundle, DeviceError, verify
+from optexport._utils import packages
+from optexport.bench.worker import bound
+from optexport.diagnosis.bisect_artifacts import blame_files
+from optexport.runtime import devices, runners
+from optexport.tracking.bundle_record import Finished
+from optexport.tracking.model import onnx_model
+from tests._helpers import exports
+from tests._helpers.cli import Caller, CliRunner, cli, config, message
+
+NO_CARD = pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device")
+NO_PROVIDER = pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="this ONNX Runtime has the provider"
+)
+ON_CUDA = config().replace("[model]\n", '[model]\ndevice = "cuda"\n')
+
+
+@pytest.fixture
+def for_a_card(tmp_path: Path) -> Path:
+    """A bundle that says of its files that they are for a card."""
+    bundle = tmp_path / "bundle"
+    shutil.copytree(exports.exported().output, bundle)
+    say_cuda(bundle)
+    return bundle
+
+
+def say_cuda(bundle: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["config"]["model"]["device"] = "cuda"
+        for artifact in document["artifacts"]:
+            artifact["device"] = "cuda"
+
+    exports.edit_json(bundle / "manifest.json", change)
+
+
+@NO_CARD
+def test_a_run_without_a_card_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    call = Caller(tmp_path / "work")
+    told = message(call("run", ON_CUDA.replace("enabled = false", "enabled = true")), 3)
+    assert told.startswith(f"{tmp_path / 'work' / 'mine.toml'}: model.device: torch ")
+    assert "sees no CUDA device" in told
+    assert 'leave out device = "cuda"' in told
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"halves.py", "mine.toml"}
+
+
+def test_a_check_needs_no_card(tmp_path: Path) -> None:
+    assert Caller(tmp_path)("check", ON_CUDA).exit_code == 0
+
+
+@NO_CARD
+@NO_PROVIDER
+@pytest.mark.parametrize("file_format", ["onnx", "torchscript", "pt2"])
+def test_a_bundle_for_a_card_is_not_opened_without_one(file_format: str, for_a_card: Path) -> None:
+    with pytest.raises(DeviceError) as caught:
+        Bundle.load(for_a_card, file_format)
+    assert caught.value.place == {"torchscript": "model.torchscript.pt"}.get(file_format, f"model.{file_format}")
+    assert caught.value.mend is not None
+
+
+@NO_CARD
+@NO_PROVIDER
+def test_nor_is_it_proven(for_a_card: Path) -> None:
+    told = message(CliRunner().invoke(cli, ["verify", str(for_a_card)]), 3)
+    assert told.startswith("model.torchscript.pt: torch ")
+
+
+@NO_CARD
+def test_nor_is_it_made_again(tmp_path: Path) -> None:
+    assert Caller(tmp_path)("run", config()).exit_code == 0
+    bundle = tmp_path / "build" / "model"
+    say_cuda(bundle)
+    assert "no CUDA device" in message(CliRunner().invoke(cli, ["reproduce", str(bundle)]), 3)
+
+
+@NO_CARD
+@NO_PROVIDER
+@pytest.mark.parametrize(("file_format", "cause"), [("onnx", "CUDAExecutionProvider"), ("pt2", "no CUDA device")])
+def test_nor_measured(file_format: str, cause: str, for_a_card: Path) -> None:
+    told = message(CliRunner().invoke(cli, ["bench", str(for_a_card), "--format", file_format, "--rounds", "2"]), 5)
+    assert cause in told
+
+
+@NO_PROVIDER
+def test_a_session_without_the_provider_is_refused_with_the_package_that_has_it() -> None:
+    path = exports.exported().files["onnx"]
+    with pytest.raises(DeviceError, match=r"no CUDAExecutionProvider\n.*'\.\[cuda\]'"):
+        devices.onnx_session(path, onnxruntime.SessionOptions(), "cuda")
+
+
+def test_a_session_that_fell_back_to_the_cpu_is_refused() -> None:
+    devices.check_session(["CUDAExecutionProvider", "CPUExecutionProvider"], "cuda", "model.onnx")
+    with pytest.raises(DeviceError, match="took CPUExecutionProvider"):
+        devices.check_session(["CPUExecutionProvider"], "cuda", "model.onnx")
+
+
+def test_the_providers_of_a_card_are_such_as_onnx_runtime_takes() -> None:
+    from onnxruntime.capi.onnxruntime_inference_collection import check_and_normalize_provider_args
+
+    names = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert check_and_normalize_provider_args(devices._PROVIDERS["cuda"], None, names) == (
+        names,
+        [{"use_tf32": "0"}, {}],
+    )
+
+
+def test_a_session_on_the_cpu_has_no_other_provider() -> None:
+    session = devices.onnx_session(exports.exported().files["onnx"], onnxruntime.SessionOptions(), "cpu")
+    assert session.get_providers() == ["CPUExecutionProvider"]
+
+
+def test_a_session_gives_the_same_on_inputs_that_lie_on_its_device() -> None:
+    session = devices.onnx_session(exports.exported().files["onnx"], onnxruntime.SessionOptions(), "cpu")
+    batch = {name: tensor.numpy() for name, tensor in exports.batch().items()}
+    run = bound(session, batch, "cpu")
+    for _ in range(2):
+        for one, other in zip(run(), session.run(None, batch), strict=True):
+            np.testing.assert_array_equal(one.numpy(), other)
+
+
+def test_of_a_file_that_fails_on_a_card_only_that_is_told() -> None:
+    result = exports.exported()
+    proof = verify(result.output)
+    (pt2,) = runners.ways_to_open(result.files["pt2"], "pt2", list(proof.bounds))
+    run = pt2[1]()
+    proof.check("pt2", lambda batch: {name: tensor + 1 for name, tensor in run(batch).items()})
+    found = blame_files(None, result.files, proof, "cuda")
+    assert found.explanation.startswith("model.pt2 fails on cuda, at ")
+    assert found.reproductions == ()
+
+
+def test_float32_is_whole_within_and_as_it_was_after() -> None:
+    def precisions() -> list[str]:
+        cudnn: Any = torch.backends.cudnn
+        return [setting.fp32_precision for setting in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)]
+
+    before = precisions()
+    assert "tf32" in before  # of convolutions it is so by default
+    with pytest.raises(LookupError), devices.whole_float32("cuda"):
+        assert precisions() == ["ieee"] * 3
+        raise LookupError
+    assert precisions() == before
+    with devices.whole_float32("cpu"):
+        assert precisions() == before
+
+
+def test_the_measurements_of_a_run_name_the_device() -> None:
+    measured = json.loads((exports.exported().output / "measurements.json").read_bytes())
+    assert measured["device"] == "cpu"
+
+
+def test_mlflow_gets_no_model_for_a_card(for_a_card: Path) -> None:
+    assert onnx_model(Finished.read(for_a_card)) is None
+
+
+def test_a_package_may_stand_in_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "_IN_PLACE_OF", {"no-such-package": ["numpy"]})
+    assert packages._version("no-such-package") == np.__version__

@@ -1,0 +1,86 @@
+"""Moving to a device: everything goes there, and where it is already nothing changes.
+
+Tensors of the device "meta" have no numbers; it stands for a card where there is none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from optexport.exporters import exported_program
+from optexport.exporters.torchscript import exporter
+from optexport.runtime import placement, runners
+from tests.exporters import files
+
+META: Any = "meta"
+aten = torch.ops.aten
+
+
+def program(name: str) -> torch.export.ExportedProgram:
+    """A new one, since moving changes it."""
+    made = files.prepared(name)
+    return exported_program.to_program(made.flat, made.signature, made.example)
+
+
+def test_a_program_that_is_there_already_stays_the_same_to_the_byte(tmp_path: Path) -> None:
+    name = "llama"
+    made, its = files.prepared(name), program(name)
+    path, names = tmp_path / "model.pt2", made.signature.output_names
+    exported_program.save(its, path)
+    before = path.read_bytes()
+    moved = placement.program_to(its, "cpu")
+    exported_program.save(moved, path)
+    assert path.read_bytes() == before
+    files.agrees(name, runners.open_pt2(path, names), 5e-6)
+    assert exporter.save(moved, made.signature, made.example, tmp_path / "model.pt") is None
+    files.agrees(name, runners.open_torchscript(tmp_path / "model.pt", names), 5e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_weights_values_and_what_is_written_in_the_graph_go_along(name: str) -> None:
+    its = program(name)
+    assert "cpu" in str(its.graph)
+    weights = dict(its.state_dict)
+    moved = placement.program_to(its, META)
+    assert "cpu" not in str(moved.graph)
+    assert {tensor.device.type for tensor in (*moved.state_dict.values(), *moved.constants.values())} == {"meta"}
+    values = [node.meta.get("val") for node in moved.graph.nodes]
+    assert {value.device.type for value in values if isinstance(value, torch.Tensor)} == {"meta"}
+    assert {tensor.device.type for tensor in weights.values()} == {"cpu"}
+
+
+def test_it_runs_where_it_was_moved_to() -> None:
+    made, moved = files.prepared("llama"), placement.program_to(program("llama"), META)
+    inputs = {name: tensor.to("meta") for name, tensor in made.example.items()}
+    (result, *_) = moved.module(check_guards=False)(**inputs)
+    assert result.device.type == "meta"
+
+
+class Places(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., None] + self.places(torch.arange(x.shape[1], device=x.device))
+
+
+def test_a_copy_of_a_model_moves_and_the_model_stays() -> None:
+    model = Places()
+    moved = placement.model_to(model, META)
+    assert moved(torch.zeros(2, 3, device="meta")).device.type == "meta"
+    assert model(torch.zeros(2, 3)).device.type == "cpu"
+
+
+def test_so_does_a_graph_that_names_a_device() -> None:
+    graph_module = torch.export.export(Places(), (torch.zeros(2, 3),)).module()
+    assert isinstance(graph_module, fx.GraphModule)
+    assert "device(type='cpu')" in graph_module.code
+    moved = placement.model_to(graph_module, META)
+    assert moved(torch.zeros(2, 3, device="meta")).device.type == "meta"
+    assert graph_module(torch.zeros(2, 3)).device.type == "cpu"

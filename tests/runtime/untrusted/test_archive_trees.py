@@ -1,0 +1,163 @@
+"""How arguments and outputs lie in one another in ``.pt2`` files: torch may import what is named there."""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import SourceError
+from optexport.runtime.untrusted import archives, program_texts
+from tests._helpers.archives import X, edit, refused, saved
+
+LEAF = {"type": None, "context": None, "children_spec": []}
+MARKED = "made_by_import"
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a module beside the program makes when it is imported."""
+    (tmp_path / f"{MARKED}.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\ndef make(): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, MARKED, raising=False)
+    return tmp_path / "ran"
+
+
+def change_trees(archive: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes what an archive tells of its arguments, or of its outputs."""
+
+    def changed(document: dict[str, Any]) -> None:
+        for call in document["graph_module"]["module_call_graph"]:
+            if call["signature"]:
+                version, tree = json.loads(call["signature"][name])
+                change(tree)
+                call["signature"][name] = json.dumps([version, tree])
+
+    edit(archive, "models/model.json", changed)
+
+
+@pytest.mark.parametrize("name", ["in_spec", "out_spec"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {
+            "type": "collections.defaultdict",
+            "context": {"default_factory_module": MARKED, "default_factory_name": "make", "dict_context": ["x"]},
+        },
+        {"type": "collections.namedtuple", "context": "builtins.dict"},
+        {"context": json.dumps({"__enum__": True, "fqn": f"{MARKED}:make", "name": "x"})},
+        {"context": json.dumps([{"__enum__": True, "fqn": f"{MARKED}:make", "name": "x"}])},
+        {"context": json.dumps([["x", {"__enum__": True, "fqn": f"{MARKED}:make", "name": "x"}]])},
+        {"more": None},
+        {"type": "torch.return_types.max"},
+    ],
+)
+def test_a_container_that_torch_would_look_up_by_name_is_refused_and_imports_nothing(
+    archive: Path, marker: Path, name: str, change: dict[str, Any]
+) -> None:
+    change_trees(archive, name, lambda tree: tree.update(change))
+    refused(archive, marker, "no plain container|are no names or numbers")
+    assert MARKED not in sys.modules
+
+
+class Containers(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        kept = collections.OrderedDict(first=x, second=[x * 2, (x + 1,)])
+        return {"kept": kept, 3: collections.deque([x - 1])}
+
+
+def test_plain_containers_of_every_kind_open(tmp_path: Path) -> None:
+    module = archives.pt2_module(saved(Containers(), tmp_path / "model.pt2"))
+    results = module(x=X)
+    assert isinstance(results["kept"], collections.OrderedDict)
+    assert torch.equal(results["kept"]["second"][1][0], X + 1)
+    assert torch.equal(results[3][0], X - 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["u99999999999", "u9_999_999_999", "u+99999999", "u 99999999 ", "zuf9999999", "u\u0663"]
+)
+def test_a_size_that_the_loader_would_count_to_is_refused_at_once(archive: Path, name: str) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["range_constraints"][name] = {"min_val": 0, "max_val": 4}
+
+    edit(archive, "models/model.json", change)
+    with pytest.raises(SourceError, match="is a size beyond any|is neither a name nor a size"):
+        archives.load_pt2(archive)
+
+
+@pytest.mark.parametrize("name", ["metadata", "as_string", "torch_version"])
+def test_a_size_is_looked_at_whatever_its_tensor_is_called(archive: Path, tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "ran"
+
+    def change(document: dict[str, Any]) -> None:
+        tensors = document["graph_module"]["graph"]["tensor_values"]
+        code = f"__import__('pathlib').Path({str(marker)!r}).touch()"
+        tensors[name] = {**tensors["x"], "sizes": [{"as_expr": {"expr_str": code, "hint": None}}]}
+
+    edit(archive, "models/model.json", change)
+    refused(archive, marker, "is neither a name nor a size")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"as_string_to_argument": {"as_string": {"as_operator": "torch.os.system"}}},
+        {"as_string_to_argument": {"metadata": {"as_operator": "torch.os.system"}}},
+        {"as_string_to_argument": {"metadata": {"as_graph": {"graph": {"nodes": [{"target": "torch.os.system"}]}}}}},
+        {"as_string_to_argument": {"k": {"as_weird": "x"}}},
+    ],
+)
+def test_an_argument_is_looked_at_whatever_it_is_called(argument: dict[str, Any]) -> None:
+    node = {"target": "torch.ops.aten.relu.default", "inputs": [{"name": "self", "arg": argument, "kind": 1}]}
+    for inner in argument["as_string_to_argument"].values():
+        for graph in inner.values():
+            if isinstance(graph, dict):
+                graph["graph"]["nodes"][0]["inputs"] = []
+    with pytest.raises(SourceError):
+        program_texts.check({"graph_module": {"graph": {"nodes": [node]}}}, "x.pt2")
+
+
+def test_a_value_that_goes_by_the_name_of_an_attribute_does_not_replace_it(archive: Path) -> None:
+    """torch writes the names of values as variables."""
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {renamed(key): renamed(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [renamed(item) for item in value]
+        return "torch.made_by_a_file" if value == "linear" else value
+
+    edit(archive, "models/model.json", lambda document: document.update(renamed(dict(document))))
+    with pytest.raises(SourceError, match=r"'torch\.made_by_a_file' is neither a name"):
+        archives.pt2_module(archive)(x=X)
+    assert not hasattr(torch, "made_by_a_file")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("in_spec", {"children_spec": []}),
+        ("in_spec", {"children_spec": [LEAF, LEAF]}),
+        ("in_spec", LEAF),
+        ("out_spec", {"type": "builtins.tuple", "context": "null", "children_spec": []}),
+        ("out_spec", {"type": "builtins.tuple", "context": "null", "children_spec": [LEAF, LEAF]}),
+        ("out_spec", {"type": "builtins.dict", "context": '["a", "b"]', "children_spec": [LEAF]}),
+        ("out_spec", {"type": "builtins.dict", "context": "null", "children_spec": [LEAF]}),
+    ],
+)
+def test_arguments_and_outputs_that_the_graph_does_not_have_are_refused(
+    archive: Path, name: str, change: dict[str, Any]
+) -> None:
+    change_trees(archive, name, lambda tree: tree.update(change))
+    with pytest.raises(SourceError, match="not what its graph takes and gives|too many keys"):
+        archives.load_pt2(archive)

@@ -1,0 +1,369 @@
+"""Opening ``.pt2`` files: those that torch writes open; those that carry code do not, and the code is never run."""
+
+from __future__ import annotations
+
+import json
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._export.serde.schema import SCHEMA_VERSION
+
+from optexport.errors import SourceError
+from optexport.runtime.untrusted import archives
+from tests._helpers.archives import BATCH, Plain, X, add, edit, malice, refused, replace, saved
+from tests._helpers.exports import rezip
+from tests._helpers.models import randomise
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+class Strided(nn.Module):
+    """Weights that are views of a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.arange(24.0).reshape(6, 4)
+        self.weight = nn.Parameter(whole[1::2].T, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Branching(nn.Module):
+    """A graph inside a graph, and sizes in the arithmetic."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+        return y.repeat(2, 1)[: x.shape[0] + 1] * (x.shape[0] // 2)
+
+
+@pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")
+@pytest.mark.parametrize("make", [Plain, Tied, Strided, Branching], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("dynamic", [BATCH, None], ids=["dynamic", "static"])
+def test_what_torch_saved_opens_and_computes_the_same(
+    tmp_path: Path, make: Callable[[], nn.Module], dynamic: Any
+) -> None:
+    model = make().eval() if make is Strided else randomise(make())
+    program = archives.load_pt2(saved(model, tmp_path / "model.pt2", dynamic))
+    for size in (2, 3, 9) if dynamic else (3,):
+        x = torch.randn(size, 4)
+        assert torch.equal(program.module()(x=x), model(x=x))
+
+
+def test_a_file_by_any_name_opens_without_a_warning(archive: Path, tmp_path: Path) -> None:
+    other = archive.rename(tmp_path / "model.bin")
+    assert torch.equal(archives.load_pt2(other).module()(x=X), archives.load_pt2(other).module()(x=X))
+
+
+def test_a_pickle_that_runs_code_is_refused_in_the_sample_inputs(archive: Path, tmp_path: Path) -> None:
+    replace(archive, "sample_inputs/model.pt", malice(tmp_path / "ran"))
+    refused(archive, tmp_path / "ran", "it holds a pickle that could run code")
+
+
+@pytest.mark.parametrize(("kind", "part"), [("weights", "weight_0"), ("constants", "tensor_0")])
+def test_a_pickle_that_runs_code_is_refused_among_weights_and_constants(
+    archive: Path, tmp_path: Path, kind: str, part: str
+) -> None:
+    replace(archive, f"data/{kind}/{part}", malice(tmp_path / "ran"))
+
+    def change(config: dict[str, Any]) -> None:
+        for payload in config["config"].values():
+            if payload["path_name"] == part:
+                payload["use_pickle"] = True
+
+    edit(archive, f"model_{kind}_config.json", change)
+    refused(archive, tmp_path / "ran", "pickle that could run code")
+
+
+@pytest.mark.parametrize("kind", ["weights", "constants"])
+def test_a_pickle_that_runs_code_is_refused_in_the_older_layout_of_weights(
+    archive: Path, tmp_path: Path, kind: str
+) -> None:
+    add(archive, (f"model/data/{kind}/model.pt", malice(tmp_path / "ran")))
+    refused(archive, tmp_path / "ran")
+
+
+@pytest.mark.parametrize("prefix", ["opaque_obj_", "custom_obj_"])
+def test_an_object_that_only_code_can_load_is_refused(archive: Path, tmp_path: Path, prefix: str) -> None:
+    replace(archive, "data/constants/tensor_0", malice(tmp_path / "ran"))
+    rezip(
+        archive,
+        lambda name, content: (
+            content.replace(b'"tensor_0"', f'"{prefix}0"'.encode())
+            if name.endswith("constants_config.json")
+            else content
+        ),
+    )
+    refused(archive, tmp_path / "ran", f"{prefix}0")
+
+
+def test_compiled_code_is_refused(archive: Path, tmp_path: Path) -> None:
+    add(archive, ("model/data/aotinductor/model/code.so", b"\x7fELF"))
+    refused(archive, tmp_path / "ran", r"code\.so")
+
+
+def test_a_name_in_other_letters_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
+    """torch finds the parts of an archive whatever the case of their names."""
+    with zipfile.ZipFile(archive) as old:
+        members = [(info.filename, old.read(info)) for info in old.infolist()]
+    with zipfile.ZipFile(archive, "w") as new:
+        for name, content in members:
+            sample = name.endswith("sample_inputs/model.pt")
+            new.writestr(
+                name.replace("inputs/model.pt", "inputs/model.PT"), malice(tmp_path / "ran") if sample else content
+            )
+    refused(archive, tmp_path / "ran")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_part_that_is_there_twice_does_not_get_past_the_check(archive: Path, tmp_path: Path, first: bool) -> None:
+    """Readers of zip files differ in which of the two they give."""
+    add(archive, ("model/data/sample_inputs/model.pt", malice(tmp_path / "ran")), first=first)
+    refused(archive, tmp_path / "ran")
+
+
+def test_a_second_folder_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(archive) as old:
+        good = [(f"z/{info.filename.partition('/')[2]}", old.read(info)) for info in old.infolist()]
+    replace(archive, "sample_inputs/model.pt", malice(tmp_path / "ran"))
+    add(archive, *good)
+    refused(archive, tmp_path / "ran")
+
+
+def test_the_layout_of_older_releases_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
+    """torch falls back to it where the archive cannot be read as a new one."""
+    with zipfile.ZipFile(archive) as old:
+        graph = old.read("model/models/model.json")
+    evil = malice(tmp_path / "ran")
+    with zipfile.ZipFile(archive, "w") as new:
+        new.writestr("model/archive_format", b"pt2")
+        new.writestr("version", ".".join(map(str, SCHEMA_VERSION)))
+        new.writestr("serialized_exported_program.json", graph)
+        for name in ("state_dict", "constants", "example_inputs"):
+            new.writestr(f"serialized_{name}.pt", evil)
+    refused(archive, tmp_path / "ran")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.hub.load",
+        "torch.load",
+        "torch.ops.load_library",
+        "torch.ops.import_module",
+        "torch.ops.aten.linear.default.__class__",
+        "torch.ops.load_library.__globals__.__getitem__",
+        "torch.utils.cpp_extension.load_inline",
+        "_operator.attrgetter",
+        "_operator.methodcaller",
+        "_operator.call",
+        "math.__loader__.load_module",
+        "os.system",
+        "#name:op",
+    ],
+)
+def test_a_graph_that_calls_anything_but_operators_is_refused(archive: Path, tmp_path: Path, target: str) -> None:
+    def change(document: dict[str, Any]) -> None:
+        node = document["graph_module"]["graph"]["nodes"][0]
+        node["target"] = target
+        node["inputs"] = [{"name": "", "arg": {"as_string": "antigravity"}, "kind": 1}]
+
+    edit(archive, "models/model.json", change)
+    refused(archive, tmp_path / "ran")
+
+
+@pytest.mark.parametrize(
+    ("target", "passed"),
+    [
+        ("torch.ops.higher_order.with_effects", "torch.ops.aten.from_file.default"),
+        ("torch.ops.higher_order.strict_mode", "torch.os.system"),
+        ("torch.ops.higher_order.cond", "torch.ops.aten.relu.default.__class__"),
+        ("torch.ops.higher_order.scan", "torch.ops.aten.relu"),
+        ("torch.ops.higher_order.wrap", "torch.ops.aten.relu.default"),
+        ("torch.ops.higher_order.print", "torch.ops.aten.relu.default"),
+        ("torch.ops.higher_order.call_torchbind", "torch.ops.aten.relu.default"),
+    ],
+)
+def test_what_is_passed_on_to_be_called_is_held_to_the_same(
+    archive: Path, tmp_path: Path, target: str, passed: str
+) -> None:
+    def change(document: dict[str, Any]) -> None:
+        node = document["graph_module"]["graph"]["nodes"][0]
+        node["target"] = target
+        words = [{"as_operator": passed}, {"as_string": str(tmp_path / "ran")}, {"as_bool": True}, {"as_int": 4096}]
+        node["inputs"] = [{"name": "", "arg": word, "kind": 1} for word in words]
+
+    edit(archive, "models/model.json", change)
+    refused(archive, tmp_path / "ran", "its graph calls torch")
+
+
+def test_a_kind_of_argument_that_is_not_known_is_refused(archive: Path, tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["graph_module"]["graph"]["nodes"][0]["inputs"][0]["arg"] = {"as_python": "1"}
+
+    edit(archive, "models/model.json", change)
+    refused(archive, tmp_path / "ran", "as_python is no known kind of an argument")
+
+
+def test_an_archive_that_unpacks_to_more_than_memory_is_refused_before_it_is_unpacked(
+    archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "_MOST_UNPACKED", 1 << 20)
+    with zipfile.ZipFile(archive) as whole:
+        members = {info.filename: whole.read(info) for info in whole.infolist()}
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name, content in members.items():
+            bomb.writestr(name, content + b" " * (2 << 20) if name.endswith("models/model.json") else content)
+    with pytest.raises(SourceError, match="unpacks to"):
+        archives.load_pt2(archive)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten.from_file.default",
+        "aten._print.default",
+        "aten.manual_seed.default",
+        "aten.seed.default",
+        "aten.initial_seed.default",
+        "mkldnn.data_ptr.default",
+        "debug_mode_ops.annotate.default",
+        "streams.fork.default",
+        "image.write_file.default",
+        "prim.Print.default",
+        "aten._convert_indices_from_csr_to_coo.default",
+        "aten._sobol_engine_draw.default",
+        "aten._ctc_loss.default",
+    ],
+)
+def test_an_operator_that_reaches_files_the_terminal_or_the_process_is_refused(archive: Path, name: str) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["graph_module"]["graph"]["nodes"][0]["target"] = f"torch.ops.{name}"
+
+    edit(archive, "models/model.json", change)
+    with pytest.raises(SourceError, match=f"{name}, which does more than compute"):
+        archives.load_pt2(archive)
+
+
+def _spelled(code: str) -> str:
+    """Python without quotes or dots that executes Python."""
+    return f"exec({'+'.join(f'chr({ord(letter)})' for letter in code)})"
+
+
+def test_a_name_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
+    """torch writes the names of buffers and parameters into the code of the module that it makes."""
+    code = _spelled(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
+    name = json.dumps(f'kept",None) or {code} or getattr(self,"kept')
+    rezip(
+        archive,
+        lambda part, content: content.replace(b'"kept"', name.encode()) if part.endswith(".json") else content,
+    )
+    with pytest.raises(SourceError):
+        archives.load_pt2(archive).module()(x=X)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_guard_that_is_python_is_not_run(archive: Path, tmp_path: Path) -> None:
+    """torch compiles the guards that a file names, and runs them with the module."""
+    code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch() or True"
+    edit(archive, "models/model.json", lambda document: document.update(guards_code=[code]))
+    try:
+        archives.load_pt2(archive).module()(x=X)
+    except SourceError:
+        pass
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("ending", "content"),
+    [
+        ("models/model.json", b"[]"),
+        ("models/model.json", b"null"),
+        ("models/model.json", b"[" * 100_000),
+        ("models/model.json", b'{"graph_module": 3}'),
+        ("weights_config.json", b"[]"),
+        ("weights_config.json", b'{"config": []}'),
+        ("weights_config.json", b'{"config": {"a": 1}}'),
+        ("weights_config.json", b'{"config": {"a": {"path_name": 3}}}'),
+        ("weights_config.json", b"\xff"),
+        ("data/weights/weight_0", b""),
+        ("data/weights/weight_0", b"short"),
+        ("archive_version", b"99"),
+        ("archive_format", b"zip"),
+        ("sample_inputs/model.pt", b"no pickle"),
+        ("sample_inputs/model.pt", b"\x80\x02."),
+    ],
+)
+def test_a_part_that_makes_no_sense_is_one_kind_of_error(archive: Path, ending: str, content: bytes) -> None:
+    replace(archive, ending, content)
+    with pytest.raises(SourceError):
+        archives.load_pt2(archive)
+
+
+@pytest.mark.parametrize("ending", ["models/model.json", "weights_config.json", "archive_format", "weight_0"])
+def test_a_missing_part_is_one_kind_of_error(archive: Path, ending: str) -> None:
+    rezip(archive, lambda name, content: None if name.endswith(ending) else content)
+    with pytest.raises(SourceError):
+        archives.load_pt2(archive)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"hello", bytes(1000)])
+def test_what_is_no_archive_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.pt2").write_bytes(content)
+    with pytest.raises(SourceError, match=r"model\.pt2"):
+        archives.load_pt2(tmp_path / "model.pt2")
+
+
+def test_a_missing_file_or_a_folder_is_one_kind_of_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing.pt2"):
+        with pytest.raises(SourceError):
+            archives.load_pt2(path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_damage_is_one_kind_of_error_or_none(archive: Path) -> None:
+    """Some bytes do not matter; every other gives the one error that a caller expects."""
+    content = archive.read_bytes()
+    with zipfile.ZipFile(archive) as whole:  # the directory at the end, where a byte matters most
+        directory = range(whole.start_dir, len(content))
+    chance = random.Random(0)
+    failed = 0
+    for attempt in range(250):
+        damaged = bytearray(content)
+        where = directory if attempt % 2 else range(len(content))
+        for _ in range(chance.choice([1, 1, 1, 8])):
+            damaged[chance.choice(where)] = chance.randrange(256)
+        archive.write_bytes(damaged if attempt % 10 else damaged[: chance.randrange(len(damaged))])
+        try:
+            archives.load_pt2(archive)
+        except SourceError:
+            failed += 1
+    assert failed > 100
+
+
+def test_a_weight_that_is_larger_than_its_bytes_is_told_without_a_traceback(
+    archive: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def larger(document: dict[str, Any]) -> None:
+        for payload in document["config"].values():
+            payload["tensor_meta"]["sizes"][0]["as_int"] = 1000
+
+    edit(archive, "weights_config.json", larger)
+    with pytest.raises(SourceError, match="out of bounds for storage of size") as caught:
+        archives.load_pt2(archive)
+    assert caplog.records == []
+    assert "\n" not in caught.value.cause

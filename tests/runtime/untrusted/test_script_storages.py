@@ -1,0 +1,183 @@
+"""TorchScript files whose tensors reach beyond what the file holds are refused: torch would read other memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import SourceError
+from optexport.runtime.untrusted import archives, script_storages
+from tests._helpers.exports import rezip
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex128, torch.complex64, torch.complex32, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+]
+
+
+class Held(nn.Module):
+    """Tensors in every place that TorchScript has for them, one without elements, and a view of another's memory."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("kind", torch.zeros(64, dtype=torch.uint8).view(dtype))
+        self.register_buffer("nothing", torch.zeros(0, 2))
+        self.register_buffer("corner", torch.arange(12.0).view(3, 4).T[1:, 2:])
+        self.lists = {"a": [torch.ones(3)]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) + self.lists["a"][0] + self.corner.sum() + torch.tensor([1.0, 2.0, 3.0])
+        return y
+
+
+def saved(folder: Path, dtype: torch.dtype = torch.float32, *, frozen: bool = False) -> Path:
+    path = folder / "model.pt"
+    script = torch.jit.script(Held(dtype).eval())
+    torch.jit.save(torch.jit.freeze(script) if frozen else script, path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("frozen", [False, True], ids=["whole", "frozen"])
+def test_what_torch_saved_opens(tmp_path: Path, dtype: torch.dtype, frozen: bool) -> None:
+    module = archives.load_torchscript(saved(tmp_path, dtype, frozen=frozen))
+    assert torch.isfinite(module(torch.ones(2, 4))).all()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["data", "constants"])
+def test_a_record_that_is_too_short_is_refused(tmp_path: Path, frozen: bool) -> None:
+    """torch would take what lies behind it in memory for weights: other ones each time, or another's secrets."""
+    path = saved(tmp_path, frozen=frozen)
+    folder = "constants/" if frozen else "data/"
+    rezip(path, lambda name, content: content[:8] if f"/{folder}" in name else content)
+    with pytest.raises(SourceError, match=r"record \d+ holds 8 bytes, where \d+ are needed") as caught:
+        archives.load_torchscript(path)
+    assert "model.pt" in str(caught.value)
+
+
+def test_a_record_that_is_missing_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    rezip(path, lambda name, content: None if name.endswith("data/0") else content)
+    with pytest.raises(SourceError, match="record 0 holds 0 bytes"):
+        archives.load_torchscript(path)
+
+
+class Forged:
+    """Pickles as a tensor that lies in record 0, which has 4 elements."""
+
+    def __init__(self, *place: object) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return torch._utils._rebuild_tensor_v2, (Record(), *self.place, False, {})
+
+
+class Record:
+    pass
+
+
+class Pickler(pickle.Pickler):
+    def persistent_id(self, value: object) -> object:
+        return ("storage", torch.FloatStorage, "0", "cpu", 4) if isinstance(value, Record) else None
+
+
+def forged(path: Path, *place: object) -> bytes:
+    with path.open("wb") as file:
+        Pickler(file, 2).dump({"weight": Forged(*place)})
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("place", "fits"),
+    [
+        ((0, (4,), (1,)), True),
+        ((0, (2, 2), (2, 1)), True),
+        ((0, (1000,), (0,)), True),
+        ((4, (0, 5), (5, 1)), True),
+        ((1, (4,), (1,)), False),
+        ((0, (5,), (1,)), False),
+        ((0, (2, 2), (3, 1)), False),
+        ((2, (2,), (-2,)), False),
+        ((-1, (1,), (1,)), False),
+        ((4, (), ()), False),
+    ],
+)
+def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
+    tmp_path: Path, place: tuple[object, ...], fits: bool
+) -> None:
+    content = forged(tmp_path / "data.pkl", *place)
+    if fits:
+        script_storages.check(content, {"0": 16})
+    else:
+        with pytest.raises(script_storages.OutOfBoundsError, match="reaches beyond record 0"):
+            script_storages.check(content, {"0": 16})
+
+
+def test_no_code_of_a_pickle_runs(tmp_path: Path) -> None:
+    class Malice:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    script_storages.check(pickle.dumps(Malice(), 2), {})
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_that_remembers_too_much_is_refused() -> None:
+    with pytest.raises(ValueError, match="remembers 2000000000 values"):
+        script_storages.check(b"\x80\x02Nr" + (2_000_000_000).to_bytes(4, "little") + b".", {})
+
+
+@pytest.mark.parametrize("content", [b"", b".", b"no pickle", b"\x80\x02(", b"\x80\x02NQ.", b"\x80\x02]" + b"]a" * 9])
+def test_what_is_no_pickle_of_torch_is_one_kind_of_error(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        script_storages.check(content, {})
+
+
+@pytest.mark.parametrize(
+    "content", [b"K\x01" + b"\x85" * 3_000_000, b"(" * 3_000_000 + b"t" * 3_000_000], ids=["of one", "of any"]
+)
+def test_a_pickle_of_values_too_deep_for_the_stack_is_refused_before_torch_reads_it(
+    tmp_path: Path, content: bytes
+) -> None:
+    path = saved(tmp_path)
+    rezip(path, lambda name, held: b"\x80\x02" + content + b"." if name.endswith("constants.pkl") else held)
+    with pytest.raises(SourceError, match="lie more than 2000 deep in one another"):
+        archives.load_torchscript(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\x80\x02)" + b"\x85" * 300_000 + b".", "lie more than 2000 deep in one another"),
+        (b"\x80\x02Nr" + (2**31).to_bytes(4, "little") + b".", "remembers 2147483648 values"),
+    ],
+    ids=["deep", "large"],
+)
+def test_what_tells_of_lines_is_read_as_carefully(tmp_path: Path, content: bytes, told: str) -> None:
+    """torch reads it where a call fails, and the process ended by SIGSEGV."""
+    path = saved(tmp_path)
+    rezip(path, lambda name, held: content if name.endswith(".debug_pkl") else held)
+    with pytest.raises(SourceError, match=told):
+        archives.load_torchscript(path)
+
+
+@pytest.mark.parametrize(
+    ("member", "old", "new"),
+    [("data.pkl", b"training", b"train{ng"), ("/version", b"", b"9" * 40)],
+    ids=["name", "version"],
+)
+def test_a_damaged_byte_is_no_defect_of_ours(tmp_path: Path, member: str, old: bytes, new: bytes) -> None:
+    """torch raises IndexError."""
+    path = saved(tmp_path)
+    rezip(path, lambda name, held: (held.replace(old, new) if old else new) if name.endswith(member) else held)
+    with pytest.raises(SourceError):
+        archives.load_torchscript(path)

@@ -1,0 +1,65 @@
+"""What stands in for functions of transformers in a trace computes what the model does when it is not traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, LlamaConfig, PreTrainedModel, masking_utils
+
+from optexport.tracing.trace import Traced, trace
+from tests._helpers.models import randomise
+
+
+class Attends(PreTrainedModel):
+    """A model that makes a mask, by a function of transformers, for attention that is not causal by itself."""
+
+    config_class = LlamaConfig
+    _supports_sdpa = True
+    is_causal = False
+
+    def __init__(self, make_mask: Any) -> None:
+        super().__init__(LlamaConfig(vocab_size=12, hidden_size=4, num_attention_heads=1, attn_implementation="sdpa"))
+        self.layer, self.make_mask = nn.Linear(4, 4), make_mask
+        self.post_init()
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        more = {} if self.make_mask is masking_utils.create_bidirectional_mask else {"past_key_values": None}
+        mask = self.make_mask(self.config, x, attention_mask, **more)
+        x = self.layer(x)
+        attend = AttentionInterface()["sdpa"]
+        result: torch.Tensor = attend(self, x[:, None], x[:, None], x[:, None], mask, is_causal=self.is_causal)[0]
+        return result
+
+
+def _traced(model: nn.Module, *inputs: torch.Tensor) -> Traced:
+    return trace(model, dict(zip(("x", "attention_mask"), inputs, strict=False)))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_causal_mask_that_the_model_leaves_out_of_attention_that_is_not_causal_is_left_out(masked: bool) -> None:
+    model: Any = randomise(Attends(masking_utils.create_causal_mask))
+    x = torch.linspace(-1, 2, 40).reshape(2, 5, 4)
+    whole = torch.ones(2, 5, dtype=torch.int64)
+    padded = whole.clone()
+    padded[1, 3:] = 0
+    given = (whole,) if masked else ()
+    graph_module = _traced(model, x, *given).graph_module
+    for masks in ((whole,), (padded,)) if masked else ((),):
+        with torch.no_grad():
+            assert torch.allclose(graph_module(x, *masks), model(x, *masks), atol=1e-6)
+
+
+class AttendsOfTwo(Attends):
+    """Takes batches of two alone."""
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x + torch.ones(2, 1, 1), attention_mask)
+
+
+def test_a_mask_has_as_many_rows_as_the_batch_though_a_model_does_not_look_at_one_that_hides_nothing() -> None:
+    model = randomise(AttendsOfTwo(masking_utils.create_bidirectional_mask))
+    traced = _traced(model, torch.rand(2, 5, 4), torch.ones(2, 5, dtype=torch.int64))
+    assert {"x[0] = 2", "attention_mask[0] = 2"} <= set(traced.fixed)

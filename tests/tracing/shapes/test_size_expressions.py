@@ -1,0 +1,45 @@
+"""Sizes that are computed of sizes without end: fixed where nobody asked for them, and refused where somebody did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from optexport.errors import TraceError
+from optexport.signature.signature import Dim
+from optexport.tracing.trace import trace
+
+EXAMPLE = {"x": torch.zeros(3, 2, 40)}
+
+
+class Windows(nn.Module):
+    """Pads to whole windows, mixes them, and cuts the padding off but for an end that is left to the next layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for window in (3, 5, 7, 11, 13, 17, 19, 23):
+            length = x.shape[-1]
+            x = nn.functional.pad(x, (0, (window - length % window) % window))
+            x = x.reshape(x.shape[0], x.shape[1], -1, window).flip(-1).flatten(-2)[..., : length + length // window]
+        return x
+
+
+def test_where_no_size_is_declared_all_but_the_first_axis_are_fixed() -> None:
+    model = Windows().eval()
+    traced = trace(model, EXAMPLE)
+    assert list(traced.signature.dims) == ["batch"]
+    assert [axis.partition(";")[0] for axis in traced.fixed] == ["x[1] = 2", "x[2] = 40"]
+    assert all("; if that were dynamic, a size would be computed of others by " in axis for axis in traced.fixed)
+    given = torch.randn(5, 2, 40)
+    assert torch.equal(traced.graph_module(given), model(given))
+
+
+def test_where_it_is_declared_it_is_refused_with_the_line_of_the_model() -> None:
+    dynamic = {"x": {0: "batch", 2: Dim("length", 30, 60)}}
+    with pytest.raises(
+        TraceError, match=r"a size would be computed of others by \d+ operations, at test_long_sizes"
+    ) as caught:
+        trace(Windows().eval(), EXAMPLE, dynamic)
+    assert caught.value.place == "Windows"
+    assert caught.value.mend is not None
+    assert "Leave all dimensions but the batch out of inputs.dynamic" in caught.value.mend

@@ -1,0 +1,382 @@
+"""Sizes at which a model goes another way than it was traced are fixed, or refused where they were declared."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import nn
+from torch.utils._sympy.functions import FloorDiv, PythonMod, ToFloat, TruncToInt
+
+from optexport import export
+from optexport.errors import ParityError, TraceError
+from optexport.parity import cases
+from optexport.signature.signature import Dim
+from optexport.tracing.shapes import path_probe, size_conditions
+from optexport.tracing.trace import trace
+from tests._helpers.exports import quick, run
+from tests._helpers.graphs import Program
+from tests._helpers.models import randomise
+
+
+def _positions(m: Any, image: torch.Tensor) -> torch.Tensor:
+    """Adds positions as vision transformers do: as they are where there are as many, else interpolated."""
+    height, width = image.shape[-2:]
+    patches = m.patches(image)
+    if (height // 4) * (width // 4) == 16 and (m.careless or height == width):
+        return patches + m.table.reshape(1, 3, *patches.shape[-2:])
+    table = nn.functional.interpolate(m.table, size=patches.shape[-2:], mode="bilinear")
+    return patches + table
+
+
+def _model(*, careless: bool = False) -> nn.Module:
+    """A model that adds positions; a careless one takes any image of as many patches for one of the usual shape."""
+    patches, table = nn.Conv2d(3, 3, 4, 4), nn.Parameter(torch.randn(1, 3, 4, 4))
+    model = randomise(Program(_positions, patches=patches, table=table))
+    model.careless = careless  # type: ignore[assignment]
+    return model
+
+
+NATIVE, OTHER = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16), torch.ones(2, 3, 24, 32)
+
+
+def test_a_size_at_which_the_model_does_go_another_way_fails_the_proof(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="x_2"):
+        quick(_model(careless=True), {"x": OTHER}, tmp_path / "bundle")
+
+
+def test_sizes_that_an_equation_holds_to_the_traced_ones_are_fixed() -> None:
+    traced = trace(_model(), {"x": NATIVE})
+    (image,) = traced.signature.inputs
+    assert image.shape[2:] == (16, 16)
+    assert image.shape[0] == "batch"
+    assert {"x[2] = 16", "x[3] = 16"} <= set(traced.fixed)
+    assert traced.doubtful == ()
+
+
+def test_a_model_traced_beside_the_size_at_which_it_goes_another_way_holds_at_that_size_too() -> None:
+    model = _model()
+    traced = trace(model, {"x": OTHER})
+    (image,) = traced.signature.inputs
+    height, width = image.shape[2:]
+    assert isinstance(height, str)
+    assert isinstance(width, str)
+    assert any(sizes[height] == sizes[width] == 16 for sizes in traced.doubtful)
+    with torch.no_grad():
+        for x in (NATIVE, OTHER, NATIVE.reshape(2, 3, 8, 32)):
+            torch.testing.assert_close(traced.graph_module(x), model(x))
+
+
+@pytest.mark.parametrize("height", ["height", Dim("height", 8, 64)], ids=["named", "ranged"])
+def test_declared_sizes_that_an_equation_holds_are_an_error_that_names_them_and_the_equation(height: str | Dim) -> None:
+    with pytest.raises(TraceError, match="height") as raised:
+        trace(_model(), {"x": NATIVE}, {"x": {0: "batch", 2: height, 3: "width"}})
+    assert raised.value.exit_code == 3
+    assert raised.value.mend is not None
+    assert "inputs.dynamic" in str(raised.value)
+
+
+def test_of_a_model_that_takes_every_size_it_is_the_trace_that_is_said_to_hold_at_one() -> None:
+    """Padding to a multiple of 8 is computed from the size, which the trace fixes and the model does not."""
+
+    def padded(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 8)).reshape(x.shape[0], -1, 8, 4).sum(2)
+
+    with pytest.raises(TraceError, match="does not hold at every size that is declared") as raised:
+        trace(Program(padded), {"x": torch.randn(2, 6, 4)}, {"x": {0: "batch", 1: Dim("length", 2, 64)}})
+    assert "x [2, 6, 4]" in raised.value.cause
+    assert raised.value.mend is not None
+    assert raised.value.mend.startswith("Narrow the range, from below where the model goes another way at small sizes")
+
+
+def test_a_divisor_of_a_size_does_not_fix_it() -> None:
+    model = Program(lambda m, x: m.layer(x.reshape(x.shape[0], x.shape[1] // 4, 4)), layer=nn.Linear(4, 4))
+    traced = trace(randomise(model), {"x": torch.randn(2, 16)})
+    assert traced.signature.inputs[0].shape == ("batch", "x_1")
+
+
+def test_a_function_that_is_no_arithmetic_is_never_called() -> None:
+    rows = sympy.Symbol("rows", integer=True, positive=True)
+    for name in ("exit", "open", "eval", "__import__"):
+        assert size_conditions._evaluator(sympy.Eq(sympy.Function(name)(rows), 4)).evaluate is None
+        branch = sympy.Or(rows > 60, sympy.Eq(sympy.Function(name)(rows), 4))
+        assert not size_conditions.is_broken(branch, {rows: 61})
+        assert not size_conditions.is_broken(branch, {rows: 1}), "nothing is known to break"
+
+
+BATCH, ROWS = (sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "my rows"))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        sympy.Eq(FloorDiv(BATCH, 16) * FloorDiv(ROWS, 16), 4),
+        sympy.Ne(FloorDiv(BATCH - 1, 2) + 1, ROWS),
+        sympy.Eq(PythonMod(BATCH - ROWS, 7), 0),
+        sympy.Le(sympy.Max(BATCH, ROWS) - sympy.Min(BATCH, 5), 9),
+        sympy.Lt(TruncToInt(ToFloat(BATCH) * 0.7), ROWS),
+        sympy.Or(sympy.Eq(BATCH, ROWS), BATCH > 3),
+        sympy.Eq(FloorDiv(BATCH, ROWS - 3), 0),
+    ],
+    ids=str,
+)
+def test_a_condition_on_sizes_breaks_where_sympy_says_so(condition: Any) -> None:
+    def by_sympy(sizes: dict[sympy.Symbol, int]) -> bool:
+        try:
+            return bool(condition.xreplace({k: sympy.Integer(v) for k, v in sizes.items()}) == sympy.false)
+        except ZeroDivisionError:
+            return True
+
+    for batch, rows in itertools.product(range(1, 24), repeat=2):
+        sizes = {BATCH: batch, ROWS: rows}
+        assert size_conditions.is_broken(condition, sizes) == by_sympy(sizes)
+
+
+def _doubled_at(condition: Callable[[int, int], bool]) -> nn.Module:
+    """A model that goes another way at some sizes."""
+    return randomise(Program(lambda m, x: m.norm(x) * (2 if condition(*x.shape[:2]) else 1), norm=nn.LayerNorm(4)))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        lambda batch, rows: rows // 7 == 300,
+        lambda batch, rows: rows % 1009 == 811,
+        lambda batch, rows: batch * rows == 1001,
+        lambda batch, rows: (batch // 2) * (rows // 3) == 1001,
+    ],
+    ids=["quotient", "remainder", "product", "product of quotients"],
+)
+def test_declared_sizes_at_which_the_model_goes_another_way_are_in_doubt_however_few_they_are(
+    condition: Callable[[int, int], bool],
+) -> None:
+    dynamic = {"x": {0: Dim("batch", 1, 64), 1: Dim("rows", 1, 4096)}}
+    traced = trace(_doubled_at(condition), {"x": torch.randn(3, 20, 4)}, dynamic)
+    assert traced.doubtful
+    assert all(condition(sizes.get("batch", 3), sizes.get("rows", 20)) for sizes in traced.doubtful)
+
+
+@pytest.mark.parametrize("condition", [lambda x: x.numel() > 9000, lambda x: x.numel() * x.element_size() > 30_000])
+def test_a_bound_on_all_numbers_that_only_large_sizes_of_three_pass_is_told(condition: Callable[..., bool]) -> None:
+    """No size that was tried passed it, and the files were wrong at the largest of each."""
+    dynamic = {"x": {0: Dim("batch", 1, 16), 1: Dim("rows", 1, 40), 2: Dim("columns", 1, 40)}}
+    model = Program(lambda m, x: x * (2 if condition(x) else 1)).eval()
+    with pytest.raises(TraceError, match=r"a way that holds only where batch\*columns\*rows <= "):
+        trace(model, {"x": torch.randn(3, 7, 5)}, dynamic)
+
+
+def test_conditions_of_a_model_that_hands_its_input_on_are_seen() -> None:
+    """Of a graph without operators torch.export asserts nothing."""
+    model = Program(lambda m, x: x / 2 if x.shape[0] * x.shape[1] > 1024 else x).eval()
+    dynamic = {"x": {0: Dim("batch", 1, 32), 1: Dim("rows", 1, 256)}}
+    with pytest.raises(TraceError, match=r"a way that holds only where batch\*rows <= 1024"):
+        trace(model, {"x": torch.randn(3, 7)}, dynamic)
+
+
+def test_a_product_of_three_declared_sizes_is_in_doubt() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if x.shape[0] * x.shape[1] * x.shape[2] == 1001 else 1)
+
+    dynamic = {"x": {axis: Dim(name, 1, 64) for axis, name in enumerate(("batch", "rows", "columns"))}}
+    traced = trace(Program(forward).eval(), {"x": torch.randn(3, 20, 4)}, dynamic)
+    assert traced.doubtful
+    assert all(math.prod(sizes.values()) == 1001 for sizes in traced.doubtful)
+
+
+@pytest.mark.parametrize(("traced_at", "ends"), [(20, (2, 40)), (50, (41, 90)), (100, (91, None))])
+def test_a_range_that_nobody_declared_ends_where_the_model_goes_another_way(
+    traced_at: int, ends: tuple[int, int | None]
+) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[1] <= 40 else x * 3 if x.shape[1] <= 90 else x * 4
+
+    found = trace(Program(forward).eval(), {"x": torch.ones(2, traced_at)})
+    (length,) = (dim for name, dim in found.signature.dims.items() if name != "batch")
+    assert (length.min, length.max) == ends
+
+
+def test_a_size_that_is_always_divided_evenly_keeps_its_range() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(x.shape[0] // 4, 4, 3).sum(1)
+
+    found = trace(Program(forward).eval(), {"x": torch.ones(128, 3)})
+    (rows,) = found.signature.dims.values()
+    assert rows.min <= 16
+    assert rows.max is None
+
+
+def _padded(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Pads to a multiple of four, as models of images do, and does so only where there is something to pad."""
+    if x.shape[1] % 4 != 0:
+        x = nn.functional.pad(x, (0, 4 - x.shape[1] % 4))
+    return x.reshape(x.shape[0], -1, 4).sum(1)
+
+
+def test_a_size_that_had_nothing_to_pad_is_fixed_where_others_have() -> None:
+    found = trace(Program(_padded).eval(), {"x": torch.ones(3, 16)})
+    assert found.signature.inputs[0].shape == ("batch", 16)
+    with pytest.raises(TraceError, match=r"traced at width 16 .* only where"):
+        trace(Program(_padded).eval(), {"x": torch.ones(3, 16)}, {"x": {0: "batch", 1: "width"}})
+
+
+def _filled_up(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Takes the mean of pairs and fills up what is short of the input, which is nothing at even sizes."""
+    pairs = nn.functional.avg_pool1d(x, 2, 1 + m.careless, padding=0)
+    missing = x.shape[2] - 2 * (x.shape[2] // 2)
+    x = x[..., : 2 * (x.shape[2] // 2)]
+    if x.shape[2] + missing > 2 * (x.shape[2] // 2):
+        x = nn.functional.pad(x, (0, missing))
+    elif m.careless and x.shape[2] == 34:
+        x = x * 2
+    return x + pairs.sum(dim=(1, 2), keepdim=True)
+
+
+def test_an_assertion_goes_where_the_model_runs_on_unless_a_way_beyond_it_computes_something_else() -> None:
+    model = Program(_filled_up).eval()
+    x, dynamic = torch.linspace(-1, 1, 2 * 3 * 9).reshape(2, 3, 9), {"x": {0: "batch", 2: Dim("length", 2, 64)}}
+    model.careless = False  # type: ignore[assignment]
+    traced = trace(model, {"x": x}, dynamic)
+    assert any(sizes["length"] % 2 == 0 for sizes in traced.doubtful)
+    for length in (8, 11, 30):
+        batch = torch.randn(2, 3, length)
+        torch.testing.assert_close(traced.graph_module(batch), model(batch))
+    model.careless = True  # type: ignore[assignment]
+    with pytest.raises(TraceError, match="length"):
+        trace(model, {"x": x}, dynamic)
+
+
+def _doubled_by_turns(rows: int) -> int:
+    """Goes the same way by three conditions, and another by the fourth."""
+    if rows % 2 == 0 or rows % 3 == 0:
+        return 1
+    return 2 if rows % 5 == 0 else 1
+
+
+def _loops(rows: int) -> int:
+    """Counts in Python where the size is odd, so that each odd size has a trace of its own."""
+    return 1 if rows % 2 == 0 else 1 + (sum(1 for _ in range(rows)) == 15)
+
+
+@pytest.mark.parametrize(
+    ("times", "traced_at"),
+    [
+        (_doubled_by_turns, 8),
+        (lambda rows: (2 if rows % 9 == 0 else 1) if rows % 3 == 0 else 1, 7),
+        (_loops, 8),
+        (lambda rows: 2 if rows % 2 and rows > 3000 and rows % 7 == 3 else 1, 8),
+    ],
+    ids=["beyond three conditions", "within what is excluded", "a trace for each size", "at large sizes"],
+)
+def test_an_assertion_stays_or_is_refused_unless_all_ways_beyond_it_are_known(
+    times: Callable[[int], int], traced_at: int, tmp_path: Path
+) -> None:
+    model = randomise(Program(lambda m, x: m.norm(x) * times(x.shape[1]), norm=nn.LayerNorm(4)))
+    with pytest.raises((TraceError, ParityError), match="rows"):
+        quick(model, {"x": torch.randn(2, traced_at, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 4000)}})
+
+
+@pytest.mark.parametrize(
+    "other", [lambda y: y.to_sparse(), lambda y: torch.complex(y, y), lambda y: y.double(), lambda y: "none"]
+)
+def test_another_kind_of_result_at_other_sizes_is_another_way(other: Callable[[torch.Tensor], Any]) -> None:
+    model = randomise(
+        Program(lambda m, x: m.norm(x) if x.shape[1] % 2 == 0 else other(m.norm(x)), norm=nn.LayerNorm(4))
+    )
+    with pytest.raises(TraceError, match="traced at rows 8 the model goes a way that holds only where"):
+        trace(model, {"x": torch.randn(2, 8, 4)}, {"x": {0: "batch", 1: "rows"}})
+    assert trace(model, {"x": torch.randn(2, 8, 4)}).signature.inputs[0].shape == ("batch", 8, 4)
+
+
+def test_a_range_that_nobody_declared_ends_just_before_what_no_tried_size_is_next_to() -> None:
+    traced = trace(_doubled_at(lambda _, rows: 3 * rows > 2000), {"x": torch.randn(3, 20, 4)})
+    assert traced.signature.dims["x_1"].max == 666
+
+
+def test_what_the_model_or_a_program_refuses_the_file_goes_on_refusing(tmp_path: Path) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[1] != 16)
+        return m.norm(x)
+
+    model = randomise(Program(forward, norm=nn.LayerNorm(4)))
+    x, auto = torch.randn(2, 8, 4), torch.export.Dim.AUTO
+    program = torch.export.export(
+        model, (), {"x": x}, dynamic_shapes={"x": {1: auto}}, prefer_deferred_runtime_asserts_over_guards=True
+    )
+    for number, source in enumerate((model, program)):
+        export(source, {"x": x}, tmp_path / str(number), formats=["pt2"], transformations=[])
+        loaded = torch.export.load(tmp_path / str(number) / "model.pt2").module()
+        torch.testing.assert_close(loaded(x=x.repeat(1, 3, 1))[0], model(x.repeat(1, 3, 1)))
+        with pytest.raises(RuntimeError, match="Ne"):
+            loaded(x=x.repeat(1, 2, 1))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ways_by_the_sum_of_two_sizes_are_found(times: int, tmp_path: Path) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+            keys = torch.cat([past, x], 1)
+            scores = x @ keys.transpose(1, 2) + mask[:, None]
+            return (scores if mask.shape[1] % 2 == 0 else scores * times).softmax(-1) @ keys
+
+    model = Attention()
+    batch = {"x": torch.randn(2, 4, 4), "mask": torch.randn(2, 8), "past": torch.randn(2, 4, 4)}
+    dynamic = {
+        "x": {0: "batch", 1: Dim("sequence", 1, 8)},
+        "mask": {0: "batch", 1: "past + sequence"},
+        "past": {0: "batch", 1: Dim("past", 1, 8)},
+    }
+    if times == 2:
+        with pytest.raises(TraceError, match=r"past \+ sequence"):
+            trace(model, batch, dynamic)
+        return
+    result = quick(model, batch, tmp_path / "bundle", dynamic=dynamic)
+    odd = {"x": torch.randn(3, 5, 4), "mask": torch.randn(3, 7), "past": torch.randn(3, 2, 4)}
+    torch.testing.assert_close(run(result, **odd)["output"], model(**odd))
+
+
+def test_a_model_that_pads_to_a_multiple_is_exported_for_sizes_without_padding_too(tmp_path: Path) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        missing = (8 - x.shape[1] % 8) % 8
+        y = nn.functional.pad(m.norm(x), (0, 0, 0, missing)) if missing else m.norm(x)
+        return y.reshape(y.shape[0], -1, 8, 4).softmax(2).reshape(y.shape[0], -1, 4)[:, : x.shape[1]]
+
+    model, dynamic = randomise(Program(forward, norm=nn.LayerNorm(4))), {"x": {1: Dim("rows", 1, 24)}}
+    result = quick(model, {"x": torch.randn(2, 9, 4)}, tmp_path / "bundle", dynamic=dynamic)
+    for rows in (1, 8, 16, 23):
+        x = torch.randn(2, rows, 4)
+        torch.testing.assert_close(run(result, x=x)["output"], model(x))
+
+
+def test_a_way_that_draws_random_numbers_is_not_taken_for_the_traced_one(tmp_path: Path) -> None:
+    model = Program(lambda m, x: x * 2 if x.shape[1] % 2 == 0 else x * 2 + torch.rand(x.shape) * 1e-3)
+    with pytest.raises(ParityError, match="rows"):
+        quick(model, {"x": torch.randn(2, 4)}, tmp_path / "bundle", dynamic={"x": {1: Dim("rows", 1, 20)}})
+
+
+def _at_forty(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = m.layer(x)
+    return y * 3 if x.shape[1] == 40 else y
+
+
+def test_a_size_in_doubt_is_tried_itself_where_the_others_have_to_be_cut_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was halved, to a size in no doubt: wrong files passed where a batch held 16 million numbers."""
+    model, x = randomise(Program(_at_forty, layer=nn.Linear(6, 2))), {"x": torch.randn(4, 8, 6)}
+    dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 2, 64)}}
+    monkeypatch.setattr(path_probe, "_MOST_TRACED", 40 * 6)
+    monkeypatch.setattr(path_probe, "_MOST_NUMBERS", 1)
+    monkeypatch.setattr(cases, "_BUDGET_IN_DOUBT", 40 * 6)
+    monkeypatch.setattr(cases, "_BUDGET", 1)
+    monkeypatch.setattr(cases, "_BUDGET_TIMES", 0)
+    with pytest.raises(ParityError, match="sequence 40"):
+        quick(model, x, tmp_path / "bundle", dynamic=dynamic)
+    monkeypatch.setattr(cases, "_BUDGET_IN_DOUBT", 40 * 6 - 1)
+    with pytest.raises(TraceError, match="at sequence 40 the model may go another way .* holds 240 numbers, too many"):
+        quick(model, x, tmp_path / "bundle", dynamic=dynamic)

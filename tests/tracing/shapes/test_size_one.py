@@ -1,0 +1,71 @@
+"""Ways that a model goes at a size of 1, which torch.export takes no size for, and asserts nothing of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optexport.errors import ParityError
+from optexport.signature.signature import Dim
+from optexport.tracing.trace import trace
+from tests._helpers.exports import quick
+from tests._helpers.graphs import Program
+
+Where = Callable[[torch.Tensor], Any]
+DYNAMIC = {"x": {0: Dim("batch", 1, 16), 1: Dim("rows", 1, 40), 2: Dim("columns", 1, 40)}}
+
+
+def doubled_where(condition: Where) -> Program:
+    return Program(lambda m, x: x * (2 if condition(x) else 3)).eval()
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        lambda x: x.shape[1] == 1 and x.shape[2] > 20,
+        lambda x: x.shape[2] % 2 == 0 and x.shape[1] == 1 and x.shape[0] > 9,
+        lambda x: x.shape[1] < 2 and x.shape[2] % 6 == 0,
+        lambda x: x.shape[0] == 1 and x.shape[2] == 1 and x.shape[1] > 20,
+        lambda x: not (x.shape[1] - 1) and x.shape[2] > 20,
+        lambda x: min(x.shape[1], 2) * x.shape[2] == 17,
+        lambda x: x.squeeze(1).dim() == 2 and x.shape[2] > 20,
+        lambda x: x.squeeze().dim() == 2 and x.shape[2] > 20,
+    ],
+    ids=["and", "behind another", "less than 2", "two of them", "truth", "the smaller", "an axis gone", "axes gone"],
+)
+def test_what_is_asked_of_other_sizes_behind_a_size_of_one_is_in_doubt(condition: Where) -> None:
+    traced = trace(doubled_where(condition), {"x": torch.randn(3, 7, 5)}, DYNAMIC)
+    usual = {"batch": 3, "rows": 7, "columns": 5}
+    tried = [torch.zeros(list({**usual, **sizes}.values())) for sizes in traced.doubtful]
+    assert any(condition(x) for x in tried)
+
+
+def test_sizes_that_no_line_asks_about_cost_no_second_trace() -> None:
+    traced = trace(Program(lambda m, x: x.softmax(-1) @ x.mT).eval(), {"x": torch.randn(3, 7, 5)}, DYNAMIC)
+    assert traced.doubtful == ()
+
+
+class Attends(torch.nn.Module):
+    """A single new token sees the last 16 alone."""
+
+    def forward(self, query: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        keys = torch.cat([past, query], 1)
+        if query.shape[1] == 1 and past.shape[1] >= 16:
+            keys = keys[:, -16:]
+        return (query @ keys.mT).softmax(-1) @ keys
+
+
+def test_a_step_of_decoding_that_cuts_its_cache_is_refused(tmp_path: Path) -> None:
+    """It was proven, and every file was wrong from sixteen tokens on."""
+    batch, new, old = Dim("batch", 1, 8), Dim("new", 1, 16), Dim("old", 1, 64)
+    with pytest.raises(ParityError, match="new 1, old 16"):
+        quick(
+            Attends(),
+            {"query": torch.randn(2, 5, 4), "past": torch.randn(2, 9, 4)},
+            tmp_path / "bundle",
+            dynamic={"query": {0: batch, 1: new}, "past": {0: batch, 1: old}},
+        )

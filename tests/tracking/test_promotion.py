@@ -1,0 +1,297 @@
+"""The alias is moved by hand, and given back to who held it before; the history that tells who did."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from optexport.cli.main import cli
+from optexport.errors import ConfigError, TrackingError
+from optexport.tracking import aliases, promotion, registry
+from optexport.tracking.registry import Registered
+from optexport.tracking.resume import log_bundle
+from tests.tracking.bundles import QUIET
+from tests.tracking.registries import Registry
+
+pytestmark = QUIET
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Registry:
+    return Registry(tmp_path)
+
+
+def test_promoting_and_rolling_back_walk_through_the_history(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    assert store.holder == "3"
+    assert promotion.promote(store.uri, "block", "1", "champion") == "3"
+    assert store.history[-1] == ("1", "promote")
+    assert store.tags("1")["optexport.register.why"] == "by hand"
+    assert promotion.promote(store.uri, "block", "1", "champion") == "1"
+    assert promotion.rollback(store.uri, "block", "champion") == ("1", "3")
+    assert "optexport.rolled_back" in store.tags("1")
+    assert "optexport.rolled_back" not in store.tags("3")
+    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+    with pytest.raises(ConfigError, match="version 1 holds it, and nothing tells of one that did before") as caught:
+        promotion.rollback(store.uri, "block", "champion")
+    assert "Versions are 1, 2, 3: optexport promote block VERSION --alias champion" in str(caught.value)
+    assert store.holder == "1"
+
+
+def test_a_database_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
+    """It was made, and then held no such model."""
+    uri = f"sqlite:///{tmp_path / 'typo.db'}"
+    for ask in (
+        lambda: promotion.promote(uri, "block", "1", "champion"),
+        lambda: promotion.rollback(uri, "block", "champion"),
+    ):
+        with pytest.raises(ConfigError, match="there is no such database"):
+            ask()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("writes", range(6))
+def test_a_promotion_that_was_ended_anywhere_is_completed_by_doing_it_again(store: Registry, writes: int) -> None:
+    for _ in range(3):
+        store.log()
+    store.client.set_model_version_tag("block", "2", "optexport.register", "stayed")
+    with contextlib.suppress(KeyboardInterrupt):
+        registry.promote(_Ended(store.client, writes), "block", "2", "champion")
+    promotion.promote(store.uri, "block", "2", "champion")
+    assert (store.holder, store.tags("2")["optexport.register"]) == ("2", "moved")
+    assert store.tags("2")["optexport.register.why"] == "by hand"
+    assert promotion.rollback(store.uri, "block", "champion") == ("2", "3")
+    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_a_rollback_that_was_ended_anywhere_goes_back_one_version_by_doing_it_again(
+    store: Registry, writes: int
+) -> None:
+    """Where the alias had moved, and what was left was done again, it went back two."""
+    for _ in range(3):
+        store.log()
+    with pytest.raises(KeyboardInterrupt):
+        ended = _Ended(store.client, writes)
+        registry.rollback(ended, "block", "champion")
+        aliases.end_rollback(ended, "block", "champion")
+    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert (store.holder, "optexport.rolled_back" in store.tags("3")) == ("2", True)
+    assert promotion.promote(store.uri, "block", "3", "champion") == "2"
+    assert "optexport.rolled_back" not in store.tags("3")
+    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_a_rollback_that_was_ended_is_none_any_more_once_the_alias_was_promoted(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    with pytest.raises(KeyboardInterrupt):
+        registry.rollback(_Ended(store.client, 2), "block", "champion")
+    for version in ("1", "2"):
+        promotion.promote(store.uri, "block", version, "champion")
+    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ConnectionError("lost")])
+def test_a_rollback_whose_last_answer_is_lost_says_what_completes_it_and_not_to_do_it_again(
+    store: Registry, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Nothing was left to do, and another rollback went back one version more."""
+    for _ in range(3):
+        store.log()
+
+    def lost(*given: Any) -> None:
+        end_rollback(*given)
+        raise error
+
+    end_rollback = aliases.end_rollback
+    with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, TrackingError)) as caught:
+        patched.setattr(aliases, "end_rollback", lost)
+        promotion.rollback(store.uri, "block", "champion")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "Version 2 holds champion." in told
+    told, _, command = told.partition("complete it, not with another rollback:\n")
+    done = CliRunner().invoke(cli, shlex.split(command.strip().splitlines()[0])[1:])
+    assert done.exit_code == 0, done.output
+    assert store.holder == "2"
+    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_a_version_that_the_alias_never_came_to_is_not_given_it_back(store: Registry) -> None:
+    """Nobody held the alias, and its history told of a move that did not happen."""
+    for _ in range(2):
+        store.log()
+    store.client.delete_registered_model_alias("block", "champion")
+    store.client.delete_registered_model_tag("block", "optexport.history.champion")
+    with pytest.raises(KeyboardInterrupt):
+        registry.promote(_Ended(store.client, 1), "block", "1", "champion")
+    promotion.promote(store.uri, "block", "2", "champion")
+    assert store.history == [("2", "promote")]
+    with pytest.raises(ConfigError, match="nothing tells of one that did before"):
+        promotion.rollback(store.uri, "block", "champion")
+
+
+def test_a_version_that_holds_the_alias_again_is_not_rolled_back_any_more(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    for version in ("2", "3"):
+        promotion.promote(store.uri, "block", version, "champion")
+    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
+    assert promotion.rollback(store.uri, "block", "champion") == ("2", "3")
+    assert "optexport.rolled_back" in store.tags("2")
+    assert "optexport.rolled_back" not in store.tags("3")
+
+
+def test_promoting_the_version_that_holds_the_alias_ends_a_rollback_that_was_ended(store: Registry) -> None:
+    """What was left of it made a later rollback do nothing, and say that it had."""
+    for _ in range(3):
+        store.log()
+    registry.rollback(store.client, "block", "champion")  # up to its last write
+    promotion.promote(store.uri, "block", "2", "champion")
+    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")
+
+
+def test_why_a_version_was_not_compared_is_told_though_its_program_ended_after_the_alias_had_moved(
+    store: Registry,
+) -> None:
+    store.log()
+    store.client.delete_model_version("block", "1")
+    place = store.send_undecided()
+    why = "not compared: version 1, which held champion last, is gone"
+    store.client.set_model_version_tag("block", "2", "optexport.register.why", why)  # which is told first
+    again = log_bundle(place, store.uri).registered
+    assert again is not None
+    assert (again.holder, again.why, store.tags("2")["optexport.register.why"]) == ("2", (why,), why)
+
+
+def test_a_bundle_that_is_sent_again_does_not_undo_a_promotion(store: Registry) -> None:
+    """Its program was ended after the alias had moved, and before it was written that it had."""
+    store.log()
+    place = store.send_undecided()
+    promotion.promote(store.uri, "block", "1", "champion")
+    again = log_bundle(place, store.uri).registered
+    assert again is not None
+    assert (again.version, again.holder, store.holder) == ("2", "1", "1")
+    assert store.tags("2")["optexport.register"] == "moved"
+
+
+def test_a_bundle_that_is_sent_again_does_not_undo_a_rollback(store: Registry) -> None:
+    """Its program was ended after the alias had moved, and before it was written that it had."""
+    store.log()
+    place = store.send_undecided()
+    promotion.rollback(store.uri, "block", "champion")
+    again = log_bundle(place, store.uri).registered
+    assert again is not None
+    assert (again.version, again.holder, store.holder) == ("2", "1", "1")
+
+
+class _Ended:
+    """A client whose process ends after so many writes."""
+
+    def __init__(self, client: Any, writes: int) -> None:
+        self.client, self.left = client, writes
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("set_", "delete_")):
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+        return getattr(self.client, name)
+
+
+def test_a_version_that_was_deleted_is_passed_over(store: Registry) -> None:
+    for _ in range(3):
+        store.log()
+    store.client.delete_model_version("block", "2")
+    assert promotion.rollback(store.uri, "block", "champion") == ("3", "1")
+
+
+def test_of_equal_entries_the_last_one_is_gone_back_to(store: Registry) -> None:
+    """Their times are of seconds."""
+    for _ in range(2):
+        store.log()
+    entries = [{"version": version, "by": "promote", "at": "then"} for version in "12121"]
+    store.client.set_registered_model_tag("block", "optexport.history.champion", json.dumps(entries))
+    store.client.set_registered_model_alias("block", "champion", "1")
+    assert promotion.rollback(store.uri, "block", "champion") == ("1", "2")
+    assert [version for version, _ in store.history] == list("1212")
+
+
+def test_a_name_in_a_hint_is_written_for_a_shell() -> None:
+    found = Registered("it's; mine", "2", "champion", "1", False, (), "sqlite:///a b.db")
+    command = str(found.failure).rpartition("To move it all the same: ")[2]
+    told = ["optexport", "promote", "it's; mine", "2", "--alias", "champion"]
+    assert shlex.split(command) == [*told, "--uri", "sqlite:///a b.db"]
+    dashed = str(replace(found, name="-m").failure).rpartition("To move it all the same: ")[2]
+    assert shlex.split(dashed)[-3:] == ["--", "-m", "2"]
+    secret = replace(found, uri="https://me:secret@mlflow")
+    assert shlex.split(str(secret.failure).rpartition("To move it all the same: ")[2]) == [*told, "--uri", "URI"]
+
+
+def test_an_alias_that_others_moved_is_rolled_back_to_what_they_moved_it_from(store: Registry) -> None:
+    store.log()
+    store.log()
+    third = store.log(size=100_000)
+    store.client.set_registered_model_alias("block", "champion", third.version)
+    assert promotion.rollback(store.uri, "block", "champion") == ("3", "2")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "words"),
+    [
+        ("blok", "1", 'there is no such registered model\n  Did you mean "block"'),
+        ("block", "9", "no such version"),
+        ("", "1", "NAME: '' is no name of a registered model"),
+        ("block/1", "1", "NAME: 'block/1' is no name of a registered model"),
+    ],
+)
+def test_what_is_not_there_cannot_be_promoted(store: Registry, name: str, version: str, words: str) -> None:
+    store.log()
+    with pytest.raises(ConfigError) as caught:
+        promotion.promote(store.uri, name, version, "champion")
+    assert words in str(caught.value)
+    assert store.holder == "1"
+
+
+def test_an_alias_that_nobody_holds_cannot_be_rolled_back(store: Registry) -> None:
+    store.log()
+    with pytest.raises(ConfigError, match="no version holds it"):
+        promotion.rollback(store.uri, "block", "challenger")
+
+
+def test_the_size_of_a_history_is_bounded(store: Registry) -> None:
+    store.log()
+    entries = [{"version": "1", "by": "promote", "at": "then"}] * 100
+    store.client.set_registered_model_tag("block", "optexport.history.champion", json.dumps(entries))
+    store.log()
+    assert len(store.history) == 100
+    assert store.history[-1] == ("2", "ratchet")
+
+
+def test_a_history_fits_what_postgres_holds_of_a_tag(store: Registry) -> None:
+    store.log()
+    entries = [{"version": "1", "by": "promote", "at": "2025-01-01T00:00:00+00:00"}] * 100
+    aliases.write_history(store.client, "block", "champion", entries)
+    found = store.client.get_registered_model("block").tags["optexport.history.champion"]
+    assert 4900 < len(found) <= 5000
+    assert json.loads(found)[-1] == entries[-1]
+
+
+@pytest.mark.parametrize("tag", ["no JSON", "5", "null", "{}", "[1]", "[{}]", '[{"version": null}]', "[" * 4000])
+def test_a_history_that_others_wrote_over_stops_nobody(store: Registry, tag: str) -> None:
+    store.log()
+    store.client.set_registered_model_tag("block", "optexport.history.champion", tag)
+    store.log()
+    assert store.history == [("1", "others"), ("2", "ratchet")]
+    assert promotion.rollback(store.uri, "block", "champion") == ("2", "1")

@@ -1,0 +1,370 @@
+"""What counts as worse than the champion, what as equal, and what cannot be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optexport.config.registration import RatchetConfig
+from optexport.errors import BundleError
+from optexport.tracking.bundle_record import Finished
+from optexport.tracking.regression_gate import Verdict, compare
+from tests._helpers import exports
+from tests.tracking.bundles import HOST, bundle, timed
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def nothing(document: dict[str, Any]) -> None:
+    """Leaves a document as it is."""
+
+
+def verdict(folder: Path, new: dict[str, Change], champion: dict[str, Change], **allowed: float) -> Verdict:
+    ours, theirs = (Finished.read(bundle(folder, **changes)) for changes in (new, champion))
+    return compare(ours, theirs, RatchetConfig(**allowed))
+
+
+def multiple(value: float | None, place: str = "onnx") -> Change:
+    """Has an output of a place be so many times the floor away."""
+
+    def change(document: dict[str, Any]) -> None:
+        (found,) = [each for each in document["parity"]["places"] if each["place"] == place]
+        found["outputs"][0]["multiple"] = value
+
+    return change
+
+
+def of_size(size: int) -> Change:
+    def change(document: dict[str, Any]) -> None:
+        (found,) = [file for file in document["files"] if file["path"] == "model.onnx"]
+        found["size"] = size
+
+    return change
+
+
+def lowered(precision: str, value: float, low: float | None = None, high: float | None = None) -> Change:
+    """Has the ONNX file be lowered, and decide as the original in so many cases."""
+
+    def change(document: dict[str, Any]) -> None:
+        decision = {"measure": "argmax_agreement", "output": "hidden", "value": value, "mean": value, "low": low}
+        decision |= {"high": high, "count": 9, "ties": 0, "min": 0.5, "failure": None, "cases": []}
+        for place in document["parity"]["places"]:
+            if place["place"].startswith("onnx"):
+                place |= {"precision": precision, "decisions": [decision]}
+
+    return change
+
+
+def test_a_bundle_matches_itself(tmp_path: Path) -> None:
+    found = verdict(tmp_path, {}, {})
+    assert found.worse == ()
+    assert found.not_compared == ("latency: this run measured none",)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "worse"),
+    [
+        (2.0, 2.0, False),
+        (2.4, 2.0, False),
+        (2.6, 2.0, True),
+        (1.5, 2.0, False),
+        (0.9, 0.1, False),  # both as near as the original is itself
+        (1.1, 0.1, True),
+        (None, 2.0, False),
+        (2.0, None, False),
+    ],
+)
+def test_parity_is_worse_beyond_its_tolerance_and_one_floor(
+    tmp_path: Path, ours: float | None, theirs: float | None, worse: bool
+) -> None:
+    found = verdict(tmp_path, {"manifest": multiple(ours)}, {"manifest": multiple(theirs)}, parity=0.25)
+    expected = (f"parity: onnx, hidden: {ours} times the floor, the champion's {theirs:g}",) if worse else ()
+    assert found.worse == expected
+
+
+def away(distance: float, *, floor: float = 0.0, **bound: float) -> Change:
+    """Has an output of the ONNX file be so far away, of one that is not rounded."""
+
+    def change(document: dict[str, Any]) -> None:
+        multiple(None if distance else 0.0)(document)
+        (found,) = [each for each in document["parity"]["places"] if each["place"] == "onnx"]
+        found["outputs"][0]["max_abs"] = distance
+        document["parity"]["bounds"]["hidden"] |= {"floor": floor, "largest": 1.0, **bound}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "worse"),
+    [
+        (away(0.01, atol=0.05), away(0.0, atol=0.05), True),
+        (away(0.01, atol=0.05), away(0.001), True),
+        (away(0.01, atol=0.05), away(0.009, atol=0.05), False),
+        (away(1e-7, atol=0.05), away(0.0), False),  # a unit in the last place
+        (away(1e-7), away(0.0), False),
+    ],
+)
+def test_what_has_no_floor_is_compared_by_its_distance_where_a_tolerance_lets_any_pass(
+    tmp_path: Path, ours: Change, theirs: Change, worse: bool
+) -> None:
+    """A file of lower precision took the alias from one that was the original's to the bit."""
+    found = verdict(tmp_path, {"manifest": ours}, {"manifest": theirs}, parity=0.25)
+    assert [told.partition(": ")[0] for told in found.worse] == ["parity"] * worse
+
+
+def test_every_place_is_compared(tmp_path: Path) -> None:
+    found = verdict(tmp_path, {"manifest": multiple(3.0, "pt2")}, {"manifest": multiple(1.0, "pt2")})
+    assert found.worse == ("parity: pt2, hidden: 3 times the floor, the champion's 1",)
+
+
+def test_size_is_worse_beyond_its_tolerance(tmp_path: Path) -> None:
+    champion = {"manifest": of_size(1000)}
+    assert verdict(tmp_path, {"manifest": of_size(1010)}, champion, size=0.01).worse == ()
+    (worse,) = verdict(tmp_path, {"manifest": of_size(1011)}, champion, size=0.01).worse
+    assert worse == "size: onnx takes 1011 bytes, the champion's 1000"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "worse"),
+    [
+        ((2.0, 2.2), (1.0, 1.1), True),
+        ((1.05, 1.3), (1.0, 1.1), False),  # the intervals overlap
+        ((1.12, 1.3), (1.0, 1.1), False),  # apart, and within the tolerance
+        ((1.16, 1.3), (1.0, 1.1), True),
+        ((0.5, 0.6), (1.0, 1.1), False),
+    ],
+)
+def test_latency_is_worse_only_where_the_intervals_say_so(
+    tmp_path: Path, ours: tuple[float, float], theirs: tuple[float, float], worse: bool
+) -> None:
+    new, champion = ({"measurements": timed(*interval)} for interval in (ours, theirs))
+    found = verdict(tmp_path, new, champion, latency=0.05)
+    assert [line.partition(" takes")[0] for line in found.worse] == (["latency: onnx at batch=1"] if worse else [])
+    assert found.not_compared == ()
+
+
+@pytest.mark.parametrize(
+    ("new", "champion", "why"),
+    [
+        (nothing, timed(1, 2), "this run measured none"),
+        (timed(9, 9), nothing, "the champion's run measured none"),
+        (timed(9, 9), timed(1, 2, host="there"), "another machine, whose host is there, here here"),
+        (timed(9, 9), timed(1, 2, cpus=64), "another machine, whose cpus is 64, here 2"),
+        (timed(9, 9, processor="x"), timed(1, 2), "another machine, whose processor is a processor, here x"),
+        (timed(9, 9), lambda m: [timed(1, 2)(m), m["bench"].update(threads=4)], "1 threads, the champion with 4"),
+        (timed(9, 9), lambda m: [timed(1, 2)(m), m["bench"]["figures"][0].update(shape="x")], "at the same sizes"),
+        (
+            timed(9, 9),
+            lambda m: [timed(1, 2)(m), m["bench"]["figures"][0].update(low_ms=None, high_ms=None)],
+            "in enough rounds for an interval",
+        ),
+    ],
+)
+def test_times_that_say_nothing_of_each_other_are_named_and_not_compared(
+    tmp_path: Path, new: Change, champion: Change, why: str
+) -> None:
+    found = verdict(tmp_path, {"measurements": new}, {"measurements": champion})
+    assert found.worse == ()
+    (told,) = found.not_compared
+    assert told.startswith("latency: ")
+    assert why in told
+
+
+def test_another_interface_is_worse_whatever_the_figures_are(tmp_path: Path) -> None:
+    def renamed(document: dict[str, Any]) -> None:
+        document["inputs"][0]["name"] = "y"
+
+    def sized(document: dict[str, Any]) -> None:
+        document["outputs"][0]["shape"][-1] = 9
+
+    (told,) = verdict(tmp_path, {"manifest": renamed}, {}).worse
+    assert told.startswith("inputs: y float32 [?, ?, 8]; mask int64 [?, ?], the champion's x float32")
+    (told,) = verdict(tmp_path, {}, {"manifest": sized}).worse
+    assert told.startswith("outputs: hidden float32 [?, ?, 8]")
+
+
+def sized(dims: dict[str, list[int | None]], **shapes: list[str | int]) -> Change:
+    """Has dimensions have these ranges, and inputs these shapes."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["dims"] = {name: {"min": low, "max": high} for name, (low, high) in dims.items()}
+        for record in document["inputs"]:
+            record["shape"] = shapes.get(record["name"], record["shape"])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("new", "champion", "worse"),
+    [
+        ({"s": [17, 64]}, {"s": [17, 64]}, ()),
+        ({"s": [1, 128]}, {"s": [17, 64]}, ()),
+        ({"s": [1, None]}, {"s": [17, None]}, ()),
+        ({"s": [2, 16]}, {"s": [17, 64]}, ("2 to 16, the champion's 17 to 64",)),
+        ({"s": [2, 16]}, {"s": [2, 64]}, ("2 to 16, the champion's 2 to 64",)),
+        ({"s": [18, 64]}, {"s": [17, 64]}, ("18 to 64, the champion's 17 to 64",)),
+        ({"s": [1, 64]}, {"s": [1, None]}, ("1 to 64, the champion's 1 or more",)),
+    ],
+)
+def test_fewer_sizes_than_the_champions_are_worse(
+    tmp_path: Path, new: dict[str, list[int | None]], champion: dict[str, list[int | None]], worse: tuple[str, ...]
+) -> None:
+    ours, theirs = (
+        {"manifest": sized({"b": [1, 8], **dims}, x=["b", "s", 8], mask=["b", 1])} for dims in (new, champion)
+    )
+    assert verdict(tmp_path, ours, theirs).worse == tuple(f"inputs: x[1] takes {told}" for told in worse)
+
+
+def test_an_interface_of_any_names_is_told_in_one_line_that_is_not_too_long(tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["inputs"][0]["name"] = "x\nblock version 1 holds champion" + "x" * 3_000_000
+
+    (told, *_) = verdict(tmp_path, {}, {"manifest": change}).worse
+    assert r"the champion's x\nblock version 1" in told
+    assert "\n" not in told
+    assert len(told) < 3000
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (of_size(10**400), "size"),
+        (of_size(-1), "size"),
+        (multiple(-1.0), "multiple"),
+        (lambda document: document["dims"]["batch"].update(min=-(10**400)), "min"),
+        (lambda document: document["dims"]["batch"].update(max=10**400), "max"),
+    ],
+)
+def test_a_manifest_of_impossible_figures_is_not_compared_with(tmp_path: Path, change: Change, where: str) -> None:
+    with pytest.raises(BundleError, match=rf"it does not follow the schema: .*{where}: "):
+        verdict(tmp_path, {}, {"manifest": change})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"manifest": multiple(1e308)}, "onnx, hidden: 1e[+]308 times a floor"),
+        ({"manifest": lambda m: m["config"]["parity"].update(multiple=0.5)}, "schema: parity.multiple"),
+        ({"manifest": lowered("int8", -1e308)}, "argmax_agreement: -1e[+]308"),
+        ({"measurements": timed(-1.0, 1e300)}, "onnx at batch=1: -1 to 1e[+]300 ms"),
+    ],
+)
+def test_a_champion_whose_figures_no_proof_has_passed_is_not_compared_with(
+    tmp_path: Path, changes: dict[str, Change], told: str
+) -> None:
+    """Anything would be better, and get the alias."""
+    with pytest.raises(BundleError, match=told):
+        verdict(tmp_path, {}, changes)
+
+
+def test_a_sum_of_dimensions_has_the_range_of_both(tmp_path: Path) -> None:
+    def change(high: int) -> Change:
+        return sized({"p": [0, 8], "s": [1, high]}, x=["p", "s", 8], mask=[1, "p + s"])
+
+    found = verdict(tmp_path, {"manifest": change(3)}, {"manifest": change(4)}).worse
+    assert found == (
+        "inputs: x[1] takes 1 to 3, the champion's 1 to 4",
+        "inputs: mask[1] takes 1 to 11, the champion's 1 to 12",
+    )
+
+
+def test_sizes_that_are_tied_where_the_champions_are_free_are_worse(tmp_path: Path) -> None:
+    dims: dict[str, list[int | None]] = {"b": [1, 32], "s": [2, 64], "t": [2, 64]}
+    tied, free, summed = (sized(dims, x=["b", "s", 8], mask=["b", size]) for size in ("s", "t", "b + s"))
+    assert verdict(tmp_path, {"manifest": free}, {"manifest": tied}).worse == ()
+    (told,) = verdict(tmp_path, {"manifest": tied}, {"manifest": free}).worse
+    assert told == "inputs: mask[1] is as long as x[1], the champion's need not be"
+    assert "inputs: mask[1] is as long as x[0] + x[1], the champion's need not be" in (
+        verdict(tmp_path, {"manifest": summed}, {"manifest": free}).worse
+    )
+    renamed = sized({"p": [1, 32], "q": [2, 64]}, x=["p", "q", 8], mask=["p", "p + q"])
+    assert verdict(tmp_path, {"manifest": summed}, {"manifest": renamed}).worse == ()
+
+
+def test_an_axis_that_is_fixed_where_the_champions_is_not_is_worse(tmp_path: Path) -> None:
+    (told,) = verdict(tmp_path, {"manifest": sized({"b": [1, 32]}, x=["b", 5, 8], mask=["b", 5])}, {}).worse
+    assert told.startswith("inputs: x float32 [?, 5, 8]; mask int64 [?, 5], the champion's x float32 [?, ?, 8]")
+
+    def traced_alone(document: dict[str, Any]) -> None:
+        document["artifacts"][0]["fixed_shape"] = "it has to"
+
+    (told,) = verdict(tmp_path, {"manifest": traced_alone}, {}).worse
+    assert told.endswith(" takes the traced sizes alone, the champion's others too")
+    assert verdict(tmp_path, {}, {"manifest": traced_alone}).worse == ()
+
+
+def test_times_of_which_the_other_has_none_are_named(tmp_path: Path) -> None:
+    def more(document: dict[str, Any]) -> None:
+        timed(1.0, 1.1)(document)
+        (row,) = document["bench"]["figures"]
+        document["bench"]["figures"] += [{**row, "shape": "batch=64"}, {**row, "artifact": "pt2", "high_ms": None}]
+
+    less = {"measurements": timed(1.0, 1.1)}
+    for new, champion in ((less, {"measurements": more}), ({"measurements": more}, less)):
+        found = verdict(tmp_path, new, champion)
+        assert found.worse == ()
+        assert found.not_compared == (
+            "latency: onnx at batch=64, pt2 at batch=1: not measured by both, in enough rounds for an interval",
+        )
+
+
+def test_half_an_interval_is_none(tmp_path: Path) -> None:
+    def half(document: dict[str, Any]) -> None:
+        timed(1.0, 1.1)(document)
+        document["bench"]["figures"][0]["high_ms"] = None
+
+    (told,) = verdict(tmp_path, {"measurements": timed(9, 9)}, {"measurements": half}).not_compared
+    assert "in enough rounds for an interval" in told
+
+
+def test_measurements_of_another_bundle_are_not_believed(tmp_path: Path) -> None:
+    place = bundle(tmp_path)
+    exports.edit_json(place / "measurements.json", lambda document: document.update(manifest="0" * 64))
+    with pytest.raises(BundleError, match="it belongs to another bundle"):
+        Finished.read(place)
+
+
+def test_files_of_lower_precision_are_held_to_their_decisions(tmp_path: Path) -> None:
+    champion = {"manifest": lowered("int8", 0.9)}
+    assert verdict(tmp_path, {"manifest": lowered("int8", 0.9)}, champion).worse == ()
+    worse = verdict(tmp_path, {"manifest": lowered("int8", 0.8)}, champion).worse
+    assert worse[0] == "parity: onnx (int8), argmax_agreement of hidden: 0.8, the champion's 0.9"
+    sure = {"manifest": lowered("int8", 0.9, 0.85, 0.95)}
+    assert verdict(tmp_path, {"manifest": lowered("int8", 0.88, 0.8, 0.92)}, sure).worse == ()
+    assert verdict(tmp_path, {"manifest": lowered("int8", 0.7, 0.6, 0.8)}, sure).worse
+
+
+def test_a_gate_of_the_champions_that_is_left_out_is_worse(tmp_path: Path) -> None:
+    """Who demands less of a file would get the alias for it."""
+
+    def without(document: dict[str, Any]) -> None:
+        lowered("int8", 0.9)(document)
+        for place in document["parity"]["places"]:
+            for decision in place["decisions"]:
+                decision["measure"] = "top_k_agreement"
+
+    worse = verdict(tmp_path, {"manifest": without}, {"manifest": lowered("int8", 0.9)}).worse
+    assert worse[0] == "parity: onnx (int8), argmax_agreement of hidden: this run demands none, the champion's 0.9"
+
+
+def test_another_precision_is_worse(tmp_path: Path) -> None:
+    worse = verdict(tmp_path, {"manifest": lowered("int8", 1.0)}, {}).worse
+    assert worse[0] == "parity: onnx is of int8, the champion's of full precision"
+
+
+def test_other_batches_and_files_are_named(tmp_path: Path) -> None:
+    def changed(document: dict[str, Any]) -> None:
+        document["parity"]["cases"].append("data")
+        document["artifacts"] = [each for each in document["artifacts"] if each["format"] != "pt2"]
+
+    assert verdict(tmp_path, {}, {"manifest": changed}).not_compared[::2] == (
+        "parity on the same batches: the champion was proven on others",
+        "pt2: only one of the two has the file",
+    )
+
+
+def test_the_machine_is_told_by_what_measurements_hold(tmp_path: Path) -> None:
+    assert HOST.keys() <= Finished.read(bundle(tmp_path)).measured.model_fields_set

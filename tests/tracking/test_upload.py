@@ -1,0 +1,216 @@
+"""What is sent is what was proven, once, and all of it; and who sends it is alone with it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import types
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from click.testing import CliRunner
+
+from optexport._utils import atomic_dir
+from optexport._utils.progress import Stages
+from optexport.cli.main import cli
+from optexport.errors import BundleError, ConfigError, TrackingError
+from optexport.pipeline import run
+from optexport.tracking import resume, store, upload_check
+from optexport.tracking import run as tracking_run
+from optexport.tracking.resume import Logged, log_bundle
+from tests._helpers import exports, stores
+from tests._utils.test_signals import sends_first
+from tests.tracking.bundles import QUIET, bundle, only_run, registering, runs
+
+pytestmark = QUIET
+
+
+def registered_project(folder: Path, uri: str) -> Path:
+    config = stores.project(folder, uri, formats='["onnx"]')
+    config.write_text(f'{config.read_text()}[register]\nname = "block"\n')
+    return config
+
+
+def test_while_a_run_sends_no_other_replaces_its_bundle_and_log_waits(tmp_path: Path) -> None:
+    uri, output = stores.store(tmp_path), tmp_path / "out" / "block"
+    logged: list[Future[Logged]] = []
+    refused = []
+
+    def announce(name: str, seconds: float | None) -> None:
+        if name != "track":
+            return
+        if seconds is None:
+            logged.append(pool.submit(log_bundle, output, uri, "tracked"))
+            time.sleep(0.5)
+        assert not logged[0].done()
+        with pytest.raises(ConfigError) as caught, atomic_dir.drafting(output):
+            pass
+        refused.append(str(caught.value))
+
+    with ThreadPoolExecutor(1) as pool:
+        result = run.run(registered_project(tmp_path, uri), stages=Stages(announce))
+        done = logged[0].result(60)
+    assert result.failure is None
+    assert len(refused) == 2
+    assert all("what is there is being sent to MLflow" in each for each in refused)
+    assert (done.run_id, done.before) == (result.run_id, True)
+    client = mlflow.MlflowClient(uri)
+    assert len(client.search_logged_models([only_run(uri).info.experiment_id])) == 1
+    assert len(client.search_model_versions("name = 'block'")) == 1
+
+
+def test_a_part_of_a_model_is_sent_by_whoever_holds_all_of_it(tmp_path: Path) -> None:
+    """A run replaces the parts together."""
+    uri, model = stores.store(tmp_path), tmp_path / "model"
+    model.mkdir()
+    (model / "generation.json").touch()
+    part = bundle(model).rename(model / "decoder")
+    with ThreadPoolExecutor(1) as pool:
+        with atomic_dir.locked(model, wait=True):
+            logged = pool.submit(log_bundle, part, uri)
+            time.sleep(0.5)
+            assert not logged.done()
+        assert not logged.result(60).before
+
+
+def test_a_bundle_of_another_run_is_not_sent_as_ones_own(tmp_path: Path) -> None:
+    """As where file systems know no locks."""
+    uri = stores.store(tmp_path)
+
+    def announce(name: str, seconds: float | None) -> None:
+        if name == "track" and seconds is None:
+            measured = tmp_path / "out" / "block" / "measurements.json"
+            exports.edit_json(measured, lambda document: document["origin"].update(mlflow_run="0" * 32))
+
+    result = run.run(registered_project(tmp_path, uri), stages=Stages(announce))
+    assert "it is of another run, which has replaced this one's" in str(result.tracking_failure)
+    assert only_run(uri).info.status == "FAILED"
+    assert mlflow.MlflowClient(uri).search_registered_models() == []
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "graph_after.txt"])
+def test_what_is_not_what_was_proven_is_not_registered(tmp_path: Path, name: str) -> None:
+    """Somebody changes a file while the run sends."""
+    uri = stores.store(tmp_path)
+
+    def announce(stage: str, seconds: float | None) -> None:
+        if stage == "track" and seconds is None:
+            with (tmp_path / "out" / "block" / name).open("ab") as file:
+                file.write(b"\xba\x3e\x01 ")  # an unknown field of protobuf's, which every reader skips
+
+    result = run.run(registered_project(tmp_path, uri), stages=Stages(announce))
+    assert f"{name}: it was changed since the bundle was written" in str(result.tracking_failure)
+    assert only_run(uri).info.status == "FAILED"
+    assert mlflow.MlflowClient(uri).search_registered_models() == []
+    with pytest.raises(BundleError):
+        log_bundle(result.output, uri, "tracked")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_what_log_sends_as_failed_and_log_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, code: int
+) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(resume, "send", sends_first(resume.send, sent))
+        ended = CliRunner().invoke(cli, ["log", str(place), "--uri", uri])
+    assert ended.exit_code == code
+    assert "Error: interrupted\n  The bundle is whole on disk. What was not sent is sent by the same" in ended.stderr
+    (run,) = runs(uri)
+    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
+    again = log_bundle(place, uri)
+    assert (again.run_id, again.before) == (run.info.run_id, False)
+    (run,) = runs(uri)
+    assert run.info.status == "FINISHED"
+    assert "optexport.blame.failure" not in run.data.tags
+
+
+def test_a_signal_while_a_run_sends_leaves_a_whole_bundle_and_says_how_the_rest_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = stores.store(tmp_path)
+    config = stores.project(tmp_path, uri, formats='["pt2"]')
+    with monkeypatch.context() as patched:
+        patched.setattr(tracking_run, "send", sends_first(tracking_run.send, signal.SIGTERM))
+        ended = CliRunner().invoke(cli, ["run", str(config)])
+    assert ended.exit_code == 143
+    place = tmp_path / "out" / "block"
+    told = f"  The bundle is whole on disk. What was not sent is sent by: optexport log {place} --config {config}\n"
+    assert ended.stderr.endswith(f"Error: interrupted\n{told}")
+    run = only_run(uri)
+    assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
+    assert log_bundle(place, uri, "tracked").run_id == run.info.run_id
+    assert only_run(uri).info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("creates", ["create_model_version", "create_logged_model"])
+def test_what_arrives_late_of_a_call_of_a_program_that_was_ended_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, creates: str
+) -> None:
+    """The server does what it was called for after it was looked for, and right before the next call."""
+    uri, place = stores.store(tmp_path), bundle(tmp_path, manifest=registering())
+    real = getattr(mlflow.MlflowClient, creates)
+    made: list[Any] = []
+
+    def twice(*arguments: Any, **options: Any) -> Any:
+        made.append(real(*arguments, **options))
+        time.sleep(0.01)
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mlflow.MlflowClient, creates, twice)
+        logged = log_bundle(place, uri)
+    assert len(made) == 1
+    (run,) = runs(uri)
+    client = mlflow.MlflowClient(uri)
+    (model,) = client.search_logged_models([run.info.experiment_id])
+    (version,) = client.search_model_versions("name = 'block'")
+    assert (version.run_id, version.version, version.source) == (logged.run_id, 1, f"models:/{model.model_id}")
+    assert client.get_registered_model("block").aliases == {"champion": version.version}
+    if creates == "create_logged_model":
+        assert model.model_id == made[0].model_id
+
+
+def test_what_did_not_arrive_is_told_and_sent_later(tmp_path: Path) -> None:
+    uri, place = stores.store(tmp_path), bundle(tmp_path)
+    logged = log_bundle(place, uri)
+    client = mlflow.MlflowClient(uri)
+
+    def check() -> None:
+        upload_check.check(lambda path: client.list_artifacts(logged.run_id, path), place, "bundle")
+
+    check()
+    kept = Path(client.get_run(logged.run_id).info.artifact_uri.removeprefix("file://")) / "bundle"
+    (kept / "model.onnx").unlink()
+    (kept / "graph_after.txt").write_text("short")
+    size = (place / "graph_after.txt").stat().st_size
+    with pytest.raises(TrackingError) as caught:
+        check()
+    told = f"bundle/graph_after.txt has 5 bytes of {size}; bundle/model.onnx is not there"
+    assert str(caught.value) == f"files did not arrive, though the store took them: {told}"
+    client.update_run(logged.run_id, "FAILED")
+    log_bundle(place, uri)
+    check()
+
+
+def test_each_driver_of_a_database_is_told_in_its_own_words_how_long_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pg8000, which MLflow works with, knows no `connect_timeout`."""
+    asked = []
+
+    class Refusing(types.ModuleType):
+        __version__, paramstyle = "1.31.6", "format"
+        Error = DatabaseError = OperationalError = InterfaceError = ConnectionError
+
+        def connect(self, **options: Any) -> None:
+            asked.append(options)
+            raise ConnectionError
+
+    monkeypatch.setitem(sys.modules, "pg8000", Refusing("pg8000"))
+    with pytest.raises(Exception, match=r"ConnectionError|^$"):
+        store._check_database("postgresql+pg8000://someone@127.0.0.1/there")
+    assert asked[0]["timeout"] == 5
+    assert "connect_timeout" not in asked[0]

@@ -1,0 +1,337 @@
+"""What all rules leave alone that give layers other weights: weights that are not what the layer says, or not numbers,
+and such as their dtype cannot hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from optexport import symbolic_trace
+from optexport.testing import check_applied, check_refused, sharing
+from optexport.transformations import (
+    CastPrecision,
+    FoldNormAffine,
+    FoldScale,
+    FuseBatchNorm,
+    FuseBias,
+    FuseBiasInLinear,
+    MergeLinearChain,
+    MergeLinears,
+    MergeParallelConvs,
+    RemoveNoOps,
+    Rule,
+)
+from optexport.transformations.rule import run
+from tests._helpers.graphs import Program, graph_of
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+IMAGE = torch.linspace(-2, 2, 96).reshape(2, 4, 3, 4)
+
+
+def _linear() -> Any:
+    return nn.Linear(4, 4)
+
+
+def _conv() -> Any:
+    return nn.Conv2d(4, 4, 1)
+
+
+def _norm_2d() -> Any:
+    return nn.BatchNorm2d(4)
+
+
+# A place where each rule applies, but for the layer that it is given there.
+_PLACES: dict[Rule, tuple[Callable[[], Any], torch.Tensor, Callable[[Any, Any], Any], dict[str, Any]]] = {
+    FuseBias(): (_linear, X, lambda m, x: m.layer(x) + 100.0, {}),
+    FuseBatchNorm(): (_conv, IMAGE, lambda m, x: m.norm(m.layer(x)), {"norm": nn.BatchNorm2d(4)}),
+    FoldScale(): (_linear, X, lambda m, x: m.layer(x) * 3, {}),
+    FoldNormAffine(): (_linear, X, lambda m, x: m.layer(m.norm(x)), {"norm": nn.LayerNorm(4)}),
+    MergeLinearChain(): (_linear, X, lambda m, x: m.layer(m.other(x)), {"other": nn.Linear(4, 4)}),
+    MergeParallelConvs(): (_conv, IMAGE, lambda m, x: m.layer(x) + m.other(x), {"other": nn.Conv2d(4, 4, 1)}),
+    MergeLinears(): (_linear, X, lambda m, x: m.layer(x) + m.other(x), {"other": nn.Linear(4, 4)}),
+    FuseBiasInLinear(): (_linear, X, lambda m, x: m.layer(x), {}),
+}
+_FOLDING = [rule for rule in _PLACES if not isinstance(rule, (MergeLinears, FuseBiasInLinear))]
+
+
+def _graph(rule: Rule, change: Callable[[Any], Any]) -> tuple[GraphModule, torch.Tensor]:
+    make, x, body, others = _PLACES[rule]
+    layer = make()
+    change(layer)
+    return graph_of(Program(body, layer=layer, **others).eval()), x
+
+
+def _name(rule: Rule) -> str:
+    return type(rule).__name__
+
+
+def _instead(layer: nn.Module, name: str, tensor: Any, *, buffer: bool) -> None:
+    del layer._parameters[name]
+    if buffer:
+        layer.register_buffer(name, tensor)
+    else:
+        setattr(layer, name, tensor)
+
+
+@pytest.mark.parametrize("rule", _PLACES, ids=_name)
+def test_each_place_is_one_where_the_rule_applies(rule: Rule) -> None:
+    graph_module, _ = _graph(rule, lambda layer: None)
+    assert len(run(rule, sharing(graph_module))[1].changes) == 1
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("rule", _PLACES, ids=_name)
+def test_a_weight_or_bias_that_is_no_parameter_is_left_alone(rule: Rule, name: str, buffer: bool) -> None:
+    graph_module, x = _graph(rule, lambda own: _instead(own, name, getattr(own, name).detach(), buffer=buffer))
+    check_refused(rule, graph_module, x, "its weight or bias is no parameter of it")
+
+
+def _pruned(layer: Any) -> None:
+    layer.weight, layer.bias = (nn.Parameter(own.detach()[:1]) for own in (layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in _PLACES if rule != MergeLinearChain()], ids=_name)
+def test_a_layer_that_was_pruned_and_kept_its_old_sizes_is_left_alone(rule: Rule) -> None:
+    graph_module, x = _graph(rule, _pruned)
+    runs = not isinstance(rule, FuseBatchNorm)
+    check_refused(rule, graph_module, x if runs else None, "its weight has another shape than its sizes say")
+
+
+@pytest.mark.parametrize("rule", _PLACES, ids=_name)
+def test_a_bias_of_one_number_for_all_features_is_left_alone(rule: Rule) -> None:
+    graph_module, x = _graph(rule, lambda own: setattr(own, "bias", nn.Parameter(own.bias.detach()[:1])))
+    runs = not isinstance(_PLACES[rule][0](), nn.Conv2d)
+    check_refused(rule, graph_module, x if runs else None, "its bias has another shape than its sizes say")
+
+
+@pytest.mark.parametrize("rule", _FOLDING, ids=_name)
+def test_weights_that_hold_no_numbers_are_left_alone(rule: Rule) -> None:
+    _, _, body, others = _PLACES[rule]
+    program = Program(body, layer=_PLACES[rule][0](), **others).eval()
+    text = str(graph_of(program).graph)
+    with torch.device("meta"):
+        meta = Program(body, layer=_PLACES[rule][0](), **{name: _copy(other) for name, other in others.items()})
+    changed, report = run(rule, graph_of(meta.eval()))
+    assert str(changed.graph) == text
+    assert "its weights hold no numbers" in report.near_misses[0].reason
+
+
+def _copy(module: Any) -> nn.Module:
+    made: nn.Module = type(module)(*{"Conv2d": (4, 4, 1), "Linear": (4, 4)}.get(type(module).__name__, (4,)))
+    return made
+
+
+def _whole(layer: Any) -> None:
+    for name in ("weight", "bias"):
+        whole = torch.ones(getattr(layer, name).shape, dtype=torch.int64)
+        setattr(layer, name, nn.Parameter(whole, requires_grad=False))
+
+
+@pytest.mark.parametrize("rule", [FuseBias(), FoldScale()], ids=_name)
+def test_weights_that_are_whole_numbers_are_left_alone(rule: Rule) -> None:
+    check_refused(rule, _graph(rule, _whole)[0], X.long(), "its weights hold no real numbers")
+
+
+def test_complex_weights_are_left_alone() -> None:
+    layer = nn.Linear(4, 4, dtype=torch.complex64)
+    for rule in (FuseBias(), FoldScale()):
+        graph_module = graph_of(Program(_PLACES[rule][2], layer=layer).eval())
+        check_refused(rule, graph_module, X.to(torch.complex64), "its weights hold no real numbers")
+
+
+def _holding_more(module: Any) -> None:
+    module.register_buffer("more", torch.ones(3))
+
+
+def _holding_more_that_is_not_saved(module: Any) -> None:
+    module.register_buffer("more", torch.ones(3), persistent=False)
+
+
+def _learning_more(module: Any) -> None:
+    module.register_parameter("more", nn.Parameter(torch.ones(3)))
+
+
+def _saving_more(module: Any) -> None:
+    module._register_state_dict_hook(lambda module, state, prefix, meta: state.update({prefix + "more": torch.ones(3)}))
+
+
+def _saving_more_before(module: Any) -> None:
+    module.register_state_dict_pre_hook(lambda module, prefix, keep_vars: None)
+
+
+class _Tagged(nn.Parameter):
+    """A subclass as quantisers make them."""
+
+
+def _tagged(module: Any) -> None:
+    module.weight = _Tagged(module.weight.detach())
+
+
+_MORE = {
+    _holding_more: "it holds more, which no",
+    _holding_more_that_is_not_saved: "it holds more, which no",
+    _learning_more: "it holds more, which no",
+    _saving_more: "it has hooks on its state_dict",
+    _saving_more_before: "it has hooks on its state_dict",
+    _tagged: "its weight is a _Tagged, a subclass of Parameter",
+}
+
+
+@pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
+@pytest.mark.parametrize("rule", _PLACES, ids=_name)
+def test_a_layer_that_holds_more_than_its_class_is_left_alone(rule: Rule, more: Callable[[Any], None]) -> None:
+    graph_module, x = _graph(rule, more)
+    check_refused(rule, graph_module, x, _MORE[more])
+
+
+@pytest.mark.parametrize("more", _MORE, ids=lambda more: more.__name__)
+@pytest.mark.parametrize("rule", [rule for rule in _PLACES if _PLACES[rule][3]], ids=_name)
+def test_a_norm_or_other_layer_that_holds_more_than_its_class_is_left_alone(
+    rule: Rule, more: Callable[[Any], None]
+) -> None:
+    make, x, body, others = _PLACES[rule]
+    ((name, other),) = others.items()
+    other = _copy(other)
+    more(other)
+    check_refused(rule, graph_of(Program(body, layer=make(), **{name: other}).eval()), x, _MORE[more])
+
+
+def test_a_dropout_that_holds_more_than_its_class_is_left_alone() -> None:
+    dropout = nn.Dropout()
+    _holding_more(dropout)
+    graph_module = graph_of(Program(lambda m, x: m.drop(x) + 1, drop=dropout).eval())
+    check_refused(RemoveNoOps(), graph_module, X, "drop: it holds more, which no Dropout has")
+
+
+def test_what_is_kept_of_a_layer_norm_is_all_but_its_gain_and_shift() -> None:
+    graph_module, _ = _graph(FoldNormAffine(), lambda layer: None)
+    graph_module.norm.tag = "mine"
+    bare = FoldNormAffine()(graph_module).norm
+    assert (bare.tag, bare.weight, bare.bias, bare.elementwise_affine) == ("mine", None, None, False)
+
+
+# Where a constant that may be trained becomes part of a layer.
+_TRAINED: dict[str, tuple[Rule, torch.Tensor, Callable[[], Any], Callable[[Any, Any], Any], Callable[[], Any]]] = {
+    "bias": (FuseBias(), X, _linear, lambda m, x: m.layer(x) + m.other, lambda: nn.Parameter(torch.ones(4))),
+    "factor after": (FoldScale(), X, _linear, lambda m, x: m.layer(x) * m.other, lambda: nn.Parameter(torch.ones(1))),
+    "factor before": (FoldScale(), X, _linear, lambda m, x: m.layer(x * m.other), lambda: nn.Parameter(torch.ones(1))),
+    "gain": (FoldNormAffine(), X, _linear, lambda m, x: m.layer(x * m.other), lambda: nn.Parameter(torch.ones(4))),
+    "layer norm": (FoldNormAffine(), X, _linear, lambda m, x: m.layer(m.other(x)), lambda: nn.LayerNorm(4)),
+    "norm after": (FuseBatchNorm(), IMAGE, _conv, lambda m, x: m.other(m.layer(x)), _norm_2d),
+    "norm before": (FuseBatchNorm(), IMAGE, _conv, lambda m, x: m.layer(m.other(x)), _norm_2d),
+    "norm beside": (MergeParallelConvs(), IMAGE, _conv, lambda m, x: m.layer(x) + m.other(x), _norm_2d),
+}
+
+
+@pytest.mark.parametrize("frozen", ["layer", "other"])
+@pytest.mark.parametrize("what", _TRAINED)
+def test_what_is_trained_and_what_is_frozen_are_not_made_one(what: str, frozen: str) -> None:
+    rule, x, make, body, other = _TRAINED[what]
+    program = Program(body, layer=make(), other=other()).eval()
+    applied = symbolic_trace(program, example_inputs={"x": x})
+    assert len(run(rule, sharing(applied))[1].changes) == 1
+    getattr(program, frozen).requires_grad_(False)
+    graph_module = symbolic_trace(program, example_inputs={"x": x})
+    check_refused(rule, graph_module, x, "they differ in requires_grad")
+
+
+@pytest.mark.parametrize("what", ["bias", "factor after", "gain"])
+def test_a_buffer_becomes_part_of_a_layer_whether_that_is_trained_or_frozen(what: str) -> None:
+    for frozen in (False, True):
+        rule, x, make, body, other = _TRAINED[what]
+        program = Program(body, layer=make().requires_grad_(not frozen)).eval()
+        program.register_buffer("other", other().detach() * 3)
+        check_applied(rule, symbolic_trace(program, example_inputs={"x": x}), x)
+
+
+@pytest.mark.parametrize("what", [what for what in _TRAINED if what != "norm beside"])
+def test_a_weight_keeps_its_strides(what: str) -> None:
+    rule, x, make, body, other = _TRAINED[what]
+    for order in [(0, 2, 3, 1), (1, 0, 2, 3), (3, 2, 1, 0)] if make is _conv else [(1, 0)]:
+        layer = nn.Conv2d(4, 4, (2, 3)) if make is _conv else nn.Linear(4, 4)
+        weight = layer.weight.detach().permute(order).contiguous()
+        layer.weight = nn.Parameter(weight.permute([order.index(axis) for axis in range(len(order))]))
+        graph_module = symbolic_trace(Program(body, layer=layer, other=other()).eval(), example_inputs={"x": x})
+        report = check_applied(rule, graph_module, x)
+        assert report.changes
+        assert rule(sharing(graph_module)).layer.weight.stride() == layer.weight.stride()
+
+
+def test_a_weight_keeps_its_stride_along_an_axis_of_one_position() -> None:
+    layer = nn.Linear(1, 4)
+    layer.weight = nn.Parameter(torch.randn(4).as_strided((4, 1), (1, 7)))
+    graph_module = graph_of(Program(lambda m, x: m.layer(x) * 3, layer=layer).eval())
+    check_applied(FoldScale(), graph_module, X[:, :1])
+    assert FoldScale()(graph_module).layer.weight.stride() == (1, 7)
+
+
+@pytest.mark.parametrize("rule", [FuseBias(), FoldScale(), FoldNormAffine()], ids=_name)
+@pytest.mark.parametrize("weight", [torch.randn(4, 8)[:, :4], torch.randn(1, 4).expand(4, 4)], ids=["gaps", "expanded"])
+def test_a_weight_whose_strides_no_other_can_have_is_left_alone(rule: Rule, weight: torch.Tensor) -> None:
+    graph_module, x = _graph(rule, lambda layer: setattr(layer, "weight", nn.Parameter(weight)))
+    check_refused(rule, graph_module, x, "its weight does not fill the memory that it spans")
+
+
+def test_a_weight_with_gaps_in_memory_is_not_cast() -> None:
+    program = Program(lambda m, x: m.layer(x), layer=_linear()).eval()
+    program.layer.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
+    graph_module = symbolic_trace(program, example_inputs={"x": X})
+    check_refused(CastPrecision(), graph_module, X, "layer: its weight does not fill the memory that it spans")
+
+
+# Weights with which a sum of products, or a product of weights, is beyond what the dtype holds.
+_GREAT: dict[str, tuple[Rule, torch.dtype, Callable[[Any], None]]] = {
+    "bias": (FuseBias(), torch.float16, lambda m: m.layer.bias.fill_(65504)),
+    "norm of half precision": (FuseBatchNorm(), torch.float16, lambda m: _norm(m, 300, 1e-7, 100)),
+    "norm of single precision": (FuseBatchNorm(), torch.float32, lambda m: _norm(m, 1, 1e-5, 1e38)),
+    "scale": (FoldScale(), torch.float16, lambda m: m.layer.weight.fill_(3e4)),
+    "gain": (FoldNormAffine(), torch.bfloat16, lambda m: (m.layer.weight.fill_(1e30), m.norm.weight.fill_(1e30))),
+    "chain": (MergeLinearChain(), torch.float32, lambda m: (m.layer.weight.fill_(1e25), m.other.weight.fill_(1e25))),
+    "kernels": (MergeParallelConvs(), torch.float16, lambda m: [k.weight.fill_(4e4) for k in (m.layer, m.other)]),
+    "infinite already": (FoldScale(), torch.float32, lambda m: m.layer.weight[0].fill_(torch.inf)),
+}
+# ... and with which so many of them are so small that their dtype holds them with few digits.
+_SMALL: dict[str, tuple[Rule, torch.dtype, Callable[[Any], None]]] = {
+    "norm": (FuseBatchNorm(), torch.float16, lambda m: m.norm.weight.fill_(1e-5)),
+    "norm of one feature": (FuseBatchNorm(), torch.float16, lambda m: m.norm.weight[2].fill_(1e-5)),
+    "gain": (FoldNormAffine(), torch.float16, lambda m: m.norm.weight.fill_(1e-5)),
+    "gain of one feature": (FoldNormAffine(), torch.float16, lambda m: m.norm.weight[2].fill_(1e-5)),
+    "chain": (MergeLinearChain(), torch.float32, lambda m: (m.layer.weight.fill_(1e-20), m.other.weight.fill_(1e-20))),
+}
+
+
+def _norm(m: Any, mean: float, variance: float, weight: float) -> None:
+    m.norm.running_mean.fill_(mean)
+    m.norm.running_var.fill_(variance)
+    m.layer.weight.fill_(weight)
+
+
+def _extreme(rule: Rule, dtype: torch.dtype, change: Callable[[Any], None]) -> GraphModule:
+    make, _, body, others = _PLACES[rule]
+    kept = {name: _copy(other) for name, other in others.items()}
+    program = Program(body, layer=make(), **kept).to(dtype).eval()
+    with torch.no_grad():
+        change(program)
+    return graph_of(program)
+
+
+@pytest.mark.parametrize("what", _GREAT)
+def test_weights_that_would_overflow_are_left_alone(what: str) -> None:
+    check_refused(_GREAT[what][0], _extreme(*_GREAT[what]), None, "its weights would overflow or become subnormal")
+
+
+@pytest.mark.parametrize("what", _SMALL)
+def test_weights_that_would_become_subnormal_are_left_alone(what: str) -> None:
+    check_refused(_SMALL[what][0], _extreme(*_SMALL[what]), None, "its weights would overflow or become subnormal")
+
+
+@pytest.mark.parametrize("rule", _FOLDING, ids=_name)
+def test_a_few_small_weights_among_larger_ones_do_not_matter(rule: Rule) -> None:
+    graph_module = _extreme(rule, torch.float16, lambda m: m.layer.weight[0, 0].fill_(3e-5))
+    assert len(run(rule, graph_module)[1].changes) == 1

@@ -1,0 +1,159 @@
+"""memory and modules: what changes a tensor is known, under whatever name, and what only reads its size is no view."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+from optexport import symbolic_trace
+from optexport.testing import assert_same, sharing
+from optexport.transformations import FuseBatchNorm2dInConv2d, FuseBias, MergeLinears, Rule
+from optexport.transformations.analysis import effects, memory, modules
+from optexport.transformations.analysis.modules import operator_name
+from optexport.transformations.rule import run
+from tests._helpers.graphs import Program, graph_of
+from tests._helpers.models import randomise
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+
+
+def _traced(how: str, model: nn.Module, x: torch.Tensor = X) -> GraphModule:
+    return graph_of(model) if how == "fx" else symbolic_trace(model, example_inputs={"x": x})
+
+
+def _reasons(rule: Rule, given: GraphModule) -> list[str]:
+    _, report = run(rule, sharing(given))
+    assert not report.changes
+    return [miss.reason for miss in report.near_misses]
+
+
+def _statistics() -> nn.Module:
+    held = nn.Module()
+    held.register_buffer("mean", torch.randn(4))
+    held.register_buffer("var", torch.rand(4))
+    return held
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: F.batch_norm(x, m.own.mean, m.own.var, training=True) + (m.layer(x) + m.own.mean),
+        lambda m, x: (
+            torch.batch_norm(x, None, None, m.own.mean, m.own.var, True, 0.1, 1e-5, False) + (m.layer(x) + m.own.mean)
+        ),
+        lambda m, x: (
+            F.instance_norm(x[:, :, None].expand(3, 4, 2) * 1.0, m.own.mean, m.own.var)[..., 0]
+            + (m.layer(x) + m.own.mean)
+        ),
+        lambda m, x: (m.layer(x) + m.norm.running_mean) + m.norm(x),
+    ],
+)
+def test_statistics_that_are_learned_are_no_constants(body: Any, trace: str) -> None:
+    model = randomise(Program(body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), own=_statistics())).train()
+    assert not _reasons(FuseBias(), _traced(trace, model))
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+def test_statistics_that_are_only_read_are_constants(trace: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, m.own.mean, m.own.var) + (m.layer(x) + m.own.mean) + m.norm(x)
+
+    model = randomise(Program(body, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), own=_statistics()))
+    _, report = run(FuseBias(), sharing(_traced(trace, model)))
+    assert len(report.changes) == 1
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+def test_a_weight_that_is_changed_under_another_name_stays(trace: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.alias.w.mul_(x.mean())
+        return m.one(x) * m.two(x)
+
+    model, alias = randomise(Program(body, one=nn.Linear(4, 4), two=nn.Linear(4, 4))), nn.Module()
+    alias.register_buffer("w", model.one.weight.data)
+    model.alias = alias
+    assert _reasons(MergeLinears(), _traced(trace, model)) == ["one: its weight is changed in place by mul_"]
+
+
+def test_a_statistic_that_is_changed_under_another_name_stays() -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.alias.w.mul_(x.mean())
+        return m.norm(m.conv(x))
+
+    model, alias = randomise(Program(body, conv=nn.Conv2d(2, 3, 1), norm=nn.BatchNorm2d(3))), nn.Module()
+    alias.register_buffer("w", model.norm.running_mean.data)
+    model.alias = alias
+    (reason,) = _reasons(FuseBatchNorm2dInConv2d(), graph_of(model))
+    assert reason == "norm: its running_mean is changed in place by mul_"
+
+
+def test_a_layer_in_a_layer_that_is_called_as_a_whole_changes_its_own() -> None:
+    whole = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4)), nn.Embedding(3, 4, max_norm=1.0), nn.BatchNorm1d(4).eval())
+    graph = fx.Graph()
+    graph.output(graph.call_module("whole", (graph.placeholder("x"),)))
+    (call,) = graph.find_nodes(op="call_module")
+    holder = nn.Module()
+    holder.whole = whole
+    changed = effects.own_changes(GraphModule(holder, graph), call)
+    assert [id(tensor) for tensor in changed] == [id(t) for t in (*whole[0][0].buffers(), whole[1].weight)]
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+def test_sizes_hand_no_memory_on(trace: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0] if trace == "export" else x.size(0)
+        y, z = (x * 2).view(rows, 2, 2), (x * 3).view(rows * 2, 2)
+        z.add_(x.size()[0] + 1)
+        return y.flatten() + z.flatten()
+
+    given = _traced(trace, Program(body))
+    views = [node for node in given.graph.nodes if modules.operator_name(node) == "view"]
+    assert [memory.changed_in_place(given, view) for view in views] == [False, True]
+    assert [len(memory.handed_on(given, view)) for view in views] == [1, 1]
+
+
+def test_what_getattr_reads_is_a_view_unless_it_is_a_size() -> None:
+    given = graph_of(Program(lambda m, x: x.T.view(x.shape[0], operator.mul(x.ndim, 2))))
+    read = {node.args[1]: memory.handed_on(given, node) for node in given.graph.nodes if node.target is getattr}
+    assert {name: len(inputs) for name, inputs in read.items()} == {"T": 1, "shape": 0, "ndim": 0}
+
+
+def test_an_operator_of_others_is_not_taken_for_one_of_pytorch_by_its_name() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    own, foreign = graph.call_function(torch.relu, (x,)), graph.call_function(torch.ops.optexport_memory.relu, (x,))
+    assert operator_name(own) == "relu"
+    assert operator_name(foreign) != "relu"
+
+
+@torch.library.custom_op("optexport_memory::relu", mutates_args=())
+def relu(x: torch.Tensor) -> torch.Tensor:
+    return -x
+
+
+def test_a_method_of_an_object_of_ones_own_may_change_what_it_is_given() -> None:
+    class Bumps:
+        def bump(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1.0)
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, bumps):  # type: ignore[no-untyped-def]
+            h = x * 2
+            return self.a(h), bumps.bump(h), self.b(h)
+
+    given = torch.fx.symbolic_trace(Given())
+    want = given(X, Bumps())
+    _, report = run(MergeLinears(), given)
+    assert ["is changed in place by bump" in near.reason for near in report.near_misses] == [True]
+    assert_same([*given(X, Bumps())], [*want], "outputs")
