@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from optexport._utils import telemetry
+from optexport._version import __version__ as __version__
 
 telemetry.off()
 
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from optexport.api import export as export
@@ -52,17 +52,17 @@ _ERRORS = (
     "TransformationError",
 )
 _HOMES = {
-    "Bundle": "applications.bundle",
-    "Dim": "signature",
+    "Bundle": "inference.bundle",
+    "Dim": "signature.signature",
     "GenerationResult": "generation.export",
     "Generator": "generation.runtime",
-    "Result": "pipeline",
+    "Result": "pipeline.run",
     "export": "api",
     "export_generation": "generation.export",
-    "run": "pipeline",
+    "run": "pipeline.run",
     "run_generation": "generation.run",
     "symbolic_trace": "tracing.trace",
-    "verify": "bundle.verification",
+    "verify": "parity.verify",
     **dict.fromkeys(_ERRORS, "errors"),
 }
 

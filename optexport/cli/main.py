@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from optexport import __version__
+from optexport._version import __version__
 from optexport.cli._console import clean_warnings, console, echo, prints_aside, progress
 from optexport.cli._group import Group, debug_option, json_option, junit_option, no_code_option, print_json
 from optexport.cli.batch import batch
@@ -136,9 +136,9 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
         with prints_aside():
             result = run.run_generation(config, without=without, stages=stages)
     if as_json:
-        print_json(terminal.as_json(result))
+        print_json(summary.as_json(result))
     else:
-        terminal.show(result, console())
+        summary.show(result, console())
     for part in result.parts.values():
         if part.failure is not None:
             raise part.failure

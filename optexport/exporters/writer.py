@@ -11,7 +11,7 @@ import onnx_ir
 from torch import fx
 from torch.export import ExportedProgram
 
-from optexport import __version__
+from optexport._version import __version__
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.config.load import Format
 from optexport.config.passes import of_format

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optexport import __version__
+from optexport._version import __version__
 from optexport._utils.packages import versions
 from optexport._utils.platform import machine
 from optexport._utils.redaction import redact

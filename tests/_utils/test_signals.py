@@ -156,7 +156,7 @@ def test_a_signal_within_a_text_that_is_executed_ends_with_its_own_code(
         f"group.command(name='works')(lambda: exec({inner!r}))\n"
         "group(['works'])\n"
     )
-    path = os.pathsep.join([str(tmp_path), str(Path(signals.__file__).parent.parent)])
+    path = os.pathsep.join([str(tmp_path), str(Path(signals.__file__).parents[2])])
     done = subprocess.run(
         [sys.executable, "-m", "program"],
         stderr=subprocess.PIPE,
@@ -204,7 +204,7 @@ def endless(folder: Path, how: str) -> tuple[subprocess.Popen[str], Path]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(signals.__file__).parent.parent), "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONPATH": str(Path(signals.__file__).parents[2]), "PYTHONWARNINGS": "ignore"},
     )
     assert process.stdout is not None
     return process, Path(process.stdout.readline().rstrip())

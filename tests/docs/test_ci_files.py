@@ -18,7 +18,7 @@ import yaml
 from optexport.config.load import parse_config
 from tests._helpers.cli import CliRunner, cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GITHUB = yaml.safe_load((ROOT / "pipelines" / "github-actions.yml").read_text(encoding="utf-8"))
 GITLAB = yaml.safe_load((ROOT / "pipelines" / "gitlab-ci.yml").read_text(encoding="utf-8"))
 KUBERNETES = list(yaml.safe_load_all((ROOT / "pipelines" / "kubernetes-job.yml").read_text(encoding="utf-8")))

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from dockerfile_parse import DockerfileParser
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _PATH = "/usr/local/bin:/usr/bin:/usr/sbin:/bin:/sbin"
 
 pytestmark = [

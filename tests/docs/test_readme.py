@@ -12,7 +12,7 @@ import pytest
 from tests._helpers import exports
 from tests._helpers.cli import CliRunner, cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     *(
