@@ -16,6 +16,7 @@ telemetry.off()
 
 if TYPE_CHECKING:
     from optexport.api import export as export
+    from optexport.api import symbolic_trace as symbolic_trace
     from optexport.errors import BundleError as BundleError
     from optexport.errors import ConfigError as ConfigError
     from optexport.errors import DeviceError as DeviceError
@@ -33,10 +34,9 @@ if TYPE_CHECKING:
     from optexport.generation.runtime import Generator as Generator
     from optexport.inference.bundle import Bundle as Bundle
     from optexport.parity.verify import verify as verify
-    from optexport.pipeline.run import Result as Result
     from optexport.pipeline.run import run as run
+    from optexport.result import Result as Result
     from optexport.signature.signature import Dim as Dim
-    from optexport.tracing.trace import symbolic_trace as symbolic_trace
 
 _ERRORS = (
     "BundleError",
@@ -56,12 +56,12 @@ _HOMES = {
     "Dim": "signature.signature",
     "GenerationResult": "generation.export",
     "Generator": "generation.runtime",
-    "Result": "pipeline.run",
+    "Result": "result",
     "export": "api",
     "export_generation": "generation.export",
     "run": "pipeline.run",
     "run_generation": "generation.run",
-    "symbolic_trace": "tracing.trace",
+    "symbolic_trace": "api",
     "verify": "parity.verify",
     **dict.fromkeys(_ERRORS, "errors"),
 }

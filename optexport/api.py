@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from optexport._utils.progress import Stages
@@ -17,24 +18,22 @@ from optexport.config.checks import check_formats
 from optexport.config.load import FORMATS, LARGEST_SIZE, Effort, Layout, checked_settings
 from optexport.config.precision import check_precision
 from optexport.errors import ConfigError, TraceError
-from optexport.job import Job, preset
+from optexport.inputs.dummy import dummy_inputs
+from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.parity import cases
 from optexport.parity.gates import load_metrics
 from optexport.pipeline import run
-from optexport.pipeline.run import Result
+from optexport.pipeline.api_arguments import check_arguments, listed, named_rules
+from optexport.result import Result
 from optexport.signature import dtypes, exported_program
 from optexport.signature.arguments import flat_inputs
-from optexport.signature.signature import Batch, Dim, Dynamic
+from optexport.signature.signature import Batch, Dim, Dynamic, call_signature, named_inputs
+from optexport.tracing import transformers_exporter
+from optexport.tracing.trace import copy_graph_module, trace
 from optexport.transformations import Transformation
-from optexport.transformations.apply import NamedRule
 
-# How what is a mapping is written.
-_WRITTEN = {
-    "dynamic": '{"x": {0: "batch"}}',
-    "decisions": '{"cosine": 0.999}',
-    "precision": '{"onnx": "int8"}',
-}
+logger = logging.getLogger("optexport")
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor
 
@@ -130,26 +129,6 @@ def export(
     return run.produce(job, stages or Stages())
 
 
-def named_rules(transformations: Transformation | Iterable[Transformation] | None) -> tuple[NamedRule, ...]:
-    """The rules that transformations are, by the names that reports give them; the preset by default.
-
-    Raises:
-        ConfigError: Something else is among them.
-    """
-    if transformations is None:
-        return preset()
-    given: Any = transformations  # which may be anything: a class, where parentheses were forgotten
-    listed = [*given] if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
-    for transformation in listed:
-        if not isinstance(transformation, Transformation):
-            raise ConfigError(
-                f"{transformation!r} is no transformation",
-                place="transformations",
-                mend="Give instances, such as optexport.transformations.MergeLinears().",
-            )
-    return NamedRule.of(listed)
-
-
 def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
     """The model as it is called with the first batch, and the tensors of all by name."""
     if loaded.program is not None:
@@ -216,27 +195,66 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
                 )
 
 
-def listed(formats: Any) -> Any:
-    """Formats as a config has them, which is told of what is none."""
-    return list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else formats
-
-
 def _that_change(axes: Mapping[int, str | Dim]) -> dict[int, str | Dim]:
     """The axes that may have more than one size; the others are fixed."""
     return {axis: dim for axis, dim in axes.items() if isinstance(dim, str) or dim.min != dim.max}
 
 
-def check_arguments(model: Any, **mappings: Any) -> None:
-    """Checks what is given in Python, where it may be anything.
+def symbolic_trace(
+    model: nn.Module,
+    input_names: list[str] | None = None,
+    disable_check: bool = False,  # noqa: ARG001
+    *,
+    example_inputs: Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...] | None = None,
+    dynamic: Dynamic | None = None,
+) -> fx.GraphModule:
+    """Traces a model to a graph that transformations can be applied to.
+
+    Args:
+        model: A model of transformers, any other ``nn.Module``, or a GraphModule, which is copied as it is. It is not
+            changed; the graph shares its parameters.
+        input_names: The inputs to trace with; by default those of ``example_inputs``, or those that a transformers
+            model needs.
+        disable_check: Accepted for the sake of code written for ``transformers.utils.fx.symbolic_trace``. There it
+            let unlisted architectures pass; here every architecture may be traced.
+        example_inputs: Tensors by input name, or a tuple of them in order. Without them, inputs of a transformers model
+            are made from its config, and any other module goes through ``torch.fx.symbolic_trace``, with all inputs.
+        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. By default, every axis that the
+            model leaves dynamic; those that it fixes are logged.
 
     Raises:
-        ConfigError: The model is none, or another argument is no mapping.
+        TraceError: The model cannot be traced, or fixes an axis that was declared dynamic.
     """
-    if not isinstance(model, nn.Module | ExportedProgram):
-        raise ConfigError(f"it is a {type(model).__name__}, not a module", place="model")
-    for name, given in mappings.items():
-        if given is not None and not isinstance(given, Mapping):
-            raise ConfigError(f"{given!r} is no mapping", place=name, mend=f"Write {_WRITTEN[name]}.")
-    for name, axes in (mappings.get("dynamic") or {}).items():
-        if not isinstance(axes, Mapping):
-            raise ConfigError(f"{axes!r} is no mapping", place=f"dynamic: {name}", mend='Write {0: "batch"}.')
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"it is a {type(model).__name__}, not a module", place="model")
+    example = None if example_inputs is None else named_inputs(model, example_inputs)
+    if example is None:
+        if isinstance(model, fx.GraphModule):
+            return copy_graph_module(model)
+        if not transformers_exporter.holds_transformers(model):
+            return _symbolic_trace_module(model, input_names or ())
+        example = dummy_inputs(model, input_names)
+    elif input_names is not None:
+        missing = [name for name in input_names if name not in example]
+        if missing:
+            raise TraceError(f"no tensor is given for {', '.join(missing)}", place="example_inputs")
+        example = {name: example[name] for name in input_names}
+    traced = trace(model, example, dynamic)
+    if traced.fixed:
+        logger.warning("The model fixes some axes of its inputs: %s", ", ".join(traced.fixed))
+    return traced.graph_module
+
+
+def _symbolic_trace_module(model: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:
+    taken = call_signature(model).parameters
+    if not all(name in taken for name in input_names):
+        told = f"forward takes {', '.join(taken)}, and not {', '.join(map(str, input_names))}"
+        raise TraceError(told, place="input_names")
+    try:
+        return fx.symbolic_trace(model)
+    except Exception as error:  # the tracer runs the model's own code, which may raise anything
+        raise TraceError(
+            f"torch.fx could not trace it without inputs: {error}",
+            place=type(model).__name__,
+            mend="Give example_inputs: with them torch.export traces what torch.fx cannot.",
+        ) from error

@@ -10,13 +10,9 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from optexport._utils.redaction import redact, redact_error
-
-if TYPE_CHECKING:
-    from optexport.bundle.manifest import ParityRecord
-
+from optexport.redaction import redact, redact_error
 
 # How an error of TorchScript's begins, and how the line that says what it is.
 _TORCHSCRIPT = "The following operation failed in the TorchScript interpreter."
@@ -111,9 +107,7 @@ class OptexportError(Exception):
 
     exit_code = 1
 
-    def __init__(
-        self, cause: str, *, place: str | None = None, mend: str | None = None, proof: ParityRecord | None = None
-    ) -> None:
+    def __init__(self, cause: str, *, place: str | None = None, mend: str | None = None, proof: Any = None) -> None:
         self.proof = proof
         self.cause = redact_error(cause)
         self.place = None if place is None else on_one_line(redact_error(place))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from optexport.api import symbolic_trace
 from optexport.errors import ConfigError
 from optexport.inference.bundle import Bundle
-from optexport.tracing.trace import symbolic_trace
 from tests._helpers.exports import quick
 from tests._helpers.models import randomise
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optexport.bundle import layout
 from optexport.config import text as config_text
 from optexport.config.load import Config, parse_config
 from optexport.errors import ConfigError
@@ -34,7 +33,7 @@ class Task:
     @property
     def output(self) -> Path | None:
         """The folder of its bundle."""
-        return None if self.config is None else layout.output_of(self.config, self.path.parent)
+        return None if self.config is None else self.config.output_path(self.path.parent)
 
 
 def tasks_of(given: Sequence[str]) -> list[Task]:

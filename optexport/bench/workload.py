@@ -100,11 +100,11 @@ def from_bundle(
         ConfigError: As for `from_signature`, or the other inputs do not fit the bundle.
         BundleError: The stored ones are damaged.
     """
-    from optexport.bundle.contents import REFERENCE, read_reference
+    from optexport.bundle.contents import read_traced_inputs
+    from optexport.bundle.layout import REFERENCE
     from optexport.signature.signature import Dim, Signature, TensorSpec
 
-    outputs = [output.name for output in manifest.outputs]
-    batch = read_reference(bundle / REFERENCE, manifest.reference_cases, outputs).cases[0].batch
+    batch = read_traced_inputs(bundle / REFERENCE, [spec.name for spec in manifest.inputs])
     specs = tuple(TensorSpec(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.inputs)
     dims = {name: Dim(name, dim.min, dim.max) for name, dim in manifest.dims.items()}
     if given is not None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from optexport._utils.redaction import redact
+from optexport.redaction import redact
 
 
 def checkout(folder: Path) -> dict[str, str]:

@@ -13,12 +13,8 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from optexport.errors import ConfigError
-
-if TYPE_CHECKING:
-    from optexport.config.load import Config
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.json"
@@ -41,11 +37,6 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TOO_MANY = (errno.EMFILE, errno.ENFILE)
 # In bytes: where the beginning of a file says what it is.
 _BEGINNING = 4096
-
-
-def output_of(config: Config, folder: Path) -> Path:
-    """The bundle's folder, of a config that lies in a folder."""
-    return (folder / Path(config.export.output).expanduser()).resolve()
 
 
 def beside(output: Path, what: str) -> Path:

@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 import click
 
 from optexport._utils import packages, signals
-from optexport._utils.redaction import redact_error
 from optexport.bundle.layout import NO_ROOM, TOO_MANY, cache
 from optexport.cli._console import echo, output_descriptor
 from optexport.config import custom_code
 from optexport.errors import OptexportError, printable
+from optexport.redaction import redact_error
 
 # What a command was asked for, in the part of click's contexts that the program's and the command's share.
 _AS_JSON = "optexport.json"

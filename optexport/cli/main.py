@@ -84,7 +84,7 @@ def run(
 ) -> None:
     """Transform, prove and export the model that CONFIG names."""
     from optexport._utils import packages
-    from optexport.bundle.layout import kept, output_of
+    from optexport.bundle.layout import kept
     from optexport.config.load import load_config
     from optexport.pipeline import lockfile
     from optexport.report import ci
@@ -98,7 +98,7 @@ def run(
         ci.start(junit, [config])
         ci.publish(config.name, None, error, junit)
         raise
-    ci.start(junit, [config, *kept(output_of(read, config.parent))])
+    ci.start(junit, [config, *kept(read.output_path(config.parent))])
     if read.generation is not None:
         given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--locked": locked}
         given |= {"--junit": junit is not None}

@@ -342,6 +342,10 @@ class Config(_Table):
             return [TransformationConfig(use=name) for name in registry.PRESET]
         return list(self.transformations)
 
+    def output_path(self, folder: Path) -> Path:
+        """Returns the bundle's folder, for a config file that lies in ``folder``."""
+        return (folder / Path(self.export.output).expanduser()).resolve()
+
 
 def load_config(path: Path, without: Collection[str] = ()) -> Config:
     """Reads and checks a config file, without importing torch.

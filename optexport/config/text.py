@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from optexport._utils.redaction import redact
 from optexport.bundle.layout import check_utf8
 from optexport.config.validation import Mistakes, dotted
 from optexport.errors import ConfigError
+from optexport.redaction import redact
 
 # More than anybody writes; a file that says more is made to take long.
 _BYTES = 1 << 20

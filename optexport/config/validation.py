@@ -8,8 +8,8 @@ from typing import Any, ParamSpec, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from optexport._utils.redaction import redact
 from optexport.errors import ConfigError, did_you_mean
+from optexport.redaction import redact
 
 P = ParamSpec("P")
 

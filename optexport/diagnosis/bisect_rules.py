@@ -17,11 +17,11 @@ from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case
 from optexport.diagnosis.subgraph import cut
 from optexport.exporters import exported_program
 from optexport.exporters.torchscript import exporter
-from optexport.exporters.transformers_exporters import quiet
 from optexport.parity.checker import GRAPH, PlaceParity, Proof
 from optexport.parity.reference import Call
 from optexport.signature.signature import Batch
 from optexport.tracing.trace import Traced
+from optexport.tracing.transformers_exporter import quiet
 from optexport.transformations import DeepCopy, Match, Rule, Skip
 from optexport.transformations.apply import Applied, NamedRule, is_built_in, transform
 from optexport.transformations.rule import Change

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from torch import fx
 
-from optexport.bundle import contents, digests
+from optexport.bundle import digests
+from optexport.bundle.layout import REFERENCE
 from optexport.diagnosis import reproduction
 from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.diagnosis.reproduction import Finding
 from optexport.errors import BundleError, ExportError
 from optexport.parity.checker import Proof
+from optexport.parity.reference_file import read_reference
 from optexport.parity.verify import bound_of, gates_of
 from optexport.runtime import runners
 from optexport.runtime.untrusted import archives
@@ -37,9 +39,7 @@ def blame_bundle(folder: Path) -> str:
     except BundleError as error:
         damage = error
     outputs = [output.name for output in manifest.outputs]
-    reference = contents.read_reference(
-        folder / contents.REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases
-    )
+    reference = read_reference(folder / REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases)
     lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
     bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
     proof = Proof(reference, bounds, gates_of(manifest) if lowered else ())  # which nothing else is held to

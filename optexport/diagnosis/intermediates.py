@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from optexport._utils import atomic_dir, signals
-from optexport._utils.redaction import redact_error
 from optexport.errors import first_line
+from optexport.redaction import redact_error
 from optexport.runtime import devices
 from optexport.runtime.untrusted import archives
 from optexport.signature.signature import as_arguments

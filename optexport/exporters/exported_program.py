@@ -18,10 +18,10 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from optexport.errors import ExportError, first_line
-from optexport.exporters import transformers_exporters
 from optexport.exporters.disk_space import check_room
 from optexport.exporters.torchscript import passes
 from optexport.signature.signature import Signature, TensorSpec, as_argument, as_arguments
+from optexport.tracing import transformers_exporter
 from optexport.tracing.shapes.size_guards import drop_own_exclusions
 
 
@@ -93,8 +93,8 @@ _UNSOLVED = ("Specializations unexpectedly required", "Cannot create Dim with in
 def _export(
     graph_module: fx.GraphModule, inputs: Mapping[str, torch.Tensor], shapes: Mapping[str, Any]
 ) -> ExportedProgram:
-    with transformers_exporters.exporting(), _attention_of_any_length(graph_module):
-        return transformers_exporters.export_module(graph_module, inputs, shapes)
+    with transformers_exporter.exporting(), _attention_of_any_length(graph_module):
+        return transformers_exporter.export_module(graph_module, inputs, shapes)
 
 
 def _attention_of_any_length(graph_module: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
@@ -190,7 +190,7 @@ def save(program: ExportedProgram, path: Path, *, lowerings: Sequence[str] = ())
                 node.meta.pop("stack_trace", None)
     check_room(path, program)
     try:
-        with transformers_exporters.quiet():
+        with transformers_exporter.quiet():
             torch.export.save(program, path)
     except OSError:
         raise

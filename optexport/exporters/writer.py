@@ -19,7 +19,6 @@ from optexport.exporters import exported_program
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.exporters.onnx import passes
 from optexport.exporters.torchscript import exporter as torchscript_exporter
-from optexport.loading.loader import Loaded
 from optexport.runtime import placement
 from optexport.runtime.devices import Device
 from optexport.signature.signature import Batch, Signature
@@ -34,6 +33,7 @@ class Writer:
 
     Args:
         example: Inputs at the traced sizes, on the CPU.
+        weights_sha256: Digest of the model's weights, written into ONNX files.
         applied: What was done to the graph, for what files say of their making.
         device: Where the files are to run. The graph is on the CPU.
     """
@@ -43,12 +43,12 @@ class Writer:
         graph_module: fx.GraphModule,
         signature: Signature,
         example: Batch,
-        loaded: Loaded,
+        weights_sha256: str,
         applied: Sequence[Applied],
         device: Device = "cpu",
     ) -> None:
         self.signature, self.example, self.device = signature, example, device
-        self._loaded, self._applied = loaded, applied
+        self._weights_sha256, self._applied = weights_sha256, applied
         self.flat = exported_program.flatten(graph_module, signature)
         self._onnx_model = cache(self._convert)
 
@@ -92,7 +92,7 @@ class Writer:
         """What an ONNX file says of its own making, in its ``metadata_props``."""
         return {
             "optexport.version": __version__,
-            "optexport.weights_sha256": self._loaded.weights_sha256,
+            "optexport.weights_sha256": self._weights_sha256,
             "optexport.transformations": [
                 {"rule": a.rule.name, "options": dict(a.rule.options), "changes": len(a.report.changes)}
                 for a in self._applied

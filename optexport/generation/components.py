@@ -18,12 +18,12 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from optexport.errors import TraceError, first_line
-from optexport.exporters import transformers_exporters
 from optexport.generation import caches
 from optexport.generation.caches import Tensors
 from optexport.generation.names import next_past, past_name
 from optexport.signature.resizing import resize_tensor
 from optexport.signature.signature import Dim, Dynamic
+from optexport.tracing import transformers_exporter
 
 Prompt = Mapping[str, torch.Tensor]
 
@@ -197,7 +197,7 @@ def _decode_inputs(model: nn.Module, prompt: Prompt) -> dict[str, Any]:
     """What ``generate`` gives the decoder at a step after the first."""
     name = type(model).__name__
     try:
-        found = transformers_exporters.decompose(model, prompt)
+        found = transformers_exporter.decompose(model, prompt)
     except Exception as error:  # the model's own code may raise anything
         raise TraceError(
             f"generate() fails on the first prompt: {first_line(error.__cause__ or error)}",

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from optexport import api
 from optexport._utils import atomic_dir
 from optexport._utils.progress import Stages
 from optexport.bundle import digest_json
@@ -26,7 +25,8 @@ from optexport.generation.tokens import Compared
 from optexport.job import Job
 from optexport.loading.loader import Loaded
 from optexport.pipeline import run
-from optexport.pipeline.run import Result
+from optexport.pipeline.api_arguments import check_arguments, listed, named_rules
+from optexport.result import Result
 from optexport.runtime.runners import Run
 from optexport.signature.positions import most_tokens
 from optexport.transformations import Transformation
@@ -90,13 +90,13 @@ def export_generation(
         ParityError: What was made does not compute the same, or goes on with other tokens.
         ExportError: A file cannot be written in its format.
     """
-    api.check_arguments(model)
-    rules, output = api.named_rules(transformations), as_path(output, "output").resolve()
+    check_arguments(model)
+    rules, output = named_rules(transformations), as_path(output, "output").resolve()
     config = checked_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
             "parity": {"multiple": multiple, "effort": effort},
-            "export": {"formats": api.listed(formats), "output": output.name, "opset": opset},
+            "export": {"formats": listed(formats), "output": output.name, "opset": opset},
         },
         "export_generation",
     )

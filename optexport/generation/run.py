@@ -26,7 +26,7 @@ from optexport.inputs import preparation
 from optexport.job import Job, resolved, rules_of
 from optexport.loading.loader import Loaded
 from optexport.pipeline import run
-from optexport.pipeline.run import Result
+from optexport.result import Result
 from optexport.tracking import run_params
 
 
@@ -50,7 +50,7 @@ def run_generation(path: str | Path, *, without: Sequence[str] = (), stages: Sta
     check_extras(config, path)
     rules, new_tokens = rules_of(config, folder, without), config.generation.new_tokens
     config = resolved(config, rules)
-    output = layout.output_of(config, folder)
+    output = config.output_path(folder)
     export.check_output(output)
     git = checkout(folder)
     text = without_secrets(path)

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 
 from optexport.errors import ParityError
-from optexport.exporters import transformers_exporters
 from optexport.generation.components import Prompt
 from optexport.generation.runtime import Parts
+from optexport.tracing import transformers_exporter
 
 # Two logits may each be off by the limit.
 _SIDES = 2
@@ -92,7 +92,7 @@ def likeliest_tokens(model: nn.Module, prompt: Prompt, tokens: int) -> torch.Ten
     )
     model.generation_config = plain  # type: ignore[assignment]  # which generate() fills up what is asked for from
     try:
-        with torch.no_grad(), transformers_exporters.quiet():
+        with torch.no_grad(), transformers_exporter.quiet():
             # Not the model's own: Whisper's also cuts long audio to pieces and forces tokens.
             ids = GenerationMixin.generate(model, **dict(prompt), generation_config=plain)  # type: ignore[arg-type]
     finally:

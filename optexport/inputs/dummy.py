@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from optexport.errors import OptexportError, TraceError, first_line
-from optexport.exporters.transformers_exporters import computed_outside, one_pass, quiet
 from optexport.inputs.dummy_media import BATCH, MEDIA, Maker, find
 from optexport.inputs.dummy_vision_text import with_image_tokens
 from optexport.signature.positions import most_tokens
+from optexport.tracing.transformers_exporter import computed_outside, one_pass, quiet
 
 Batch = dict[str, torch.Tensor]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from optexport.exporters.transformers_exporters import quiet
 from optexport.inputs.dummy_media import find
+from optexport.tracing.transformers_exporter import quiet
 
 # What the token is called that stands for a part of an image.
 _TOKENS = ("image_token_id", "image_token_index", "image_token", "img_context_token_id", "image_patch_id")

@@ -16,9 +16,9 @@ from torch import nn
 
 from optexport._utils.extras import check_extra
 from optexport.errors import SourceError, first_line
-from optexport.exporters import transformers_exporters
 from optexport.loading import peft_patterns
 from optexport.loading.peft_patterns import CONFIG
+from optexport.tracing import transformers_exporter
 
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of what an adapter keeps beside its own matrices: a head that was trained with it
@@ -66,11 +66,11 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
     saved = saved_weights(folder)
     check_extra("adapters", place)
     peft_patterns.check(folder / CONFIG)
-    with transformers_exporters.quiet():
+    with transformers_exporter.quiet():
         import peft
     try:
         settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        with transformers_exporters.quiet():
+        with transformers_exporter.quiet():
             adapted: Any = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
         known = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(adapted)}
     except Exception as error:  # peft raises many kinds
@@ -87,7 +87,7 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
             f"a {settings.get('peft_type')} adapter cannot be merged into weights", place=place, mend="Give a LoRA one."
         )
     try:
-        with torch.no_grad(), transformers_exporters.quiet():
+        with torch.no_grad(), transformers_exporter.quiet():
             merged: nn.Module = adapted.merge_and_unload(safe_merge=True)
     except Exception as error:  # peft raises many kinds; NaN among what it sums is one
         raise SourceError(f"peft could not merge it: {first_line(error)}", place=place) from error

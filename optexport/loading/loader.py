@@ -26,7 +26,6 @@ from optexport.config.load import ModelConfig
 from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_model, source_kind
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError, SourceError, first_line
-from optexport.exporters import transformers_exporters
 from optexport.exporters.torchscript import passes
 from optexport.loading import (
     adapters,
@@ -42,6 +41,7 @@ from optexport.runtime.untrusted import archives
 from optexport.signature import exported_program
 from optexport.signature.arguments import Arguments, Constant, holding, taking_tensors
 from optexport.signature.signature import as_arguments
+from optexport.tracing import transformers_exporter
 from optexport.tracing.module_reconstruction import unlift
 from optexport.transformations import registry
 
@@ -266,7 +266,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         pretrained_files.check_shards(name)
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
-        with transformers_exporters.quiet(), hub_kernels.refused(options):
+        with transformers_exporter.quiet(), hub_kernels.refused(options):
             model_config = transformers.AutoConfig.from_pretrained(name, **options)
             trained_for = f"; its config names {', '.join(model_config.architectures or ['no task'])}"
             cls = _model_class(config.task, model_config)
@@ -317,7 +317,7 @@ def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping
             mend='Merge it before saving the model, or export the transformer alone: task = "feature-extraction".',
         )
     given = {"dtype": config.dtype and getattr(torch, config.dtype), "attn_implementation": config.attn_implementation}
-    with transformers_exporters.quiet(), hub_kernels.refused(options):
+    with transformers_exporter.quiet(), hub_kernels.refused(options):
         found = sentence_embedding.load(
             name, options, {key: value for key, value in given.items() if value}, f"model.source: {config.source}"
         )

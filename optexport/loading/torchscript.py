@@ -19,10 +19,10 @@ from torch._export.passes.replace_quantized_ops_with_standard_ops_pass import (
 )
 
 from optexport.errors import SourceError, first_line
-from optexport.exporters import transformers_exporters
 from optexport.runtime.untrusted import archives
 from optexport.signature.arguments import plain
 from optexport.signature.signature import call_signature
+from optexport.tracing import transformers_exporter
 
 _MEND = "Export the model from its Python source, or a submodule of it that only computes."
 
@@ -43,7 +43,7 @@ def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mappi
     bound.apply_defaults()
     made = None
     try:
-        with transformers_exporters.quiet(), torch.no_grad():
+        with transformers_exporter.quiet(), torch.no_grad():
             made = _converter.TS2EPConverter(script, bound.args)
             blocks, attributes = _converter.get_block_to_lifted_attrs(made.ts_graph)
             graph_module = _converter.TS2FXGraphConverter(
@@ -78,7 +78,7 @@ def _check_runs(script: torch.jit.ScriptModule, converted: nn.Module, args: tupl
     failures: list[Exception | None] = []
     for module in (converted, script):
         try:
-            with torch.no_grad(), transformers_exporters.quiet():
+            with torch.no_grad(), transformers_exporter.quiet():
                 module(*copy.deepcopy(args))
             failures.append(None)
         except Exception as error:  # a program's own code may raise anything, and is called again when it is traced

@@ -9,9 +9,11 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from optexport._utils.module_state import buffers_kept
 from optexport.parity import distances
 from optexport.parity.cases import Case
 from optexport.parity.memmap import spilled
+from optexport.runtime.runners import Run
 from optexport.signature.signature import Batch
 
 Outputs = dict[str, torch.Tensor]
@@ -99,3 +101,13 @@ def rounding(original: torch.Tensor, exact: torch.Tensor) -> float:
 def kept(case: Case, results: Outputs) -> Outputs:
     """Results at a case as they are kept: those of data, of which there may be much, in files where they are large."""
     return spilled(results) if case.data else results
+
+
+def graph_runner(graph_module: nn.Module, call: Call) -> Run:
+    """How to run the original, or a graph of it, whose buffers it may share, as a place of the pipeline."""
+
+    def run(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with buffers_kept(graph_module):
+            return call(graph_module, dict(batch))
+
+    return run

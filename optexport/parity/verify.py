@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from optexport.bundle import contents, digests
-from optexport.bundle.layout import MANIFEST, as_path
+from optexport.bundle import digests
+from optexport.bundle.layout import MANIFEST, REFERENCE, as_path
 from optexport.bundle.manifest import BoundRecord, GateRecord, Manifest
 from optexport.config.metrics import MEASURES, METRIC
 from optexport.errors import BundleError, ExportError
 from optexport.parity.checker import Proof
 from optexport.parity.gates import CaseDecision, Gate, pooled
 from optexport.parity.noise_floor import Bound
+from optexport.parity.reference_file import read_reference
 from optexport.runtime import runners
 
 
@@ -46,9 +47,7 @@ def prove(folder: Path, manifest: Manifest) -> Proof:
     """
     _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
-    reference = contents.read_reference(
-        folder / contents.REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases
-    )
+    reference = read_reference(folder / REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases)
     bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
     proof = Proof(reference, bounds, gates_of(manifest))
     try:

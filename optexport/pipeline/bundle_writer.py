@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from optexport._version import __version__
 from optexport._utils.packages import versions
 from optexport._utils.platform import machine
-from optexport._utils.redaction import redact
+from optexport._version import __version__
 from optexport.bundle.manifest import (
     ChangeRecord,
     DimRecord,
@@ -30,6 +29,7 @@ from optexport.config.load import Config
 from optexport.errors import printable
 from optexport.job import Made
 from optexport.loading.loader import Loaded
+from optexport.redaction import redact
 from optexport.signature.arguments import Constant
 from optexport.signature.signature import TensorSpec
 from optexport.tracing.trace import Traced

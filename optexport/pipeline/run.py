@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ from optexport._utils import atomic_dir, signals, torch_settings
 from optexport._utils.packages import versions
 from optexport._utils.progress import Stages
 from optexport.bench import report
-from optexport.bench.measure import Report
 from optexport.bundle import contents, digests, layout
 from optexport.bundle.git import checkout
-from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Origin
 from optexport.config.benchmarks import TuneConfig
 from optexport.config.checks import check_extras
@@ -26,7 +24,7 @@ from optexport.config.load import Config, load_config
 from optexport.config.source import SourceKind, source_kind
 from optexport.config.text import without_secrets
 from optexport.diagnosis import reproduction
-from optexport.errors import ConfigError, OptexportError, TrackingError
+from optexport.errors import ConfigError
 from optexport.inference.describe import describe
 from optexport.inputs import preparation
 from optexport.job import Job, resolved, rules_of, unmeasured
@@ -35,84 +33,22 @@ from optexport.loading.loader import Loaded
 from optexport.loading.processing import built_in
 from optexport.parity import gates, noise_floor
 from optexport.parity.candidate_check import Suspects
-from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.checker import Proof
 from optexport.parity.record import parity_record
 from optexport.parity.reference import Reference
+from optexport.parity.reference_file import write_reference
 from optexport.parity.vocabulary import vocabularies
 from optexport.pipeline import bundle_writer, lockfile, measure, triton, variant
 from optexport.pipeline.steps import run_reference, sizes_apart, trace_original
 from optexport.report.html import page
+from optexport.result import Result
 from optexport.runtime import devices
 from optexport.signature.arguments import arguments_of, as_constants
 from optexport.signature.signature import Signature
 from optexport.tracking import run_params
-from optexport.tracking.registry import Registered
 from optexport.transformations.apply import NamedRule
 from optexport.tuning import outcome, tuner
 from optexport.tuning.outcome import Outcome
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of a run that ended well.
-
-    Attributes:
-        output: The bundle's folder.
-        parity: How near every place is to the original, in the order of the pipeline.
-        manifest: What the bundle says of itself.
-        run_id: The MLflow run, if there is one.
-        run_page: The address of that run in MLflow's own page, after the command that serves it if one is needed.
-        tracking_failure: Why the run could not be tracked, if it could not.
-        registered: What became of the model in the registry, if the config names one.
-        baseline: The folder of the untransformed export, if it was asked for.
-        bench: What was measured of the files, if anything.
-        tuned: What came of tuning, by format.
-        kept: The stages whose results were taken from an earlier run.
-    """
-
-    output: Path
-    parity: tuple[PlaceParity, ...] = field(repr=False)  # a page by itself, and so are the others
-    manifest: Manifest = field(repr=False)
-    run_id: str | None = None
-    run_page: str | None = None
-    tracking_failure: TrackingError | None = None
-    registered: Registered | None = None
-    baseline: Path | None = None
-    bench: Report | None = field(default=None, repr=False)
-    tuned: tuple[Outcome, ...] = field(default=(), repr=False)
-    kept: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        """Whether every place passed; always so, since a run that did not raises `ParityError` instead."""
-        return all(place.passed for place in self.parity)
-
-    @property
-    def failure(self) -> OptexportError | None:
-        """What did not end well though the bundle is whole: its tracking, or that it was to be the champion."""
-        return self.tracking_failure or (None if self.registered is None else self.registered.failure)
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """The exported files by format."""
-        return {artifact.format: self.output / artifact.path for artifact in self.manifest.artifacts}
-
-    @property
-    def transformed_nodes(self) -> dict[str, list[str]]:
-        """The nodes that each rule changed."""
-        nodes: dict[str, list[str]] = {}
-        for transformation in self.manifest.transformations:
-            nodes.setdefault(transformation.rule, []).extend(n for c in transformation.changes for n in c.nodes)
-        return {rule: list(dict.fromkeys(changed)) for rule, changed in nodes.items()}  # several graphs may share them
-
-    @property
-    def removed_nodes(self) -> dict[str, list[str]]:
-        """The nodes that each rule took away, also where it put others in their place."""
-        nodes: dict[str, list[str]] = {}
-        for transformation in self.manifest.transformations:
-            gone = (n for c in transformation.changes for n in c.replaced if n not in c.nodes)
-            nodes.setdefault(transformation.rule, []).extend(gone)
-        return {rule: list(dict.fromkeys(removed)) for rule, removed in nodes.items()}
 
 
 @torch_settings.put_back()
@@ -165,7 +101,7 @@ def run(
     if not keep:
         config = unmeasured(config)
         config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
-    output = layout.output_of(config, folder)
+    output = config.output_path(folder)
     plain = layout.beside(output, "baseline")
     if dump is not None:
         layout.check_outside("--dump", dump, layout.kept(output), is_file=False)
@@ -280,7 +216,7 @@ def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) 
         found = parity_record(proof)
         bench = measure.measure_exports(job, workloads, artifacts, draft, scratch, found, stages, tuned=bool(tuned))
         with stages.stage("bundle"):
-            stored = contents.write_reference(draft / contents.REFERENCE, proof.reference)
+            stored = write_reference(draft / layout.REFERENCE, proof.reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
             if job.config.export.layout is not None:

@@ -9,21 +9,20 @@ import torch
 from torch import nn
 
 from optexport._utils import memory
-from optexport._utils.module_state import apart, buffers_kept
+from optexport._utils.module_state import apart
 from optexport.cache import model_key
-from optexport.exporters.transformers_exporters import one_pass
 from optexport.job import Job
 from optexport.parity import data_batches, size_probe
 from optexport.parity.cases import cases
-from optexport.parity.reference import Call, Reference
+from optexport.parity.reference import Call, Reference, graph_runner
 from optexport.parity.reference_run import run_original
 from optexport.parity.special_values import special_cases
 from optexport.parity.vocabulary import attention_masks, sized_by_values
-from optexport.runtime.runners import Run
 from optexport.signature.signature import Batch, as_arguments, flatten_outputs
 from optexport.tracing import randomness
 from optexport.tracing.serializable import check_writable
 from optexport.tracing.trace import Traced, trace
+from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import Transformed
 
@@ -50,16 +49,6 @@ def trace_original(job: Job) -> tuple[Traced, Call]:
         return {name: named[name].detach() for name in kept.output_names}  # a model may switch gradients on
 
     return replace(traced, signature=kept), call
-
-
-def graph_runner(graph_module: nn.Module, call: Call) -> Run:
-    """How to run the original, or a graph of it, whose buffers it may share, as a place of the pipeline."""
-
-    def run(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with buffers_kept(graph_module):
-            return call(graph_module, dict(batch))
-
-    return run
 
 
 def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: Call) -> list[dict[str, int]]:

@@ -23,9 +23,9 @@ from optexport.exporters.writer import Writer
 from optexport.job import Branch, Job, Made
 from optexport.parity.candidate_check import Suspects
 from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32
-from optexport.parity.reference import Call
+from optexport.parity.reference import Call, graph_runner
 from optexport.pipeline import bundle_writer
-from optexport.pipeline.steps import graph_runner, trace_original
+from optexport.pipeline.steps import trace_original
 from optexport.pipeline.undo_check import check_undo
 from optexport.quantization import lower_precision
 from optexport.runtime import runners
@@ -90,7 +90,9 @@ def produce(
         transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
     bundle_writer.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
     device = job.config.model.device
-    writer = Writer(transformed.graph_module, signature, job.example, job.loaded, transformed.applied, device)
+    writer = Writer(
+        transformed.graph_module, signature, job.example, job.loaded.weights_sha256, transformed.applied, device
+    )
     artifacts, kept = _write(branch, writer, suspects, job, draft, stages)
     if lowered is not None:
         artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
@@ -168,7 +170,9 @@ def export_plain(
         The files, and why there is none in the other formats: a rule may be what makes the model exportable.
     """
     traced, _ = trace_original(replace(job, rules=()))
-    writer = Writer(traced.graph_module, traced.signature, job.example, job.loaded, (), job.config.model.device)
+    writer = Writer(
+        traced.graph_module, traced.signature, job.example, job.loaded.weights_sha256, (), job.config.model.device
+    )
     written, refused = [], {}
     for name in formats:
         try:

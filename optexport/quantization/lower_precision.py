@@ -12,8 +12,7 @@ from optexport.errors import ParityError
 from optexport.job import Branch, Job
 from optexport.parity.checker import PlaceParity, Proof
 from optexport.parity.record import parity_record
-from optexport.parity.reference import Call
-from optexport.pipeline.steps import graph_runner
+from optexport.parity.reference import Call, graph_runner
 from optexport.quantization import int8
 from optexport.quantization.sensitivity import choose, failures, gated_cases, layers_in, within
 from optexport.runtime import runners

@@ -17,8 +17,8 @@ from optexport.bundle.manifest import ChangeRecord, GateValueRecord, Manifest, T
 from optexport.config.metrics import beside_gate
 from optexport.errors import on_one_line
 from optexport.parity.checker import PlaceParity
-from optexport.pipeline.run import Result
 from optexport.report import ci
+from optexport.result import Result
 from optexport.tuning import outcome
 
 _SHOWN_NEAR_MISSES = 3

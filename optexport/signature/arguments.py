@@ -17,9 +17,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from optexport._utils.tensors import outside_of_traces
 from optexport.errors import ConfigError
 from optexport.signature.signature import as_argument, call_signature, path_name, unused
-from optexport.tracing.fallbacks.constants import outside_of_traces
 
 Constant = bool | int | float | str | torch.Tensor
 

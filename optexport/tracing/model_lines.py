@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from optexport.exporters import transformers_exporters
+from optexport.tracing import transformers_exporter
 
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
-    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], transformers_exporters.FOLDER)
+    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], transformers_exporter.FOLDER)
 )
 _STANDARD_LIBRARY = tuple(
     str(Path(contextlib.__file__).with_name(f"{name}.py")) for name in ("contextlib", "functools")

@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import keyword
-import logging
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,6 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from optexport._utils.module_state import tensors_kept
 from optexport.errors import OptexportError, TraceError, UntraceableError, ValuesAskedError, first_line
-from optexport.exporters import transformers_exporters
-from optexport.inputs.dummy import dummy_inputs
 from optexport.signature.signature import (
     Batch,
     Dim,
@@ -29,9 +26,8 @@ from optexport.signature.signature import (
     Signature,
     as_argument,
     as_arguments,
-    call_signature,
-    named_inputs,
 )
+from optexport.tracing import transformers_exporter
 from optexport.tracing.fallbacks.attempts import trace_otherwise
 from optexport.tracing.fallbacks.caught_trace_errors import none_swallowed
 from optexport.tracing.fallbacks.dataclass_outputs import register_dataclasses
@@ -44,8 +40,6 @@ from optexport.tracing.shapes.program_shapes import read_signature
 from optexport.tracing.shapes.size_expressions import LongSizeError, SizesWatched
 from optexport.tracing.shapes.size_guards import drop_doubts, find_doubts, held_sizes, own_sizes, within_assertions
 from optexport.tracing.shapes.size_one import OnesNoted
-
-logger = logging.getLogger("optexport")
 
 # The axes of each input that may be dynamic.
 Free = Mapping[str, Sequence[int]]
@@ -69,51 +63,6 @@ class Traced:
     fixed: tuple[str, ...]
     doubtful: tuple[dict[str, int], ...] = ()
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-def symbolic_trace(
-    model: nn.Module,
-    input_names: list[str] | None = None,
-    disable_check: bool = False,  # noqa: ARG001
-    *,
-    example_inputs: Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...] | None = None,
-    dynamic: Dynamic | None = None,
-) -> fx.GraphModule:
-    """Traces a model to a graph that transformations can be applied to.
-
-    Args:
-        model: A model of transformers, any other ``nn.Module``, or a GraphModule, which is copied as it is. It is not
-            changed; the graph shares its parameters.
-        input_names: The inputs to trace with; by default those of ``example_inputs``, or those that a transformers
-            model needs.
-        disable_check: Accepted for the sake of code written for ``transformers.utils.fx.symbolic_trace``. There it
-            let unlisted architectures pass; here every architecture may be traced.
-        example_inputs: Tensors by input name, or a tuple of them in order. Without them, inputs of a transformers model
-            are made from its config, and any other module goes through ``torch.fx.symbolic_trace``, with all inputs.
-        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. By default, every axis that the
-            model leaves dynamic; those that it fixes are logged.
-
-    Raises:
-        TraceError: The model cannot be traced, or fixes an axis that was declared dynamic.
-    """
-    if not isinstance(model, nn.Module):
-        raise TraceError(f"it is a {type(model).__name__}, not a module", place="model")
-    example = None if example_inputs is None else named_inputs(model, example_inputs)
-    if example is None:
-        if isinstance(model, fx.GraphModule):
-            return _copy(model)
-        if not transformers_exporters.holds_transformers(model):
-            return _symbolic_trace_module(model, input_names or ())
-        example = dummy_inputs(model, input_names)
-    elif input_names is not None:
-        missing = [name for name in input_names if name not in example]
-        if missing:
-            raise TraceError(f"no tensor is given for {', '.join(missing)}", place="example_inputs")
-        example = {name: example[name] for name in input_names}
-    traced = trace(model, example, dynamic)
-    if traced.fixed:
-        logger.warning("The model fixes some axes of its inputs: %s", ", ".join(traced.fixed))
-    return traced.graph_module
 
 
 def trace(
@@ -162,7 +111,7 @@ def _trace_module(
     program = _export(model, example, dynamic, free)
     program, signature, fixed, doubtful = _settle(model, example, dynamic, program)
     if isinstance(model, fx.GraphModule):
-        graph_module = _copy(model)
+        graph_module = copy_graph_module(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
@@ -252,28 +201,6 @@ def _in_order(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> dic
     return {names[argument]: example[names[argument]] for argument in wanted}
 
 
-def _copy(model: fx.GraphModule) -> fx.GraphModule:
-    graph = copy.deepcopy(model.graph)
-    copied = fx.GraphModule(model, graph)
-    copied.meta = copy.copy(model.meta)
-    return copied
-
-
-def _symbolic_trace_module(model: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:
-    taken = call_signature(model).parameters
-    if not all(name in taken for name in input_names):
-        told = f"forward takes {', '.join(taken)}, and not {', '.join(map(str, input_names))}"
-        raise TraceError(told, place="input_names")
-    try:
-        return fx.symbolic_trace(model)
-    except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        raise TraceError(
-            f"torch.fx could not trace it without inputs: {error}",
-            place=type(model).__name__,
-            mend="Give example_inputs: with them torch.export traces what torch.fx cannot.",
-        ) from error
-
-
 def _export(
     model: nn.Module,
     example: Mapping[str, torch.Tensor],
@@ -301,19 +228,19 @@ def _export(
     try:
         with (
             tensors_kept(model),  # what a model computes for later is a stand-in here
-            transformers_exporters.exporting(),
-            transformers_exporters.one_pass(model),
+            transformers_exporter.exporting(),
+            transformers_exporter.one_pass(model),
             SizesWatched(),
             skipping_checks(),
             none_swallowed(),
             NumbersKnown(model, changing) as numbers,
             OnesNoted() as ones,
         ):
-            if transformers_exporters.holds_transformers(model):
+            if transformers_exporter.holds_transformers(model):
                 _check_complete(model, example)
-                program = transformers_exporters.export_program(model, as_arguments(example), shapes)
+                program = transformers_exporter.export_program(model, as_arguments(example), shapes)
             else:
-                program = transformers_exporters.export_module(model, as_arguments(example), shapes)
+                program = transformers_exporter.export_module(model, as_arguments(example), shapes)
     except OptexportError:
         raise
     except LongSizeError as error:
@@ -340,7 +267,7 @@ def _written(program: ExportedProgram) -> set[str]:
 
 
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
-    computed = transformers_exporters.computed_outside(model, example)
+    computed = transformers_exporter.computed_outside(model, example)
     if asked := frozenset(computed) & frozenset(example):
         raise ValuesAskedError(asked)
     missing = [name for name, value in computed.items() if value is not None]
@@ -399,3 +326,11 @@ def _explained(
         if line
         else "Run again with --debug for the line of the model that it stopped at.",
     )
+
+
+def copy_graph_module(model: fx.GraphModule) -> fx.GraphModule:
+    """Copies a graph; the copy shares the modules and parameters."""
+    graph = copy.deepcopy(model.graph)
+    copied = fx.GraphModule(model, graph)
+    copied.meta = copy.copy(model.meta)
+    return copied

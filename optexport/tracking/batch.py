@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from optexport._utils.redaction import redact_error
 from optexport.config.load import TrackingConfig
 from optexport.errors import TrackingError
+from optexport.redaction import redact_error
 from optexport.tracking import store
 from optexport.tracking.run import ATTEMPT_TAG, PARENT_VARIABLE, REASON_TAG, give_up, new_run
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optexport._utils.redaction import redact
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.config.registration import RegisterConfig
 from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line, short_line
+from optexport.redaction import redact
 from optexport.tracking import aliases, regression_gate
 from optexport.tracking.bundle_record import BUNDLE, BUNDLE_TAG, Finished
 from optexport.tracking.regression_gate import Verdict

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from optexport._utils import atomic_dir
-from optexport._utils.redaction import redact_error
 from optexport.bundle import parts
 from optexport.config.load import TrackingConfig
 from optexport.errors import BundleError, TrackingError
+from optexport.redaction import redact_error
 from optexport.tracking import run_params, store
 from optexport.tracking.bundle_record import Finished
 from optexport.tracking.payload import tell

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from optexport._utils.redaction import redact
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord, Origin
+from optexport.redaction import redact
 from optexport.tracking.bundle_record import Finished
 
 T = TypeVar("T")

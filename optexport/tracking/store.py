@@ -19,8 +19,8 @@ from urllib.parse import unquote
 
 from optexport._utils import telemetry
 from optexport._utils.atomic_dir import locked_for_a_moment
-from optexport._utils.redaction import keep_secret, redact
 from optexport.errors import ConfigError, TrackingError, first_line
+from optexport.redaction import keep_secret, redact
 from optexport.tracking import postgresql
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from optexport.errors import OptexportError, first_line
 from optexport.exporters.writer import Writer
 from optexport.job import Job
 from optexport.parity.checker import GRAPH, Proof
-from optexport.parity.reference import Call
-from optexport.pipeline.steps import graph_runner
+from optexport.parity.reference import Call, graph_runner
 from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import Applied, sharing_copy, transform
@@ -102,7 +101,12 @@ class Workshop:
         self._check(GRAPH, graph_runner(done.graph_module, self.call))
         job = self.job
         writer = Writer(
-            done.graph_module, self.traced.signature, job.example, job.loaded, done.applied, job.config.model.device
+            done.graph_module,
+            self.traced.signature,
+            job.example,
+            job.loaded.weights_sha256,
+            done.applied,
+            job.config.model.device,
         )
         return writer, done.applied
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from optexport import export
 from optexport.bundle import digest_json
-from optexport.pipeline.run import Result
+from optexport.result import Result
 from optexport.runtime import runners
 from optexport.signature.signature import Dim
 from tests._helpers.models import randomise

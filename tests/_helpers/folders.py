@@ -13,9 +13,9 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 from transformers import BertConfig, BertModel, PreTrainedModel
 
-from optexport.exporters.transformers_exporters import quiet
 from optexport.pipeline import run
-from optexport.pipeline.run import Result
+from optexport.result import Result
+from optexport.tracing.transformers_exporter import quiet
 from tests._helpers.inputs import LONGEST, TINY, save_processors
 from tests._helpers.models import randomise
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.fx import GraphModule, Node
 
-from optexport.tracing.trace import symbolic_trace
+from optexport.api import symbolic_trace
 from tests._helpers.models import randomise
 
 

@@ -27,7 +27,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from optexport.tracing.trace import symbolic_trace
+from optexport.api import symbolic_trace
 
 _TEXT: dict[str, Any] = {"vocab_size": 60, "max_position_embeddings": 40}
 _LAYERS: dict[str, Any] = {

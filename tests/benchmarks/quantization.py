@@ -30,7 +30,8 @@ from optexport.bench.artifact import Artifact, exported, file_size
 from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
-from optexport.pipeline.run import Result, run
+from optexport.pipeline.run import run
+from optexport.result import Result
 from optexport.runtime import runners
 from tests.benchmarks import profiling, workloads
 from tests.benchmarks.peers import PEERS

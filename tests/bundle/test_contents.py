@@ -18,6 +18,7 @@ from optexport.bundle import contents, digests
 from optexport.errors import BundleError, ConfigError, OptexportError
 from optexport.parity.cases import Case
 from optexport.parity.reference import Reference
+from optexport.parity.reference_file import read_reference, write_reference
 from tests._helpers import exports
 
 
@@ -272,8 +273,8 @@ def _reference(sizes: list[int], dtype: torch.dtype = torch.float32) -> Referenc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int32])
 def test_reference_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> None:
     known = _reference([3, 1, 0], dtype)
-    names = contents.write_reference(tmp_path / "reference.safetensors", known)
-    read = contents.read_reference(tmp_path / "reference.safetensors", names, ["a.b", "n"])
+    names = write_reference(tmp_path / "reference.safetensors", known)
+    read = read_reference(tmp_path / "reference.safetensors", names, ["a.b", "n"])
     by_name = {case.name: i for i, case in enumerate(known.cases)}
     assert sorted(names) == sorted(by_name)
     for i, case in enumerate(read.cases):
@@ -289,31 +290,31 @@ def test_reference_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.d
 
 def test_the_traced_case_is_always_kept_and_large_ones_are_left_out(tmp_path: Path) -> None:
     large = 3 << 20
-    names = contents.write_reference(tmp_path / "reference.safetensors", _reference([large, 5, large - 1, 7]))
+    names = write_reference(tmp_path / "reference.safetensors", _reference([large, 5, large - 1, 7]))
     assert names == [f"size {large}", "size 5", "size 7"] or names == [f"size {large}"]
-    few = contents.write_reference(tmp_path / "reference.safetensors", _reference([4, large, 5, 7]))
+    few = write_reference(tmp_path / "reference.safetensors", _reference([4, large, 5, 7]))
     assert few == ["size 4", "size 5", "size 7"]
 
 
 def test_tensors_that_share_memory_are_stored_each(tmp_path: Path) -> None:
     whole = torch.arange(6.0).reshape(2, 3)
     known = Reference((Case("only", {"x": whole, "y": whole}),), ({"z": whole.T},), ({"z": whole.T.double()},))
-    names = contents.write_reference(tmp_path / "reference.safetensors", known)
-    read = contents.read_reference(tmp_path / "reference.safetensors", names, ["z"])
+    names = write_reference(tmp_path / "reference.safetensors", known)
+    read = read_reference(tmp_path / "reference.safetensors", names, ["z"])
     assert torch.equal(read.outputs[0]["z"], whole.T)
     assert torch.equal(read.cases[0].batch["y"], whole)
 
 
 def test_a_reference_that_lacks_an_output_is_refused(tmp_path: Path) -> None:
-    names = contents.write_reference(tmp_path / "reference.safetensors", _reference([2]))
+    names = write_reference(tmp_path / "reference.safetensors", _reference([2]))
     with pytest.raises(BundleError, match="the outputs that the manifest names"):
-        contents.read_reference(tmp_path / "reference.safetensors", names, ["a.b", "n", "more"])
+        read_reference(tmp_path / "reference.safetensors", names, ["a.b", "n", "more"])
 
 
 def test_a_damaged_reference_is_an_error_of_the_bundle(tmp_path: Path) -> None:
     (tmp_path / "reference.safetensors").write_bytes(b"\x10" + b"\0" * 40)
     with pytest.raises(BundleError, match=r"reference\.safetensors: it cannot be read"):
-        contents.read_reference(tmp_path / "reference.safetensors", ["only"], ["y"])
+        read_reference(tmp_path / "reference.safetensors", ["only"], ["y"])
 
 
 def test_measurements_hold_what_differs_and_the_manifest_does_not(copied: Path) -> None:

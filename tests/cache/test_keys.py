@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx, nn
 
+from optexport.api import symbolic_trace
 from optexport.cache import keys
-from optexport.tracing.trace import symbolic_trace
 
 
 class Network(nn.Module):

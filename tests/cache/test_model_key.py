@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import fx, nn
 
+from optexport.api import symbolic_trace
 from optexport.cache import model_key
-from optexport.tracing.trace import symbolic_trace
 
 MODULE = """
 import torch

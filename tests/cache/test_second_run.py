@@ -16,7 +16,8 @@ from optexport.bundle.digests import sha256
 from optexport.cache import store
 from optexport.errors import OptexportError
 from optexport.pipeline import reproduce
-from optexport.pipeline.run import Result, run
+from optexport.pipeline.run import run
+from optexport.result import Result
 from tests._helpers import exports
 
 MODULE = """

@@ -20,11 +20,11 @@ from optexport.exporters import exported_program
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.exporters.onnx import passes
 from optexport.exporters.torchscript import exporter as torchscript_exporter
-from optexport.exporters.transformers_exporters import one_pass
 from optexport.job import preset
 from optexport.runtime import runners
 from optexport.signature.signature import Dim, Dynamic, Signature, flatten_outputs
 from optexport.tracing.trace import trace
+from optexport.tracing.transformers_exporter import one_pass
 from optexport.transformations.apply import transform
 from tests._helpers import models
 

@@ -24,7 +24,7 @@ from optexport.parity import noise_floor
 from optexport.parity.candidate_check import Suspects
 from optexport.parity.checker import PlaceParity, Proof
 from optexport.pipeline import steps
-from optexport.pipeline.run import Result
+from optexport.result import Result
 from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.tracing.trace import trace as trace_model

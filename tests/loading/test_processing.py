@@ -31,7 +31,8 @@ from optexport.inference.bundle import Bundle
 from optexport.loading.image_scale import image_scale
 from optexport.loading.loader import Loaded, Pretrained
 from optexport.loading.processing import Classes, built_in, processing_of
-from optexport.pipeline.run import Result, run
+from optexport.pipeline.run import run
+from optexport.result import Result
 from tests._helpers import folders
 from tests._helpers.folders import TEXTS
 from tests._helpers.inputs import TINY

@@ -17,6 +17,7 @@ from optexport.parity.cases import Case
 from optexport.parity.data_batches import shards, why_unchecked
 from optexport.parity.memmap import spilled
 from optexport.pipeline import run as pipeline_run
+from optexport.result import Result
 from optexport.signature.signature import Dim
 
 MODULE = """
@@ -88,7 +89,7 @@ def test_what_was_not_checked_is_counted_in_rows_or_batches() -> None:
     assert why_unchecked(cut, 0, checked[:1]) == ("data: 1 of 4 batches are checked",)
 
 
-def run(folder: Path, effort: str, rows: int = 100) -> pipeline_run.Result:
+def run(folder: Path, effort: str, rows: int = 100) -> Result:
     (folder / "rows.py").write_text(MODULE, encoding="utf-8")
     np.savez(folder / "rows.npz", input=np.random.default_rng(0).normal(size=(rows, 4)).astype("float32"))
     (folder / "mine.toml").write_text(CONFIG.format(effort=effort), encoding="utf-8")

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from optexport import TransformationError, export
-from optexport.pipeline.run import Result
 from optexport.pipeline.undo_check import check_undo
+from optexport.result import Result
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBias,

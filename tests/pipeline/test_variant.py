@@ -9,7 +9,8 @@ import torch
 
 from optexport.config.load import load_config
 from optexport.errors import ConfigError, ParityError
-from optexport.pipeline.run import Result, run
+from optexport.pipeline.run import run
+from optexport.result import Result
 from optexport.runtime import runners
 from tests._helpers.exports import INPUTS
 

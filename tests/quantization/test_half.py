@@ -11,7 +11,8 @@ from optexport import export
 from optexport.bundle.manifest import LayerRecord
 from optexport.errors import ConfigError, ParityError
 from optexport.parity import verify
-from optexport.pipeline.run import Result, run
+from optexport.pipeline.run import run
+from optexport.result import Result
 from optexport.runtime import runners
 from tests._helpers import exports
 from tests.quantization import models

@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from optexport.cli.main import cli
 from optexport.errors import ConfigError
-from optexport.pipeline.run import Result, run
+from optexport.pipeline.run import run
+from optexport.result import Result
 from tests.quantization import models
 
 _LOWERED = 'onnx = "int8"\nkeep = ["{}"]'

@@ -15,7 +15,8 @@ from optexport import Bundle, verify
 from optexport._utils.progress import Stages
 from optexport.parity.reference_run import run_original
 from optexport.pipeline import reproduce
-from optexport.pipeline.run import Result, run
+from optexport.pipeline.run import run
+from optexport.result import Result
 from optexport.runtime import devices, placement, runners
 from optexport.runtime.untrusted import archives
 from tests._helpers import exports

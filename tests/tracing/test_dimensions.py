@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import ResNetConfig, ResNetModel
 
+from optexport.api import symbolic_trace, trace
 from optexport.errors import TraceError
 from optexport.signature.signature import Dim
 from optexport.testing import outputs
-from optexport.tracing.trace import symbolic_trace, trace
 from tests._helpers import models
 from tests._helpers.graphs import Program
 from tests._helpers.models import randomise

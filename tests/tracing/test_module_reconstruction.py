@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from optexport.api import symbolic_trace
 from optexport.testing import outputs
 from optexport.tracing.module_reconstruction import raise_graph
-from optexport.tracing.trace import symbolic_trace
 from tests._helpers import models
 from tests._helpers.graphs import Program, calls
 from tests._helpers.models import randomise

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import fx, nn
 
+from optexport.api import symbolic_trace, trace
 from optexport.errors import OptexportError, TraceError
 from optexport.loading.loader import Loaded
 from optexport.testing import outputs, owned, written
 from optexport.tracing.serializable import check_writable
-from optexport.tracing.trace import symbolic_trace, trace
 from optexport.transformations import MergeLinears
 from tests._helpers import models
 from tests._helpers.graphs import Program, calls

@@ -16,7 +16,7 @@ from mlflow.entities import Run
 
 from optexport.parity.verify import verify
 from optexport.pipeline import run
-from optexport.pipeline.run import Result
+from optexport.result import Result
 from optexport.runtime import runners
 from tests._helpers import exports, stores
 from tests.tracking.bundles import QUIET

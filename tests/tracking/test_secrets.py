@@ -12,12 +12,12 @@ from urllib.parse import quote
 
 import pytest
 
-from optexport._utils import redaction
-from optexport._utils.redaction import redact, redact_error
+from optexport import redaction
 from optexport.config.load import load_config
 from optexport.config.text import without_secrets
 from optexport.errors import ConfigError, TrackingError, first_line
 from optexport.pipeline import run
+from optexport.redaction import redact, redact_error
 from optexport.tracking import store
 from tests._helpers import stores
 from tests.tracking.bundles import QUIET

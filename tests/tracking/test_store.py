@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from optexport._utils.redaction import keep_secret
 from optexport.config.load import load_config
 from optexport.errors import ConfigError
 from optexport.pipeline import run
+from optexport.redaction import keep_secret
 from optexport.tracking import store
 from tests._helpers import stores
 from tests.tracking.bundles import QUIET, only_run

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.nn import functional as F
 
-from optexport.tracing.trace import symbolic_trace
+from optexport.api import symbolic_trace
 from tests._helpers.graphs import Inherited, graph_of
 from tests._helpers.models import randomise
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.utils import parametrizations
 
+from optexport.api import symbolic_trace
 from optexport.testing import check_applied, check_laws, check_refused
-from optexport.tracing.trace import symbolic_trace
 from optexport.transformations import FuseBatchNorm1dInLinear
 from tests._helpers import models
 from tests._helpers.graphs import Inherited, Program, by_export, by_fx, calls, graph_of

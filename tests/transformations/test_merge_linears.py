@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from optexport.api import symbolic_trace
 from optexport.testing import check_applied, check_laws, check_undo_alone, outputs, sharing
-from optexport.tracing.trace import symbolic_trace
 from optexport.transformations import FuseBiasInLinear, MergeLinears
 from optexport.transformations.rule import run
 from tests._helpers import models

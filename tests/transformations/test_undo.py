@@ -16,9 +16,9 @@ import torch
 from torch import fx, nn
 from torch.fx import GraphModule, Node
 
+from optexport.api import symbolic_trace
 from optexport.errors import TransformationError
 from optexport.testing import assert_close, assert_same, check_undo_alone, outputs, sharing, written
-from optexport.tracing.trace import symbolic_trace
 from optexport.transformations import (
     ChangeTrueDivToMulByInverse,
     FuseBatchNorm1dInLinear,

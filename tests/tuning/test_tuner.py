@@ -30,7 +30,8 @@ from optexport.errors import ConfigError, GateError
 from optexport.job import rules_of
 from optexport.parity.gates import load_metrics
 from optexport.pipeline.reproduce import reproduce
-from optexport.pipeline.run import Result, run
+from optexport.pipeline.run import run
+from optexport.result import Result
 from optexport.tuning import tuner
 from tests._helpers.exports import INPUTS
 

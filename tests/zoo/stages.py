@@ -15,16 +15,17 @@ from torch import nn
 
 from optexport.config.load import FORMATS, Format, checked_settings
 from optexport.errors import OptexportError
-from optexport.exporters.transformers_exporters import one_pass, quiet
 from optexport.exporters.writer import Writer
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job, preset
 from optexport.loading.loader import Loaded
 from optexport.parity.candidate_check import Suspects
+from optexport.parity.reference import graph_runner
 from optexport.parity.vocabulary import vocabularies
 from optexport.pipeline.run import make_proof
-from optexport.pipeline.steps import graph_runner, run_reference, trace_original
+from optexport.pipeline.steps import run_reference, trace_original
 from optexport.runtime import runners
+from optexport.tracing.transformers_exporter import one_pass, quiet
 from optexport.transformations.apply import transform
 from tests.zoo.shrinking import NotBuiltError, candidates
 
@@ -185,7 +186,9 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
         return
     outcome.rules = {a.rule.name: len(a.report.changes) for a in transformed.applied if a.report.changes}
     _check(outcome, "graph", lambda: [suspects.check("graph", lambda: graph_runner(transformed.graph_module, call))])
-    writer = Writer(transformed.graph_module, traced.signature, job.example, job.loaded, transformed.applied)
+    writer = Writer(
+        transformed.graph_module, traced.signature, job.example, job.loaded.weights_sha256, transformed.applied
+    )
     for name in formats:
 
         def write_and_check(name: Any = name) -> list[Any]:

@@ -18,9 +18,8 @@ from torch import fx
 
 from optexport.config.passes import ATTENTION_OPSET
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
-from optexport.exporters import transformers_exporters
 from optexport.exporters.exported_program import to_program
-from optexport.exporters.onnx import fourier, int64, max_pool, passes, sigmoid
+from optexport.exporters.onnx import fourier, int64, max_pool, passes, sigmoid, transformers_exporter
 from optexport.exporters.onnx.session_probe import check_opens
 from optexport.signature.signature import Signature, as_argument, as_arguments
 
@@ -42,7 +41,7 @@ def convert(
         ExportError: The graph holds an operator that ONNX lacks.
     """
     try:
-        with transformers_exporters.onnx_patches():
+        with transformers_exporter.onnx_patches():
             model = _convert(graph_module, signature, example, opset)
     except OptexportError:
         raise
@@ -100,10 +99,10 @@ def _convert(
 ) -> onnx_ir.Model:
     patched = copy.copy(graph_module)
     patched.graph = copy.deepcopy(graph_module.graph)
-    transformers_exporters.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
+    transformers_exporter.call_patched_functions(patched, has_attention=opset is not None and opset >= ATTENTION_OPSET)
     patched.recompile()
     program = fourier.as_products(to_program(patched, signature, example))
-    transformers_exporters.fix_for_onnx(program)
+    transformers_exporter.fix_for_onnx(program)
     converted = torch.onnx.export(
         program,
         args=(),
@@ -114,7 +113,7 @@ def _convert(
             as_argument(spec.name): {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
             for spec in signature.inputs
         },
-        custom_translation_table=transformers_exporters.onnx_translations(),
+        custom_translation_table=transformers_exporter.onnx_translations(),
         opset_version=opset,
         verbose=False,
         optimize=False,  # whose rewriting takes a constant of 1e-8 for zero
@@ -124,7 +123,7 @@ def _convert(
     onnxscript.optimizer.fold_constants(converted.model)
     _name_transposed(converted.model.graph, transposed)
     onnxscript.optimizer.remove_unused_nodes(converted.model)
-    transformers_exporters.fix_onnx_model(converted)
+    transformers_exporter.fix_onnx_model(converted)
     _expand_masks(converted.model)
     int64.mend(converted.model)
     max_pool.mend(converted.model)

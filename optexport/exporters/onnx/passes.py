@@ -11,7 +11,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
 from optexport.config.passes import ATTENTION_OPSET
 from optexport.errors import ExportError, first_line
-from optexport.exporters import transformers_exporters
+from optexport.exporters.onnx import transformers_exporter
 
 # What the patterns of onnxscript take for zero.
 _TAKEN_FOR_ZERO = 1e-8
@@ -114,7 +114,7 @@ def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
         return model
     fused = model.clone()
     try:
-        transformers_exporters.fuse_for_onnxruntime(fused)
+        transformers_exporter.fuse_for_onnxruntime(fused)
     except Exception as error:  # rewriting raises whatever it meets
         raise ExportError(
             f"transformers could not fuse the file's operators: {first_line(error)}",

@@ -15,11 +15,11 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from optexport.errors import ExportError, first_line
-from optexport.exporters import transformers_exporters
 from optexport.exporters.disk_space import check_room
 from optexport.exporters.torchscript import passes
 from optexport.exporters.torchscript.isolation import compile_afresh
 from optexport.signature.signature import Signature, as_argument, as_arguments
+from optexport.tracing import transformers_exporter
 
 aten = torch.ops.aten
 
@@ -82,7 +82,7 @@ def save(
     program = passes.lower(program, lowerings, "torchscript")
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
-    with transformers_exporters.quiet():  # TorchScript is deprecated, and asked for
+    with transformers_exporter.quiet():  # TorchScript is deprecated, and asked for
         try:
             module = compile_afresh(lambda: torch.jit.script(scriptable(graph_module, signature)))
             reason = None

@@ -61,7 +61,8 @@ def compare(one: Path, a: Manifest, other: Path, b: Manifest) -> Found:
 
 
 def _read(folder: Path, manifest: Manifest) -> Reference:
-    from optexport.bundle.contents import REFERENCE, read_reference
+    from optexport.bundle.layout import REFERENCE
+    from optexport.parity.reference_file import read_reference
 
     return read_reference(folder / REFERENCE, manifest.reference_cases, [each.name for each in manifest.outputs])
 

@@ -13,8 +13,8 @@ import math
 import re
 from typing import Any
 
-from optexport._utils.redaction import redact
 from optexport.errors import SourceError
+from optexport.redaction import redact
 from optexport.runtime.untrusted import script_code
 
 # Of the operators that call others, those that torch.export writes.

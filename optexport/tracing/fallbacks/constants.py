@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from optexport._utils.tensors import outside_of_traces
 from optexport.errors import ValuesAskedError
 
 # Larger tensors decide no sizes.
@@ -209,13 +209,6 @@ class KnownValues(TorchFunctionMode):
                     if values is not None and values.values.untyped_storage().data_ptr() == storage:
                         self._known[other] = None
             self._known[tensor] = None
-
-
-@contextlib.contextmanager
-def outside_of_traces() -> Iterator[None]:
-    """Within it numbers are computed, and nothing is traced."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
 
 
 def _kept(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,10 +15,10 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from optexport.errors import TraceError
-from optexport.exporters import transformers_exporters
 from optexport.signature.exported_program import tensor_inputs
 from optexport.signature.resizing import resize
 from optexport.signature.signature import Batch, Dim, Signature, as_argument, as_arguments, flatten_outputs
+from optexport.tracing import transformers_exporter
 from optexport.tracing.module_reconstruction import unlift
 from optexport.tracing.shapes.size_conditions import candidates, is_broken, is_broken_at
 from optexport.tracing.shapes.size_guards import Doubt, assertions, drop_doubts, find_doubts, renaming, said_of_sizes
@@ -170,7 +170,7 @@ def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.
     """The tensors that a model gives, or what its own code raises."""
     try:
         buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a model in train mode changes
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), transformers_exporters.one_pass(model):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), transformers_exporter.one_pass(model):
             outputs = torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(inputs)))
         return list(flatten_outputs(outputs).values())
     except Exception as error:  # a model's own code may raise anything

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from optexport.api import symbolic_trace, trace
 from optexport.errors import TraceError
 from optexport.testing import outputs
-from optexport.tracing.trace import symbolic_trace, trace
 from tests._helpers.graphs import Program
 from tests.tracing.test_trace import X
 

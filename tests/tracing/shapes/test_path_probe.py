@@ -22,7 +22,7 @@ from tests._helpers.graphs import Program
 
 def writer(model: nn.Module, x: torch.Tensor, dynamic: Any = None) -> Writer:
     traced = trace(model, {"x": x}, dynamic)
-    return Writer(traced.graph_module, traced.signature, {"x": x}, Loaded(model), ())
+    return Writer(traced.graph_module, traced.signature, {"x": x}, Loaded(model).weights_sha256, ())
 
 
 def whole_parts(m: nn.Module, x: torch.Tensor) -> Any:

@@ -1,0 +1,146 @@
+"""The only file that calls ``transformers.exporters`` to write ONNX.
+
+Its authors call it experimental: adapt to a new version of transformers here and in
+`optexport.tracing.transformers_exporter`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx_ir
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from transformers.exporters import exporter_onnx as _onnx
+from transformers.exporters import onnxruntime_fusions
+from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
+
+from optexport.exporters.onnx import functions as onnx_functions
+from optexport.exporters.onnx.erfinv import inverse_of_erf
+from optexport.exporters.onnx.translations import TRANSLATIONS, as_int64, exactly, op
+from optexport.tracing.transformers_exporter import exporting, quiet
+
+aten = torch.ops.aten
+
+
+# The ONNX patches replace Python functions while a model is traced. A graph that already holds the ATen operator
+# passes them by, and some of the files are then wrong (rows that mask every key, for one): so these operators are
+# turned into calls of the Python function again before the graph is exported a second time.
+_PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: onnx_functions.attention,
+    aten.where.self: lambda *a: torch.where(*a),
+    aten.where.ScalarOther: lambda *a: torch.where(*a),
+    aten.where.ScalarSelf: lambda *a: torch.where(*a),
+    aten.where.Scalar: lambda *a: torch.where(*a),
+    aten.unsqueeze.default: lambda *a: torch.unsqueeze(*a),
+    aten.split.Tensor: lambda *a: torch.split(*a),
+    aten.chunk.default: lambda *a: torch.chunk(*a),
+    aten.roll.default: onnx_functions.rolled,
+    aten.exp.default: lambda *a: torch.exp(*a),
+    aten.masked_scatter.default: onnx_functions.masked_scatter,
+    aten.squeeze.default: onnx_functions.squeeze,
+    aten.squeeze.dim: onnx_functions.squeeze,
+    aten.squeeze.dims: onnx_functions.squeeze,
+    aten.adaptive_avg_pool1d.default: onnx_functions.average_of_windows,
+    aten.adaptive_avg_pool2d.default: onnx_functions.average_of_windows,
+    aten.adaptive_avg_pool3d.default: onnx_functions.average_of_windows,
+    aten.adaptive_max_pool1d.default: onnx_functions.largest_of_windows,
+    aten.adaptive_max_pool2d.default: onnx_functions.largest_of_windows,
+    aten.adaptive_max_pool3d.default: onnx_functions.largest_of_windows,
+    aten.upsample_nearest1d.vec: lambda *a: onnx_functions.nearest(aten.upsample_nearest1d.vec, *a),
+    aten.upsample_nearest2d.vec: lambda *a: onnx_functions.nearest(aten.upsample_nearest2d.vec, *a),
+    aten.upsample_nearest3d.vec: lambda *a: onnx_functions.nearest(aten.upsample_nearest3d.vec, *a),
+    aten.cummax.default: lambda *a: onnx_functions.running(torch.cummax, *a),
+    aten.cummin.default: lambda *a: onnx_functions.running(torch.cummin, *a),
+    aten.searchsorted.Tensor: lambda *a, **kw: torch.searchsorted(*a, **kw),
+    aten.histc.default: onnx_functions.histogram,
+    aten.log_sigmoid.default: onnx_functions.log_sigmoid,
+    aten.erfinv.default: inverse_of_erf,
+    aten.logaddexp.default: onnx_functions.logaddexp,
+    aten.logaddexp2.default: onnx_functions.logaddexp2,
+    aten.remainder.Tensor: onnx_functions.remainder,
+    aten.remainder.Scalar: onnx_functions.remainder,
+    aten.remainder.Scalar_Tensor: onnx_functions.remainder,
+    aten.scatter_reduce.two: onnx_functions.scattered,
+    aten.div.Tensor_mode: onnx_functions.divided,
+    aten.div.Scalar_mode: onnx_functions.divided,
+    aten.floor_divide.default: lambda *a: onnx_functions.divided(*a, rounding_mode="floor"),
+    aten.argsort.stable: lambda x, **how: torch.sort(x, **how)[1],
+    aten.fmod.Tensor: onnx_functions.truncated_remainder,
+    aten.fmod.Scalar: onnx_functions.truncated_remainder,
+    aten.floor.default: lambda x: onnx_functions.rounded(aten.floor.default, x),
+    aten.ceil.default: lambda x: onnx_functions.rounded(aten.ceil.default, x),
+    aten.trunc.default: lambda x: onnx_functions.rounded(aten.trunc.default, x),
+    aten.round.default: lambda x: onnx_functions.rounded(aten.round.default, x),
+    aten.angle.default: onnx_functions.angle,
+    aten.fft_fftshift.default: onnx_functions.shifted,
+    aten.fft_ifftshift.default: lambda *a: onnx_functions.shifted(*a, back=True),
+    aten.bucketize.Tensor: lambda *a, **kw: torch.bucketize(*a, **kw),
+}
+
+
+@contextlib.contextmanager
+def onnx_patches() -> Iterator[None]:
+    """Within it, tracing and ``torch.onnx.export`` give operators that ONNX Runtime computes as torch does."""
+    with apply_patches("dynamo"), apply_patches("onnx"), exporting():
+        yield
+
+
+def call_patched_functions(graph_module: fx.GraphModule, *, has_attention: bool) -> None:
+    """Retargets, in place, the ATen operators that the ONNX patches know only as Python functions.
+
+    Args:
+        has_attention: Whether the opset to export with has an operator for attention.
+    """
+    functions = {**_PATCHED_FUNCTIONS}
+    if not has_attention:
+        functions[aten.scaled_dot_product_attention.default] = onnx_functions.attention_by_products
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.target in functions:
+            node.target = functions[node.target]
+
+
+def fix_for_onnx(program: ExportedProgram) -> None:
+    """Replaces, in place, the nodes that ONNX cannot express, or that are written wrongly."""
+    apply_fx_node_fixes("onnx", program.graph_module)
+    for node in program.graph.find_nodes(op="call_function", target=aten.conv3d.default):
+        weight = node.args[1].meta["val"]
+        if len(node.args) < 3 or node.args[2] is None:  # onnxscript writes a bias of two dimensions then
+            with program.graph.inserting_before(node):
+                bias = program.graph.call_function(aten.zeros.default, ([weight.shape[0]],), {"dtype": weight.dtype})
+            bias.meta["val"] = weight.new_zeros(weight.shape[0])
+            node.args = (*node.args[:2], bias, *node.args[3:])
+
+
+def onnx_translations() -> dict[Any, Any]:
+    """Translations of ATen operators that override those of ``torch.onnx``, for its ``custom_translation_table``."""
+    own = {
+        aten.index_put.default: _put,
+        aten._unsafe_index_put.default: _put,
+        aten.masked_fill.Scalar: exactly(_onnx._aten_masked_fill),
+    }
+    return {**_onnx._ONNX_TRANSLATION_TABLE, **TRANSLATIONS, **own}
+
+
+def _put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    """That of transformers, which reads the values for places outside of a mask too, and there may be no values."""
+    indices = [as_int64(index) for index in indices]
+    is_mask = indices[0] is not None and indices[0].dtype == onnx_ir.DataType.BOOL
+    if is_mask and not accumulate and not _onnx._values_broadcast_to_self(values, self):
+        zero = op.CastLike(op.Constant(value_ints=[0]), values)
+        values = op.Concat(op.Reshape(values, op.Constant(value_ints=[-1])), zero, axis=0)
+    return _onnx._aten_index_put(self, indices, values, accumulate)
+
+
+def fix_onnx_model(onnx_program: torch.onnx.ONNXProgram) -> None:
+    """Replaces, in place, what ONNX Runtime is known to refuse or to compute wrongly."""
+    _onnx.apply_onnx_ir_fixes(onnx_program)
+
+
+def fuse_for_onnxruntime(model: onnx_ir.Model) -> None:
+    """Fuses, in place, a file's operators into those that ONNX Runtime has of its own for a CPU."""
+    with quiet():
+        onnxruntime_fusions.fuse_for_onnxruntime(model, "cpu")
