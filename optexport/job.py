@@ -12,7 +12,7 @@ from optexport.bundle import layout
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.bundle.measurements import Origin
 from optexport.config.benchmarks import BenchConfig, GateConfig
-from optexport.config.load import Config, Format, TransformationConfig
+from optexport.config.schema import Config, Format, TransformationConfig
 from optexport.errors import ConfigError, TraceError, did_you_mean
 from optexport.loading.loader import Loaded
 from optexport.parity.gates import Metric

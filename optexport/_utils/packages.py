@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-import optexport
+from optexport._version import __version__
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
     """The versions of everything that has a say in the files; those that are not installed are left out."""
     found = {name: _version(name) for name in _PACKAGES}
     here = {name: version for name, version in found.items() if version is not None}
-    return {"optexport": optexport.__version__, "python": platform.python_version(), **here}
+    return {"optexport": __version__, "python": platform.python_version(), **here}
 
 
 def changed(was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from optexport.batch.supervisor import Limits, attempts, log_name
 from optexport.batch.tasks import Task, tasks_of
 from optexport.bundle import layout
 from optexport.bundle.parts import read_bundles
-from optexport.config.load import Config
+from optexport.config.schema import Config
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.generation.export import check_output
 from optexport.pipeline.lockfile import named_files

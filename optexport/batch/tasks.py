@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optexport.config import text as config_text
-from optexport.config.load import Config, parse_config
+from optexport.config.load import parse_config
+from optexport.config.schema import Config
 from optexport.errors import ConfigError
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-import optexport
 from optexport._utils.packages import versions
 from optexport._utils.platform import machine
 
@@ -27,7 +26,7 @@ def surroundings() -> dict[str, Any]:
 @functools.cache
 def _of_process() -> dict[str, Any]:
     code = hashlib.sha256()
-    for path in sorted(Path(optexport.__file__).parent.rglob("*.py")):  # while it is developed the version stands still
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # while it is developed the version stands still
         code.update(path.read_bytes())
     instructions = torch.backends.cpu.get_cpu_capability()
     return {**versions(), **machine(), "instructions": instructions, "code": code.hexdigest()}

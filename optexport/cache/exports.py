@@ -11,7 +11,7 @@ from torch import fx
 from optexport._utils import memory
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.cache import keys, store
-from optexport.config.load import Format
+from optexport.config.schema import Format
 from optexport.exporters.writer import Writer
 
 

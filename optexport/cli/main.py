@@ -175,7 +175,7 @@ def check(configs: tuple[Path, ...]) -> None:
 @cli.command()
 def schema() -> None:
     """Print the JSON schema of a config, for editors."""
-    from optexport.config.schema import config_schema
+    from optexport.config.json_schema import config_schema
 
     click.echo(json.dumps(config_schema(), indent=2))
 

@@ -14,7 +14,7 @@ from optexport.cli._group import Command, json_option, key_option, outcome, prin
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optexport.config.load import Config
+    from optexport.config.schema import Config
 
 _CONFIG = click.option(
     "--config",

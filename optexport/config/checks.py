@@ -18,7 +18,7 @@ from optexport.errors import ConfigError, did_you_mean
 from optexport.transformations import registry
 
 if TYPE_CHECKING:
-    from optexport.config.load import Config, InputsConfig, TransformationConfig
+    from optexport.config.schema import Config, InputsConfig, TransformationConfig
 
 # The axes of what a tokenizer gives, as `optexport.signature.signature` names them.
 _OF_TEXT = {"batch", "sequence", "decoder_sequence"}

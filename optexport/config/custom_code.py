@@ -9,7 +9,7 @@ from optexport.errors import ConfigError
 from optexport.transformations import registry
 
 if TYPE_CHECKING:
-    from optexport.config.load import Config
+    from optexport.config.schema import Config
 
 # Set to anything but 0, it holds for the whole process, also for its children and for calls from Python.
 VARIABLE = "OPTEXPORT_NO_CODE"

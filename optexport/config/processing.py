@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from optexport.config.metrics import MEASURES
-from optexport.config.source import SourceKind, source_kind
-from optexport.errors import ConfigError
-
-if TYPE_CHECKING:
-    from optexport.config.load import Config
 
 DEFAULT_K = 5
 
@@ -46,40 +38,3 @@ class ProcessingConfig(BaseModel):
         if self.k is not None and self.outputs != "top_k":
             raise ValueError('k is how many labels outputs = "top_k" gives')
         return self
-
-
-def check_processing(config: Config, folder: Path, place: str) -> None:
-    """Checks what the table says against the rest of the config.
-
-    Args:
-        folder: The config's, which paths are relative to.
-        place: The config's name.
-
-    Raises:
-        ConfigError: The source is a program that is exported as it is, images would be no whole numbers, or a gate
-            would be on labels.
-    """
-    table = config.processing
-    if table is None:
-        return
-    if source_kind(config.model.source, folder) in (SourceKind.PT2, SourceKind.TORCHSCRIPT):
-        for key in [key for key in ("normalize", "outputs") if getattr(table, key)]:
-            raise ConfigError(
-                "a .pt2 or TorchScript file is exported as it is",
-                place=f"{place}: processing.{key}",
-                mend="Give the model that it was made of as model.source, or leave it out.",
-            )
-    images = (config.inputs.tensors or {}).get(IMAGES)
-    if table.normalize and images is not None and images.dtype != "uint8":
-        raise ConfigError(
-            f"it is {images.dtype}, and with processing.normalize the files take images as they are, in uint8",
-            place=f"{place}: inputs.tensors.{IMAGES}",
-            mend='Write dtype = "uint8", low = 0, high = 256.',
-        )
-    for measure, gate in (config.parity.decisions or {}).items():
-        if table.outputs in OF_LABELS and measure in MEASURES and gate.output in (None, PROBABILITIES, LABELS):
-            raise ConfigError(
-                f'outputs = "{table.outputs}" leaves nothing that it could be measured on',
-                place=f"{place}: parity.decisions.{measure}",
-                mend='Write processing.outputs = "probabilities", or leave the gate out: labels must be equal anyway.',
-            )

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-
-from optexport.errors import ConfigError
-
-if TYPE_CHECKING:
-    from optexport.config.load import Config
 
 DEFAULT_ALIAS = "champion"
 # It is a part of the names of tags, which MLflow lets be 250 characters long.
@@ -68,25 +63,3 @@ class RegisterConfig(_Table):
     name: Annotated[str, Field(max_length=256), AfterValidator(model_name)]
     alias: Annotated[str, AfterValidator(alias_name)] = DEFAULT_ALIAS
     ratchet: RatchetConfig = RatchetConfig()
-
-
-def check_register(config: Config, place: str) -> None:
-    """Checks that there is something to register, and somewhere to register it.
-
-    Raises:
-        ConfigError: There is not.
-    """
-    if config.registering is None:
-        return
-    if "onnx" not in config.export.formats:
-        raise ConfigError(
-            "the ONNX file is what is registered, and none is exported",
-            place=f"{place}: register",
-            mend='Add "onnx" to export.formats.',
-        )
-    if not config.tracking.enabled:
-        raise ConfigError(
-            "only what MLflow keeps can be registered",
-            place=f"{place}: register",
-            mend="Leave out tracking.enabled = false.",
-        )

@@ -1,77 +1,340 @@
-"""The JSON schema of a config file, so that editors complete its keys and mark what cannot be meant."""
+"""Tables and keys of a config file, as pydantic models."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from typing import Any
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core.core_schema import ModelSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from optexport.config import passes
-from optexport.config.load import FORMATS, Config
+from optexport.config.benchmarks import BenchConfig, GateConfig, TuneConfig
+from optexport.config.generation import GenerationConfig
+from optexport.config.metrics import Decisions
+from optexport.config.precision import PrecisionConfig
+from optexport.config.processing import ProcessingConfig
+from optexport.config.registration import RegisterConfig
 from optexport.config.tasks import AUTO_CLASSES
-from optexport.config.validation import table_in
-from optexport.transformations.registry import RULES, Option
+from optexport.config.tracking_uri import check_uri
+from optexport.errors import did_you_mean
+from optexport.runtime.devices import Device
+from optexport.transformations import registry
 
-_TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", tuple: "array"}
+Format = Literal["torchscript", "onnx", "pt2"]
+FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2")
+Effort = Literal["quick", "standard", "exhaustive"]
+Layout = Literal["triton"]
 
 
-def config_schema() -> dict[str, Any]:
-    """The schema, with the options of every built-in rule.
+def _folder(path: str) -> str:
+    if "\0" in path or Path(path) == Path("/"):
+        raise ValueError(f"{path!r} names no folder")
+    return path
 
-    It takes whatever `optexport check` takes. What `check` finds beyond it is what two keys say together, and what is
-    on the disk.
+
+def _once(formats: list[Format]) -> list[Format]:
+    if len(set(formats)) < len(formats):
+        raise ValueError("a format is given more than once")
+    return formats
+
+
+LARGEST_SIZE = 2**31 - 1
+
+
+def _name(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError(f'"{name}" names no dimension: write letters, digits and underscores')
+    return name
+
+
+def _size(size: Any) -> int | str:
+    if isinstance(size, str):
+        return _name(size)
+    if type(size) is not int or not 1 <= size <= LARGEST_SIZE:
+        raise ValueError(f"it must be a size from 1 to {LARGEST_SIZE}, or the name of a dimension, not {size!r}")
+    return size
+
+
+def _constant(value: Any) -> bool | int | float | str | list[Any]:
+    """A number, a text, or lists of numbers, or of true and false, that make a tensor."""
+    if isinstance(value, list):
+        _check_rows(value)
+    elif not isinstance(value, bool | int | float | str):
+        raise ValueError(f"it must be a number, a text, true, false or a list, not {value!r}")
+    return cast("bool | int | float | str | list[Any]", _finite(value))
+
+
+def _check_rows(rows: list[Any]) -> tuple[int, ...]:
+    """The sizes of lists within lists, which must be of one length."""
+    if any(not isinstance(row, bool | int | float | list) for row in rows):
+        raise ValueError("a list must hold numbers, or true and false, or such lists")
+    sizes = [_check_rows(row) if isinstance(row, list) else () for row in rows]
+    if any(size != sizes[0] for size in sizes):
+        raise ValueError("lists within a list must be of one length")
+    return (len(rows), *(sizes[0] if sizes else ()))
+
+
+def _finite(value: Any) -> Any:
+    """Refuses infinities anywhere: the bundle's manifest holds all values, and JSON has none for them."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(inner)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"it must be finite, not {value}")
+    return value
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
+
+
+class ModelConfig(_Table):
+    """``[model]``: which model, and how to load it.
+
+    Attributes:
+        source: A folder, a hub id, ``package:NAME/PATH``, ``python:module:factory``, ``mlflow:models:/NAME@ALIAS``,
+            a ``.pt2`` or a TorchScript file.
+        task: Picks the AutoModel class; by default that which the model's config names.
+        revision: Of a model of the hub; by default the newest.
+        dtype: What it is loaded in; by default as stored.
+        device: Where the files run: ``"cuda"`` is a card of NVIDIA's.
+        attn_implementation: As transformers takes it; by default the model's own.
+        adapter: The folder of a LoRA adapter, which is merged first; needs the extra ``adapters``.
+        trust_remote_code: Whether code that lies beside the weights may run.
+        arguments: Of a ``python:`` factory; no secrets.
     """
-    schema = Config.model_json_schema(schema_generator=_Described)
-    tables = schema["$defs"]
-    tables["ModelConfig"]["properties"]["task"] |= {"anyOf": [{"enum": list(AUTO_CLASSES)}, {"type": "null"}]}
-    tables["ExportConfig"]["properties"]["lowerings"]["properties"] = {
-        name: {"type": "array", "items": {"enum": list(passes.of_format(name))}} for name in FORMATS
-    }
-    rule = tables["TransformationConfig"]
-    rule["properties"]["use"] |= {"anyOf": [{"enum": list(RULES)}, {"type": "string"}]}
-    rule["anyOf"] = [*map(_rule, RULES), {"properties": {"use": {"not": {"enum": list(RULES)}}}}]
-    return {**schema, "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Config of optexport"}
+
+    source: str = Field(min_length=1)
+    task: str | None = None
+    revision: str | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None
+    device: Device = "cpu"
+    attn_implementation: str | None = None
+    adapter: str | None = Field(default=None, min_length=1)
+    trust_remote_code: bool = False
+    arguments: dict[str, Annotated[Any, AfterValidator(_finite)]] = {}
+
+    @field_validator("task")
+    @classmethod
+    def _known_task(cls, task: str | None) -> str | None:
+        if task is not None and task not in AUTO_CLASSES:
+            raise ValueError(f'there is no task "{task}". {did_you_mean(task, list(AUTO_CLASSES))}')
+        return task
 
 
-class _Described(GenerateJsonSchema):
-    """Gives every key the description that its table's docstring has of it; one of a table, that table's own."""
+class TensorConfig(_Table):
+    """``[inputs.tensors.NAME]``: an input made of random numbers (the same every time).
 
-    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
-        found, table = super().model_schema(schema), schema["cls"]
-        found["description"], told = _docstring(table)
-        for name, field in table.model_fields.items():
-            inner = table_in(field.annotation)
-            text = told[name] if name in told or inner is None else _docstring(inner)[0]
-            found["properties"][field.alias or name]["description"] = text
-        return found
+    Attributes:
+        shape: Sizes, and names of dimensions, as ``["batch", 3, 224, 224]``.
+        dtype: What its numbers are.
+        low: The least of them.
+        high: What they stay below.
+    """
 
+    shape: list[Annotated[int | str, PlainValidator(_size, json_schema_input_type=int | str)]]
+    dtype: Literal["float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool"] = "float32"
+    low: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
+    high: float | None = Field(default=None, allow_inf_nan=False, ge=-(2.0**62), le=2.0**62)
 
-def _docstring(table: type[BaseModel]) -> tuple[str, dict[str, str]]:
-    """What a table's docstring says of the table, and of each key."""
-    summary, _, attributes = (inspect.getdoc(table) or "").partition("\n\nAttributes:\n")
-    keys = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
-    return _plain(summary), {name: _plain(text) for name, text in keys}
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.replace("``", "`").split())
+    @model_validator(mode="after")
+    def _in_order(self) -> TensorConfig:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"high must be above low, which is {self.low:g}")
+        return self
 
 
-def _rule(name: str) -> dict[str, Any]:
-    """A table of a built-in rule, which has these options and no others."""
-    info = RULES[name]
-    options = {key: _option(option) for key, option in info.options.items()}
-    shared = {"expect": True, "formats": True}
-    use = {"const": name, "description": info.summary}
-    return {"properties": {"use": use, **shared, **options}, "additionalProperties": False}
+_Range = Annotated[list[Annotated[int, Field(ge=1, le=LARGEST_SIZE)]], Field(min_length=2, max_length=2)]
 
 
-def _option(option: Option) -> dict[str, Any]:
-    described = {"description": option.summary, "default": option.default, "type": _TYPES[option.type]}
-    if option.type is tuple:
-        described |= {"default": list(option.default), "items": {"type": "string"}}
-    return described | ({"enum": list(option.choices)} if option.choices else {})
+_Constant = Annotated[
+    bool | int | float | str | list[Any],
+    PlainValidator(_constant, json_schema_input_type=bool | int | float | str | list[Any]),
+]
+
+
+class InputsConfig(_Table):
+    """``[inputs]``: what the model is traced with and checked on. One of texts, images, data, tensors, or none.
+
+    Attributes:
+        texts: Sentences, for the model's tokenizer.
+        images: Image files, for the model's image processor; needs the extra ``images``.
+        data: A ``.jsonl``, ``.npz`` or ``.safetensors`` file with the inputs by name.
+        tensors: Random numbers, by the name of the input.
+        constants: Arguments that are the same in every call, which the files do not take; lists are tensors.
+        max_length: Texts of more tokens are cut.
+        axes: Names of an input's axes, where the usual ones do not fit.
+        dynamic: The sizes that each named dimension may take, as ``batch = [1, 64]``. What is left out is fixed;
+            without any, whatever the model leaves dynamic.
+    """
+
+    texts: list[str] | None = Field(default=None, min_length=1)
+    images: list[str] | None = Field(default=None, min_length=1)
+    data: str | None = None
+    tensors: dict[str, TensorConfig] | None = Field(default=None, min_length=1)
+    constants: dict[str, _Constant] = {}
+    max_length: int | None = Field(default=None, ge=1)
+    axes: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
+    dynamic: dict[str, _Range] | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> InputsConfig:
+        given = [name for name in ("texts", "images", "data", "tensors") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one")
+        for name, (low, high) in (self.dynamic or {}).items():
+            _name(name)
+            if low > high:
+                raise ValueError(f"dynamic.{name}: the smallest size {low} is above the largest {high}")
+        return self
+
+
+class ExpectConfig(_Table):
+    """``expect`` of a rule: in how many places it must find work.
+
+    Attributes:
+        min: At least in so many; else the run fails.
+    """
+
+    min: int = Field(ge=1)
+
+
+class TransformationConfig(BaseModel):
+    """``[[transformations]]``: a rule by name, or a plugin as ``python:module:Class``; other keys are its options.
+
+    Attributes:
+        use: A rule of ``optexport transformations``, or ``python:module:Class``.
+        expect: In how many places it must find work.
+        formats: Which files it is applied for; all by default.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    use: str = Field(min_length=1)
+    expect: ExpectConfig | None = None
+    formats: list[Format] | None = Field(default=None, min_length=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the rule, whose lists are tuples, as the fields of a rule are that never changes."""
+        options = self.__pydantic_extra__ or {}
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, default: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        own = ("expect", "formats")
+        return {key: value for key, value in default(self).items() if key not in own or value is not None}
+
+    @model_validator(mode="after")
+    def _finite_options(self) -> TransformationConfig:
+        _finite(self.options)
+        return self
+
+
+class ParityConfig(_Table):
+    """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured.
+
+    Attributes:
+        multiple: How many times the noise floor of the original is allowed.
+        atol: Together with ``rtol``, in place of ``multiple``: what ``abs(result - original)`` may be.
+        rtol: As much more, as a part of ``abs(original)``.
+        effort: How much is checked.
+        seed: Of random inputs.
+        decisions: Gates on what the model decides, each a number or ``{ min = 0.99, output = "logits" }``.
+    """
+
+    # Below 1 the original itself would not pass.
+    multiple: float = Field(default=4.0, ge=1, le=1e6, allow_inf_nan=False)
+    atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    effort: Effort = "standard"
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
+    decisions: Decisions | None = None
+
+
+class ExportConfig(_Table):
+    """``[export]``: which files, and where.
+
+    Attributes:
+        formats: Which files.
+        output: The bundle's folder.
+        opset: Of ONNX; by default the exporter's own. It writes older ones wrongly, and ONNX Runtime reads no
+            newer ones.
+        lowerings: Other ways to write a format's file, as ``{ onnx = ["sum-residuals"] }``; ``optexport lowerings``
+            lists them.
+        layout: Where the files lie in the bundle; by default beside the manifest.
+    """
+
+    formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_once)] = list(FORMATS)
+    output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
+    opset: int | None = Field(default=None, ge=18, le=26)
+    lowerings: dict[Format, list[str]] = {}
+    layout: Layout | None = None
+
+    @model_validator(mode="after")
+    def _known_lowerings(self) -> ExportConfig:
+        for file_format, names in self.lowerings.items():
+            for name in names:
+                if name not in (known := passes.of_format(file_format)):
+                    raise ValueError(
+                        f'lowerings.{file_format}: there is no "{name}" for it. {did_you_mean(name, list(known))}'
+                    )
+        if (
+            self.opset is not None
+            and self.opset < passes.ATTENTION_OPSET
+            and "attention" in self.lowerings.get("onnx", ())
+        ):
+            raise ValueError(f"lowerings.onnx: attention is of opset {passes.ATTENTION_OPSET}, not {self.opset}")
+        return self
+
+
+class TrackingConfig(_Table):
+    """``[tracking]``: the MLflow server, or the embedded database, that keeps the run.
+
+    Attributes:
+        enabled: Whether the run is tracked.
+        uri: Where MLflow is; a relative path starts at the config.
+        experiment: Its name in MLflow.
+    """
+
+    enabled: bool = True
+    uri: Annotated[str, AfterValidator(check_uri)] = Field(default="sqlite:///mlflow.db", min_length=1)
+    experiment: str = Field(default="optexport", min_length=1, max_length=500)
+
+
+class Config(_Table):
+    """A whole config file."""
+
+    model: ModelConfig
+    processing: ProcessingConfig | None = None
+    inputs: InputsConfig = InputsConfig()
+    transformations: list[TransformationConfig] | None = None
+    parity: ParityConfig = ParityConfig()
+    export: ExportConfig = ExportConfig()
+    precision: PrecisionConfig | None = None
+    bench: BenchConfig = BenchConfig()
+    tune: TuneConfig | None = None
+    generation: GenerationConfig | None = None
+    gate: GateConfig = GateConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    # BaseModel has a `register` of its own, from ABCMeta.
+    registering: RegisterConfig | None = Field(default=None, alias="register")
+
+    def rules(self) -> list[TransformationConfig]:
+        """The transformations to apply: those named, or the preset."""
+        if self.transformations is None:
+            return [TransformationConfig(use=name) for name in registry.PRESET]
+        return list(self.transformations)
+
+    def output_path(self, folder: Path) -> Path:
+        """Returns the bundle's folder, for a config file that lies in ``folder``."""
+        return (folder / Path(self.export.output).expanduser()).resolve()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from optexport.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optexport.config.load import Config
+    from optexport.config.schema import Config
 
 # What files of TorchScript are called.
 TORCHSCRIPT_SUFFIXES = (".pt", ".ts", ".jit")

@@ -5,14 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from optexport.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from optexport.config.load import Config
 
 _VARIABLE = "MLFLOW_TRACKING_URI"
 # The kinds of stores that MLflow has itself; packages may add others.
@@ -88,30 +83,6 @@ def of_environment() -> str | None:
         return check_uri(uri) if uri else None
     except ValueError as error:
         raise ConfigError(str(error), place=_VARIABLE) from error
-
-
-def check_beside(config: Config, path: Path) -> None:
-    """Refuses a database beside a config, where MLflow would look for it elsewhere.
-
-    Args:
-        path: The config's.
-
-    Raises:
-        ConfigError: The folder's name holds what a URI holds for something else.
-    """
-    folder, uri = str(path.parent.resolve()), config.tracking.uri
-    odd = re.search(r"\?|%[\da-fA-F]{2}", folder)
-    if (
-        odd is not None
-        and config.tracking.enabled
-        and uri.startswith("sqlite:///")
-        and not uri.startswith("sqlite:////")
-    ):
-        raise ConfigError(
-            f'MLflow keeps no database in a folder whose name holds "{odd[0]}"',
-            place=f"{path}: tracking.uri",
-            mend="Name one elsewhere, as sqlite:////PATH/mlflow.db, or say enabled = false.",
-        )
 
 
 def _check_name(name: str) -> None:

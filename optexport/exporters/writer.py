@@ -13,8 +13,8 @@ from torch.export import ExportedProgram
 
 from optexport._version import __version__
 from optexport.bundle.manifest import ArtifactRecord
-from optexport.config.load import Format
 from optexport.config.passes import of_format
+from optexport.config.schema import Format
 from optexport.exporters import exported_program
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.exporters.onnx import passes

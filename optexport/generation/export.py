@@ -16,7 +16,8 @@ from optexport._utils.progress import Stages
 from optexport.bundle import digest_json
 from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, as_path, check_place, check_replaceable
 from optexport.bundle.parts import PARTS
-from optexport.config.load import FORMATS, Effort, checked_settings
+from optexport.config.load import checked_settings
+from optexport.config.schema import FORMATS, Effort
 from optexport.errors import ConfigError, TraceError
 from optexport.generation import runtime, tokens
 from optexport.generation.components import STEPS, Component, Prompt, components, turn

@@ -16,7 +16,8 @@ from optexport.bundle import layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
 from optexport.config.checks import check_extras
-from optexport.config.load import Config, load_config
+from optexport.config.load import load_config
+from optexport.config.schema import Config
 from optexport.config.text import without_secrets
 from optexport.errors import ConfigError
 from optexport.generation import export

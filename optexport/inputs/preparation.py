@@ -16,7 +16,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from optexport._utils.platform import free_memory
-from optexport.config.load import InputsConfig, TensorConfig
+from optexport.config.schema import InputsConfig, TensorConfig
 from optexport.errors import ConfigError, did_you_mean, first_line, panics_as_errors
 from optexport.inference import images
 from optexport.inputs.data_lines import read_lines, stack_records, texts_of

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 
 from optexport._utils.tensors import bytes_of
 from optexport._utils.torch_settings import Settings
-from optexport.config.load import ModelConfig
+from optexport.config.schema import ModelConfig
 from optexport.config.source import TORCHSCRIPT_SUFFIXES, SourceKind, missing_model, source_kind
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError, SourceError, first_line

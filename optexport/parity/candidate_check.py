@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from optexport.cache import results, store
-from optexport.config.load import ParityConfig
+from optexport.config.schema import ParityConfig
 from optexport.parity import perturbation, search
 from optexport.parity.checker import PlaceParity, Proof
 from optexport.parity.reference import Call, Reference

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optexport.config.load import Effort
+from optexport.config.schema import Effort
 from optexport.errors import ConfigError, TraceError
 from optexport.signature.resizing import resize, resize_tensor
 from optexport.signature.signature import Batch, Dim, Dynamic, Signature

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from optexport.config.load import Effort, TensorConfig
+from optexport.config.schema import Effort, TensorConfig
 from optexport.parity.cases import LESS_PADDING, PADDINGS, Case, is_mask, with_padding
 from optexport.signature.signature import Batch
 

@@ -25,7 +25,7 @@ from optexport.bundle.manifest import (
     TensorRecord,
     TransformationRecord,
 )
-from optexport.config.load import Config
+from optexport.config.schema import Config
 from optexport.errors import printable
 from optexport.job import Made
 from optexport.loading.loader import Loaded

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from optexport.bundle.digests import sha256
 from optexport.cache.imported_modules import imports_of, needed_from, packages_of
-from optexport.config.load import Config
 from optexport.config.metrics import METRIC
+from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError, first_line
 

@@ -20,7 +20,8 @@ from optexport.bundle.measurements import Measured, read_measured
 from optexport.cache import store
 from optexport.config import tracking_uri
 from optexport.config.custom_code import check_foreign_code
-from optexport.config.load import Config, checked_settings
+from optexport.config.load import checked_settings
+from optexport.config.schema import Config
 from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
 from optexport.config.validation import Mistakes
 from optexport.errors import ConfigError

@@ -14,7 +14,7 @@ from optexport._utils import memory, signals
 from optexport._utils.progress import Stages
 from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
 from optexport.cache import exports
-from optexport.config.load import Format
+from optexport.config.schema import Format
 from optexport.diagnosis import reproduction
 from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.diagnosis.bisect_rules import blame_rules

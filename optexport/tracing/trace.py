@@ -32,7 +32,6 @@ from optexport.tracing.fallbacks.attempts import trace_otherwise
 from optexport.tracing.fallbacks.caught_trace_errors import none_swallowed
 from optexport.tracing.fallbacks.dataclass_outputs import register_dataclasses
 from optexport.tracing.fallbacks.scalar_tensors import NumbersKnown
-from optexport.tracing.fallbacks.value_checks import skipping_checks
 from optexport.tracing.model_lines import line_of_model
 from optexport.tracing.module_reconstruction import raise_graph
 from optexport.tracing.shapes.path_probe import find_other_ways, outcome
@@ -40,6 +39,7 @@ from optexport.tracing.shapes.program_shapes import read_signature
 from optexport.tracing.shapes.size_expressions import LongSizeError, SizesWatched
 from optexport.tracing.shapes.size_guards import drop_doubts, find_doubts, held_sizes, own_sizes, within_assertions
 from optexport.tracing.shapes.size_one import OnesNoted
+from optexport.tracing.value_checks import skipping_checks
 
 # The axes of each input that may be dynamic.
 Free = Mapping[str, Sequence[int]]

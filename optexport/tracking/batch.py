@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from optexport.config.load import TrackingConfig
+from optexport.config.schema import TrackingConfig
 from optexport.errors import TrackingError
 from optexport.redaction import redact_error
 from optexport.tracking import store

@@ -15,8 +15,8 @@ from optexport.bundle import digest_json, digests
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured
-from optexport.config.load import TrackingConfig
 from optexport.config.registration import RegisterConfig
+from optexport.config.schema import TrackingConfig
 from optexport.errors import BundleError
 
 # Where in the artifacts of a run its bundle lies.

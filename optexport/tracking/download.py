@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from optexport.config.load import TrackingConfig
+from optexport.config.schema import TrackingConfig
 from optexport.config.source import is_template
 from optexport.errors import ConfigError, SourceError, first_line
 from optexport.tracking.store import import_mlflow, open_store

@@ -11,8 +11,8 @@ from optexport.bundle import digest_json
 from optexport.bundle.layout import MANIFEST
 from optexport.bundle.manifest import Manifest, PlaceRecord
 from optexport.bundle.measurements import BenchRecord, FigureRecord
-from optexport.config.load import ParityConfig
 from optexport.config.metrics import MEASURES
+from optexport.config.schema import ParityConfig
 from optexport.errors import BundleError, short_line
 from optexport.tracking.bundle_record import Finished
 

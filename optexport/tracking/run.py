@@ -17,7 +17,7 @@ from typing import Any
 
 from optexport._utils import atomic_dir
 from optexport.bundle import parts
-from optexport.config.load import TrackingConfig
+from optexport.config.schema import TrackingConfig
 from optexport.errors import BundleError, TrackingError
 from optexport.redaction import redact_error
 from optexport.tracking import run_params, store

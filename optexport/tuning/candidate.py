@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optexport.config.load import Format
 from optexport.config.passes import LOWERINGS
+from optexport.config.schema import Format
 from optexport.job import Job
 from optexport.transformations.apply import NamedRule
 from optexport.tuning.outcome import AS_CONFIGURED

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from optexport.bench.artifact import Artifact, exported, read_onnx
-from optexport.config.load import Format
+from optexport.config.schema import Format
 from optexport.errors import OptexportError, first_line
 from optexport.exporters.writer import Writer
 from optexport.job import Job

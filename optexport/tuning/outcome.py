@@ -13,7 +13,7 @@ from rich.table import Table
 
 from optexport.bench.comparison import Comparison
 from optexport.config.benchmarks import LEAST_ROUNDS
-from optexport.config.load import Format
+from optexport.config.schema import Format
 
 AS_CONFIGURED = "as configured"
 NOT_THE_SAME = "not the same"

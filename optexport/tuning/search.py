@@ -17,7 +17,7 @@ from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
 from optexport.config import passes
 from optexport.config.benchmarks import LEAST_ROUNDS
-from optexport.config.load import Format
+from optexport.config.schema import Format
 from optexport.errors import BenchError
 from optexport.job import Job
 from optexport.transformations import KeepOutputs

@@ -10,8 +10,8 @@ from optexport._utils.progress import Stages
 from optexport.bench.workload import Workload
 from optexport.cache import keys, model_key, store
 from optexport.cache.imported_modules import code_of
-from optexport.config.load import Format
 from optexport.config.metrics import METRIC
+from optexport.config.schema import Format
 from optexport.job import Job, resolved
 from optexport.parity.checker import Proof
 from optexport.parity.reference import Call

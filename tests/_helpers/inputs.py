@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from optexport.config.load import InputsConfig
+from optexport.config.schema import InputsConfig
 from optexport.errors import ConfigError
 from optexport.inputs.preparation import Inputs, prepare
 from optexport.loading.loader import Pretrained

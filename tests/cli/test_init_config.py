@@ -34,7 +34,8 @@ from transformers import (
 
 from optexport.cli.init_config import GUESS, GUESSED_SIZE, starter_config
 from optexport.cli.main import cli
-from optexport.config.load import Config, load_config
+from optexport.config.load import load_config
+from optexport.config.schema import Config
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.loading import pretrained_files
 from optexport.transformations.registry import PRESET

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from optexport.config.load import Config, load_config, parse_config
+from optexport.config.load import load_config, parse_config
+from optexport.config.schema import Config
 from optexport.config.source import SourceKind, source_kind
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError

@@ -104,7 +104,7 @@ def test_every_command_and_exit_code_is_in_it() -> None:
 
 
 def test_every_key_of_a_config_is_in_the_page_of_its_table() -> None:
-    from optexport.config.load import Config
+    from optexport.config.schema import Config
 
     sections = re.split(r"^## ", page("optexport/config"), flags=re.MULTILINE)[1:]
     schema = Config.model_json_schema()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification, BertForSequenceClassification
 
-from optexport.config.load import ModelConfig
+from optexport.config.schema import ModelConfig
 from optexport.errors import SourceError
 from optexport.loading import loader, peft_patterns
 from tests._helpers import models

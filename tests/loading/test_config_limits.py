@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optexport.config.load import ModelConfig
+from optexport.config.schema import ModelConfig
 from optexport.errors import SourceError
 from optexport.loading import config_limits, loader
 from tests._helpers import models

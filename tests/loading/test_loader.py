@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import BertForMaskedLM
 
-from optexport.config.load import Config, ModelConfig
+from optexport.config.schema import Config, ModelConfig
 from optexport.errors import ConfigError, SourceError
 from optexport.loading import loader
 from optexport.loading.loader import Loaded

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 from transformers import AutoTokenizer
 
-from optexport.config.load import InputsConfig
+from optexport.config.schema import InputsConfig
 from optexport.errors import BundleError, ConfigError
 from optexport.inputs import preparation
 from optexport.loading import preprocessors

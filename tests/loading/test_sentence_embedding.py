@@ -17,7 +17,7 @@ from sentence_transformers.sentence_transformer.modules import LSTM, LayerNorm, 
 from transformers import BertModel
 
 from optexport import Bundle
-from optexport.config.load import ModelConfig
+from optexport.config.schema import ModelConfig
 from optexport.errors import ConfigError, SourceError
 from optexport.loading import loader
 from tests._helpers.exports import edit_json

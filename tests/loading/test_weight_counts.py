@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from optexport.config.load import ModelConfig
+from optexport.config.schema import ModelConfig
 from optexport.errors import SourceError
 from optexport.loading import loader
 from tests._helpers import models

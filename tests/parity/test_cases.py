@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from optexport.config.load import Effort
+from optexport.config.schema import Effort
 from optexport.errors import ConfigError
 from optexport.parity.cases import cases, cut_to, traceable
 from optexport.signature.signature import Batch, Dim, Signature, TensorSpec

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from optexport.config.load import Effort
+from optexport.config.schema import Effort
 from optexport.parity.cases import cases
 from optexport.parity.special_values import special_cases
 from optexport.signature.signature import Dim

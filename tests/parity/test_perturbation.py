@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.config.load import ParityConfig
+from optexport.config.schema import ParityConfig
 from optexport.parity import perturbation
 from optexport.parity.candidate_check import Suspects
 from optexport.parity.cases import Case

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from optexport.config.load import Effort, TensorConfig
+from optexport.config.schema import Effort, TensorConfig
 from optexport.errors import ParityError
 from optexport.parity.cases import Case, cases
 from optexport.parity.checker import Proof

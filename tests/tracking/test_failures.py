@@ -16,7 +16,7 @@ import sqlalchemy
 from mlflow.exceptions import MlflowException
 
 from optexport._utils.progress import Stages
-from optexport.config.load import TrackingConfig
+from optexport.config.schema import TrackingConfig
 from optexport.errors import ParityError, TrackingError
 from optexport.parity.verify import verify
 from optexport.pipeline import run as pipeline_run

@@ -10,7 +10,7 @@ import pytest
 from mlflow.entities import Run
 
 from optexport._utils import atomic_dir
-from optexport.config.load import TrackingConfig
+from optexport.config.schema import TrackingConfig
 from optexport.tracking import run
 from optexport.tracking.resume import log_bundle
 from optexport.tracking.run import REASON_TAG, Tracker

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from optexport.config.load import ModelConfig, TrackingConfig
+from optexport.config.schema import ModelConfig, TrackingConfig
 from optexport.errors import ConfigError, SourceError
 from optexport.loading.loader import load
 from optexport.tracking import download_model

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from optexport.config.load import FORMATS, Format, checked_settings
+from optexport.config.load import checked_settings
+from optexport.config.schema import FORMATS, Format
 from optexport.errors import OptexportError
 from optexport.exporters.writer import Writer
 from optexport.inputs.dummy import dummy_inputs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport.config.load import FORMATS
+from optexport.config.schema import FORMATS
 from tests.zoo import runner, shrinking, stages, table
 
 # Encoders, decoders, both; a state space; a mixture of experts; images, sounds, time series, and images in texts.

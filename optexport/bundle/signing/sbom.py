@@ -15,7 +15,7 @@ from packageurl import PackageURL
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-import optexport
+from optexport._version import __version__
 from optexport.bundle.manifest import Manifest
 from optexport.errors import ConfigError
 
@@ -58,7 +58,7 @@ def make(manifest: Manifest) -> str:
         found.setdefault(canonicalize_name(package.name), package)  # of two by one name Python imports the first
     known = {name: _component(name, package.version, _licence(package)) for name, package in sorted(found.items())}
     # It may run from a folder, of which nothing is installed.
-    own = known["optexport"] = _component("optexport", optexport.__version__, "Apache-2.0")
+    own = known["optexport"] = _component("optexport", __version__, "Apache-2.0")
     bom = Bom(components=[python, *known.values()])
     bom.metadata.component = model
     bom.register_dependency(model, [own, python])
@@ -105,7 +105,7 @@ def _needed(requirements: Iterable[str]) -> Iterator[str]:
 
 def _version(name: str) -> str:
     if name == "optexport":
-        return optexport.__version__
+        return __version__
     if name == "python":
         return platform.python_version()
     try:

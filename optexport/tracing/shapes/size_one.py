@@ -19,7 +19,7 @@ from torch.fx.experimental import sym_node
 from torch.fx.experimental.sym_node import SymNode
 from torch.overrides import TorchFunctionMode
 
-from optexport.tracing.fallbacks import value_checks
+from optexport.tracing import value_checks
 from optexport.tracing.model_lines import is_of_model
 
 _SQUEEZING = ("squeeze", "squeeze_")

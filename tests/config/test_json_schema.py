@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from optexport.config.json_schema import config_schema
 from optexport.config.load import checked_settings
-from optexport.config.schema import config_schema
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.errors import ConfigError
 from optexport.transformations import registry

@@ -1,0 +1,77 @@
+"""The JSON schema of a config file, so that editors complete its keys and mark what cannot be meant."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import ModelSchema
+
+from optexport.config import passes
+from optexport.config.schema import FORMATS, Config
+from optexport.config.tasks import AUTO_CLASSES
+from optexport.config.validation import table_in
+from optexport.transformations.registry import RULES, Option
+
+_TYPES = {bool: "boolean", str: "string", int: "integer", float: "number", tuple: "array"}
+
+
+def config_schema() -> dict[str, Any]:
+    """The schema, with the options of every built-in rule.
+
+    It takes whatever `optexport check` takes. What `check` finds beyond it is what two keys say together, and what is
+    on the disk.
+    """
+    schema = Config.model_json_schema(schema_generator=_Described)
+    tables = schema["$defs"]
+    tables["ModelConfig"]["properties"]["task"] |= {"anyOf": [{"enum": list(AUTO_CLASSES)}, {"type": "null"}]}
+    tables["ExportConfig"]["properties"]["lowerings"]["properties"] = {
+        name: {"type": "array", "items": {"enum": list(passes.of_format(name))}} for name in FORMATS
+    }
+    rule = tables["TransformationConfig"]
+    rule["properties"]["use"] |= {"anyOf": [{"enum": list(RULES)}, {"type": "string"}]}
+    rule["anyOf"] = [*map(_rule, RULES), {"properties": {"use": {"not": {"enum": list(RULES)}}}}]
+    return {**schema, "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Config of optexport"}
+
+
+class _Described(GenerateJsonSchema):
+    """Gives every key the description that its table's docstring has of it; one of a table, that table's own."""
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        found, table = super().model_schema(schema), schema["cls"]
+        found["description"], told = _docstring(table)
+        for name, field in table.model_fields.items():
+            inner = table_in(field.annotation)
+            text = told[name] if name in told or inner is None else _docstring(inner)[0]
+            found["properties"][field.alias or name]["description"] = text
+        return found
+
+
+def _docstring(table: type[BaseModel]) -> tuple[str, dict[str, str]]:
+    """What a table's docstring says of the table, and of each key."""
+    summary, _, attributes = (inspect.getdoc(table) or "").partition("\n\nAttributes:\n")
+    keys = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+    return _plain(summary), {name: _plain(text) for name, text in keys}
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
+
+
+def _rule(name: str) -> dict[str, Any]:
+    """A table of a built-in rule, which has these options and no others."""
+    info = RULES[name]
+    options = {key: _option(option) for key, option in info.options.items()}
+    shared = {"expect": True, "formats": True}
+    use = {"const": name, "description": info.summary}
+    return {"properties": {"use": use, **shared, **options}, "additionalProperties": False}
+
+
+def _option(option: Option) -> dict[str, Any]:
+    described = {"description": option.summary, "default": option.default, "type": _TYPES[option.type]}
+    if option.type is tuple:
+        described |= {"default": list(option.default), "items": {"type": "string"}}
+    return described | ({"enum": list(option.choices)} if option.choices else {})

@@ -1,0 +1,173 @@
+"""Checks of single tables against the rest of a config."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from optexport.config.metrics import MEASURES
+from optexport.config.processing import IMAGES, LABELS, OF_LABELS, PROBABILITIES
+from optexport.config.schema import Config
+from optexport.config.source import SourceKind, source_kind
+from optexport.errors import ConfigError
+
+
+def check_generation(config: Config, place: str) -> None:
+    """Checks that nothing is asked for that is not done with the parts of a generative model.
+
+    Raises:
+        ConfigError: Something is.
+    """
+    if config.generation is None:
+        return
+    inputs = config.inputs
+    asked = {
+        "processing": config.processing is not None,
+        "bench": config.bench.enabled,
+        "tune": config.tune is not None,
+        "gate": config.gate != type(config.gate)(),
+        "precision": config.precision is not None,
+        "register": config.registering is not None,
+        "export.layout": config.export.layout is not None,
+        "parity.decisions": config.parity.decisions is not None,
+        "inputs.images": inputs.images is not None,
+        "inputs.tensors": inputs.tensors is not None,
+        "inputs.axes": bool(inputs.axes),
+        "inputs.dynamic": inputs.dynamic is not None,
+    }
+    for key in [key for key, value in asked.items() if value]:
+        raise ConfigError(
+            "it does not go with [generation], which exports parts with inputs and sizes of their own",
+            place=f"{place}: {key}",
+            mend="Leave it out, or leave out [generation] to export one forward pass without a cache.",
+        )
+    if config.model.source.endswith(".pt2"):
+        raise ConfigError(
+            "a .pt2 file has no generate()",
+            place=f"{place}: generation",
+            mend="Give a model of transformers as model.source, or leave out [generation].",
+        )
+
+
+def check_precision(config: Config, place: str) -> None:
+    """Checks what the table says against the rest of the config.
+
+    Raises:
+        ConfigError: It lowers nothing, or a file that is not made, or nothing says what the file must keep to.
+    """
+    table = config.precision
+    if table is None:
+        return
+    lowered = [name for name in ("onnx", "torchscript", "pt2") if table.of(name) is not None]
+    if not lowered:
+        raise ConfigError(
+            "it lowers nothing", place=f"{place}: precision", mend='Say of a format what it is to be: onnx = "int8".'
+        )
+    for name in lowered:
+        if name not in config.export.formats:
+            raise ConfigError(
+                f"no {name} file is exported",
+                place=f"{place}: precision.{name}",
+                mend=f"export.formats is {', '.join(config.export.formats)}.",
+            )
+    if config.parity.decisions is None:
+        raise ConfigError(
+            "a file of lower precision is not near enough to be proven to rounding, and nothing says what it must keep",
+            place=f"{place}: precision.{lowered[0]}",
+            mend="Set a gate in [parity.decisions], as cosine = 0.99.",
+        )
+    gates = config.parity.decisions.items()
+    if all(name in MEASURES and gate.min <= MEASURES[name][0] for name, gate in gates):
+        raise ConfigError(
+            "a file of lower precision is held to gates alone, and these let anything pass",
+            place=f"{place}: parity.decisions",
+            mend="Demand more than the least that there is: " + ", ".join(f"{n} = {g.min:g}" for n, g in gates) + ".",
+        )
+    if config.model.dtype not in (None, "float32"):
+        raise ConfigError(
+            f"only a model in float32 can be lowered, and model.dtype is {config.model.dtype}",
+            place=f"{place}: precision.{lowered[0]}",
+        )
+
+
+def check_processing(config: Config, folder: Path, place: str) -> None:
+    """Checks what the table says against the rest of the config.
+
+    Args:
+        folder: The config's, which paths are relative to.
+        place: The config's name.
+
+    Raises:
+        ConfigError: The source is a program that is exported as it is, images would be no whole numbers, or a gate
+            would be on labels.
+    """
+    table = config.processing
+    if table is None:
+        return
+    if source_kind(config.model.source, folder) in (SourceKind.PT2, SourceKind.TORCHSCRIPT):
+        for key in [key for key in ("normalize", "outputs") if getattr(table, key)]:
+            raise ConfigError(
+                "a .pt2 or TorchScript file is exported as it is",
+                place=f"{place}: processing.{key}",
+                mend="Give the model that it was made of as model.source, or leave it out.",
+            )
+    images = (config.inputs.tensors or {}).get(IMAGES)
+    if table.normalize and images is not None and images.dtype != "uint8":
+        raise ConfigError(
+            f"it is {images.dtype}, and with processing.normalize the files take images as they are, in uint8",
+            place=f"{place}: inputs.tensors.{IMAGES}",
+            mend='Write dtype = "uint8", low = 0, high = 256.',
+        )
+    for measure, gate in (config.parity.decisions or {}).items():
+        if table.outputs in OF_LABELS and measure in MEASURES and gate.output in (None, PROBABILITIES, LABELS):
+            raise ConfigError(
+                f'outputs = "{table.outputs}" leaves nothing that it could be measured on',
+                place=f"{place}: parity.decisions.{measure}",
+                mend='Write processing.outputs = "probabilities", or leave the gate out: labels must be equal anyway.',
+            )
+
+
+def check_register(config: Config, place: str) -> None:
+    """Checks that there is something to register, and somewhere to register it.
+
+    Raises:
+        ConfigError: There is not.
+    """
+    if config.registering is None:
+        return
+    if "onnx" not in config.export.formats:
+        raise ConfigError(
+            "the ONNX file is what is registered, and none is exported",
+            place=f"{place}: register",
+            mend='Add "onnx" to export.formats.',
+        )
+    if not config.tracking.enabled:
+        raise ConfigError(
+            "only what MLflow keeps can be registered",
+            place=f"{place}: register",
+            mend="Leave out tracking.enabled = false.",
+        )
+
+
+def check_beside(config: Config, path: Path) -> None:
+    """Refuses a database beside a config, where MLflow would look for it elsewhere.
+
+    Args:
+        path: The config's.
+
+    Raises:
+        ConfigError: The folder's name holds what a URI holds for something else.
+    """
+    folder, uri = str(path.parent.resolve()), config.tracking.uri
+    odd = re.search(r"\?|%[\da-fA-F]{2}", folder)
+    if (
+        odd is not None
+        and config.tracking.enabled
+        and uri.startswith("sqlite:///")
+        and not uri.startswith("sqlite:////")
+    ):
+        raise ConfigError(
+            f'MLflow keeps no database in a folder whose name holds "{odd[0]}"',
+            place=f"{path}: tracking.uri",
+            mend="Name one elsewhere, as sqlite:////PATH/mlflow.db, or say enabled = false.",
+        )
