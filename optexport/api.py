@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bundle import contents
 from optexport.bundle import layout as bundle_layout
 from optexport.config.checks import check_formats
@@ -55,7 +55,7 @@ def export(
     effort: Effort = "standard",
     opset: int | None = None,
     layout: Layout | None = None,
-    stages: Stages | None = None,
+    progress: Progress | None = None,
 ) -> Result:
     """Traces, transforms, proves and exports a model, as ``optexport run`` does, but without tracking.
 
@@ -78,7 +78,7 @@ def export(
         effort: How much is checked: "quick", "standard" or "exhaustive".
         opset: The ONNX opset; the exporter's own choice by default.
         layout: "triton" puts the files into a model repository of Triton Inference Server, inside the bundle.
-        stages: Is told of every stage.
+        progress: Is told of every stage.
 
     Raises:
         ConfigError: An argument cannot be meant.
@@ -96,14 +96,14 @@ def export(
     elif getattr(model, "training", False):  # which a frozen TorchScript program does not say
         raise TraceError(
             "it is in train mode, where it may draw random numbers",
-            place=type(model).__name__,
-            mend="Call model.eval() first.",
+            location=type(model).__name__,
+            hint="Call model.eval() first.",
         )
     else:
         loaded = Loaded(model)
     given = inputs if isinstance(inputs, list) else [inputs]
     if not given:
-        raise ConfigError("no batch is given", place="inputs")
+        raise ConfigError("no batch is given", location="inputs")
     loaded, batches = _called(loaded, given)
     _check_dimensions(dynamic or {}, batches)
     config = checked_settings(
@@ -127,7 +127,7 @@ def export(
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
     free = None if dynamic is None else {name: _that_change(axes) for name, axes in dynamic.items()}
     job = Job(config, loaded, example, batches, free, rules, output, metrics=metrics)
-    return run.produce(job, stages or Stages())
+    return run.produce(job, progress or Progress())
 
 
 def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batch, ...]]:
@@ -140,8 +140,8 @@ def _called(loaded: Loaded, given: Sequence[Inputs]) -> tuple[Loaded, tuple[Batc
         if repr(arguments) != repr(first):  # 1 and True are equal, and not the same to every model
             raise ConfigError(
                 "its arguments are other ones, or other constants, than those of the first batch",
-                place=f"inputs[{index}]",
-                mend="Export once for each way of calling the model.",
+                location=f"inputs[{index}]",
+                hint="Export once for each way of calling the model.",
             )
     batches = tuple(_own(tensors) for tensors, _ in flat)
     return loaded.called_with(batches[0], first), batches
@@ -154,8 +154,8 @@ def _own(batch: Mapping[str, torch.Tensor]) -> Batch:
             layout = str(tensor.layout).removeprefix("torch.")
             raise ConfigError(
                 f"it is a {layout} tensor on the device {tensor.device}",
-                place=f"inputs: {name}",
-                mend="Give an ordinary tensor on the CPU: tensor.to_dense().cpu().",
+                location=f"inputs: {name}",
+                hint="Give an ordinary tensor on the CPU: tensor.to_dense().cpu().",
             )
     dtypes.check(batch, "inputs")
     return {name: tensor.detach().clone() for name, tensor in batch.items()}
@@ -174,25 +174,25 @@ def _check_dimensions(dynamic: Dynamic, batches: Sequence[Batch]) -> None:
             if not all(isinstance(each, str) and each.isidentifier() for each in names):
                 raise ConfigError(
                     f"{dim!r} is no dimension",
-                    place=f"dynamic: {name}",
-                    mend='Give a name, as in {0: "batch"}, the sum of two, or a Dim.',
+                    location=f"dynamic: {name}",
+                    hint='Give a name, as in {0: "batch"}, the sum of two, or a Dim.',
                 )
         if any(type(axis) is not int or not 0 <= axis < rank for axis in axes):
             raise ConfigError(
                 f"no input has the axes {[*axes]}",
-                place=f"dynamic: {name}",
-                mend=f"Inputs are {', '.join(f'{key} {list(value.shape)}' for key, value in batches[0].items())}.",
+                location=f"dynamic: {name}",
+                hint=f"Inputs are {', '.join(f'{key} {list(value.shape)}' for key, value in batches[0].items())}.",
             )
         for axis, dim in [(axis, dim) for axis, dim in axes.items() if isinstance(dim, Dim)]:
             ends = dim.min if dim.max is None else dim.max
             if type(dim.min) is not int or type(ends) is not int or not 1 <= dim.min <= ends <= LARGEST_SIZE:
-                raise ConfigError(f"{dim} holds no size that can be proven", place=f"dynamic: {name}")
+                raise ConfigError(f"{dim} holds no size that can be proven", location=f"dynamic: {name}")
             sizes = {batch[name].shape[axis] for batch in batches}
             if dim.min == dim.max and sizes != {dim.min}:
                 raise ConfigError(
                     f"axis {axis} is {max(sizes - {dim.min})} long, and {dim} takes {dim.min} alone",
-                    place=f"dynamic: {name}",
-                    mend="Give inputs of that size, or other sizes.",
+                    location=f"dynamic: {name}",
+                    hint="Give inputs of that size, or other sizes.",
                 )
 
 
@@ -227,7 +227,7 @@ def symbolic_trace(
         TraceError: The model cannot be traced, or fixes an axis that was declared dynamic.
     """
     if not isinstance(model, nn.Module):
-        raise TraceError(f"it is a {type(model).__name__}, not a module", place="model")
+        raise TraceError(f"it is a {type(model).__name__}, not a module", location="model")
     example = None if example_inputs is None else named_inputs(model, example_inputs)
     if example is None:
         if isinstance(model, fx.GraphModule):
@@ -238,7 +238,7 @@ def symbolic_trace(
     elif input_names is not None:
         missing = [name for name in input_names if name not in example]
         if missing:
-            raise TraceError(f"no tensor is given for {', '.join(missing)}", place="example_inputs")
+            raise TraceError(f"no tensor is given for {', '.join(missing)}", location="example_inputs")
         example = {name: example[name] for name in input_names}
     traced = trace(model, example, dynamic)
     if traced.fixed:
@@ -250,12 +250,12 @@ def _symbolic_trace_module(model: nn.Module, input_names: Sequence[str]) -> fx.G
     taken = call_signature(model).parameters
     if not all(name in taken for name in input_names):
         told = f"forward takes {', '.join(taken)}, and not {', '.join(map(str, input_names))}"
-        raise TraceError(told, place="input_names")
+        raise TraceError(told, location="input_names")
     try:
         return fx.symbolic_trace(model)
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
         raise TraceError(
             f"torch.fx could not trace it without inputs: {error}",
-            place=type(model).__name__,
-            mend="Give example_inputs: with them torch.export traces what torch.fx cannot.",
+            location=type(model).__name__,
+            hint="Give example_inputs: with them torch.export traces what torch.fx cannot.",
         ) from error

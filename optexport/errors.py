@@ -95,10 +95,10 @@ class OptexportError(Exception):
     """Base of all errors that optexport raises on purpose. Its message holds no secret that a URI carries.
 
     Args:
-        cause: What is wrong, as one sentence.
-        place: Where it is wrong: a file, a key of the config, a node, an input. It is written on one line: others name
+        message: What is wrong, as one sentence.
+        location: Where it is wrong: a file, a key of the config, a node, an input. It is written on one line: others name
             files, and could write a line of ours.
-        mend: What the user can do about it.
+        hint: What the user can do about it.
         proof: All that was compared, as the manifest of a bundle would hold it; None where it did not come to that.
 
     Attributes:
@@ -107,16 +107,18 @@ class OptexportError(Exception):
 
     exit_code = 1
 
-    def __init__(self, cause: str, *, place: str | None = None, mend: str | None = None, proof: Any = None) -> None:
+    def __init__(
+        self, message: str, *, location: str | None = None, hint: str | None = None, proof: Any = None
+    ) -> None:
         self.proof = proof
-        self.cause = redact_error(cause)
-        self.place = None if place is None else on_one_line(redact_error(place))
-        self.mend = None if mend is None else redact_error(mend)
+        self.message = redact_error(message)
+        self.location = None if location is None else on_one_line(redact_error(location))
+        self.hint = None if hint is None else redact_error(hint)
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        text = f"{self.place}: {self.cause}" if self.place else self.cause
-        return f"{text}\n  {self.mend}" if self.mend else text
+        text = f"{self.location}: {self.message}" if self.location else self.message
+        return f"{text}\n  {self.hint}" if self.hint else text
 
 
 class ConfigError(OptexportError):
@@ -157,8 +159,8 @@ class ValuesAskedError(UntraceableError):
     def __init__(self, inputs: frozenset[str]) -> None:
         super().__init__(
             f"the model asks for the values of {' and '.join(sorted(inputs))}, which a graph does not know",
-            place="trace",
-            mend="If they are the same in every call, give them as inputs.constants.",
+            location="trace",
+            hint="If they are the same in every call, give them as inputs.constants.",
         )
         self.inputs = inputs
 
@@ -205,12 +207,12 @@ class BundleError(OptexportError):
     exit_code = 4
 
 
-def unreadable(error: Exception, path: str | Path, mend: str | None = None) -> OptexportError:
+def unreadable(error: Exception, path: str | Path, hint: str | None = None) -> OptexportError:
     """Why a file of a bundle cannot be read: no bundle is damaged since this user may not read it."""
     if isinstance(error, PermissionError):
         return ConfigError(
             "this user may not read it",
-            place=str(path),
-            mend="Let this user read all files of the bundle, and run again.",
+            location=str(path),
+            hint="Let this user read all files of the bundle, and run again.",
         )
-    return BundleError(f"it cannot be read: {error}", place=str(path), mend=mend)
+    return BundleError(f"it cannot be read: {error}", location=str(path), hint=hint)

@@ -22,7 +22,7 @@ from optexport.transformations.apply import NamedRule, Transformed
 
 
 @dataclass(frozen=True)
-class Branch:
+class Variant:
     """The formats that share a graph, and the rules that are applied to it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Made:
+class VariantResult:
     """What came of a branch.
 
     Attributes:
@@ -43,7 +43,7 @@ class Made:
         kept: The formats whose files were taken from an earlier run.
     """
 
-    branch: Branch
+    branch: Variant
     transformed: Transformed
     artifacts: tuple[ArtifactRecord, ...]
     kept: tuple[str, ...]
@@ -91,8 +91,8 @@ class Job:
             if any(not torch.equal(batch[name], value) for batch in self.real):
                 raise TraceError(
                     "the model can be traced for one value of it alone, and the data hold several",
-                    place=f"inputs: {name}",
-                    mend="Export once for each.",
+                    location=f"inputs: {name}",
+                    hint="Export once for each.",
                 )
         example, *real = (
             {name: tensor for name, tensor in batch.items() if name not in held} for batch in (self.example, *self.real)
@@ -106,7 +106,7 @@ class Job:
         return layout.beside(self.beside or self.output, "failure")
 
     @property
-    def branches(self) -> list[Branch]:
+    def variants(self) -> list[Variant]:
         """The graphs that are made of the trace: formats for which the same rules are applied share one.
 
         Files of PyTorch are lowered in their graph, an ONNX file once it is written.
@@ -117,7 +117,7 @@ class Job:
             precision = None if name == "onnx" else self.precision_of(name)
             found.setdefault((tuple(applied), precision), []).append(name)
         return [
-            Branch(tuple(formats), tuple(self.rules[i] for i in applied), precision)
+            Variant(tuple(formats), tuple(self.rules[i] for i in applied), precision)
             for (applied, precision), formats in found.items()
         ]
 
@@ -143,8 +143,8 @@ def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[Name
     for name in left_out - {name for name, _ in named}:
         raise ConfigError(
             "this run has no such rule",
-            place=f"--without {name}",
-            mend=did_you_mean(name, [n for n, _ in named]),
+            location=f"--without {name}",
+            hint=did_you_mean(name, [n for n, _ in named]),
         )
     return tuple(
         NamedRule(
@@ -166,7 +166,7 @@ def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = N
             TransformationConfig.model_validate(
                 {
                     "use": rule.name,
-                    **({"expect": {"min": rule.least}} if rule.least else {}),
+                    **({"expect": {"min": rule.min_matches}} if rule.min_matches else {}),
                     **({"formats": list(rule.formats)} if rule.formats is not None else {}),
                     **rule.options,
                 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from optexport.bench.measure import Report
 from optexport.bundle.manifest import Manifest
 from optexport.errors import OptexportError, TrackingError
-from optexport.parity.checker import PlaceParity
+from optexport.parity.checker import TargetParity
 from optexport.tracking.registry import Registered
 from optexport.tuning.outcome import Outcome
 
@@ -32,7 +32,7 @@ class Result:
     """
 
     output: Path
-    parity: tuple[PlaceParity, ...] = field(repr=False)  # a page by itself, and so are the others
+    parity: tuple[TargetParity, ...] = field(repr=False)  # a page by itself, and so are the others
     manifest: Manifest = field(repr=False)
     run_id: str | None = None
     run_page: str | None = None
@@ -46,7 +46,7 @@ class Result:
     @property
     def passed(self) -> bool:
         """Whether every place passed; always so, since a run that did not raises `ParityError` instead."""
-        return all(place.passed for place in self.parity)
+        return all(target.passed for target in self.parity)
 
     @property
     def failure(self) -> OptexportError | None:

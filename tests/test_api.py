@@ -35,8 +35,8 @@ from tests._helpers.models import randomise
 def test_the_result_tells_what_was_proven_and_where_it_lies() -> None:
     result = exports.exported()
     assert result.passed is True
-    assert [place.place for place in result.parity][:2] == ["original", "transformed graph"]
-    assert all(place.passed for place in result.parity)
+    assert [target.target for target in result.parity][:2] == ["original", "transformed graph"]
+    assert all(target.passed for target in result.parity)
     assert list(result.files) == ["torchscript", "onnx", "pt2"]
     assert all(path.is_file() and path.parent == result.output for path in result.files.values())
     assert result.transformed_nodes["change-true-div-to-mul-by-inverse"] == ["div"]
@@ -138,7 +138,7 @@ def test_only_the_formats_asked_for_are_written(formats: Any, tmp_path: Path) ->
     assert list(result.files) == list(formats)
     models_there = {path.name for path in result.output.iterdir() if path.name.startswith("model.")}
     assert models_there == {path.name for path in result.files.values()}
-    assert all(place.passed for place in verify(result.output).places)
+    assert all(target.passed for target in verify(result.output).targets)
 
 
 def several_rules() -> Iterator[Transformation]:

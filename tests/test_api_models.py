@@ -163,7 +163,7 @@ def test_outputs_of_every_kind_go_into_every_format(tmp_path: Path) -> None:
     assert torch.equal(got["positive"], x > 0)
     assert torch.equal(got["largest"], x.argmax(-1))
     assert torch.equal(got["nested.1.again"], x)
-    assert all(place.passed for place in verify(result.output).places)
+    assert all(target.passed for target in verify(result.output).targets)
 
 
 def test_a_difference_where_the_exact_result_is_zero_can_be_written_down(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_difference_where_the_exact_result_is_zero_can_be_written_down(tmp_pat
             return torch.cat((((x + 1e11) - 1e11) - x, x * 1e2))
 
     result = quick(Cancelling(), {"x": torch.full((3, 4), 100.0)}, tmp_path / "bundle", dynamic=BATCH)
-    assert all(place.passed for place in verify(result.output).places)
+    assert all(target.passed for target in verify(result.output).targets)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_other_precisions_are_exported(dtype: torch.dtype, formats: list[str], t
     inputs = {**exports.batch(), "x": exports.batch()["x"].to(dtype)}
     block = exports.block().to(dtype)
     result = export(block, inputs, tmp_path / "bundle", dynamic=exports.DYNAMIC, formats=formats)
-    assert all(place.passed for place in verify(result.output).places)
+    assert all(target.passed for target in verify(result.output).targets)
     assert result.manifest.inputs[0].dtype == str(dtype).removeprefix("torch.")
 
 

@@ -34,7 +34,7 @@ def test_dynamic_axes_may_be_given_by_name_or_with_their_range(tmp_path: Path) -
     static = quick(exports.block(), exports.batch(), tmp_path / "static", dynamic={})
     assert static.manifest.inputs[0].shape == [2, 5, 8]
     assert static.manifest.dims == {}
-    assert all(place.passed for place in verify(static.output).places)
+    assert all(target.passed for target in verify(static.output).targets)
 
 
 def test_an_axis_that_the_model_fixes_against_the_declaration_is_an_error(tmp_path: Path) -> None:

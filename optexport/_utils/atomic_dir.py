@@ -71,7 +71,7 @@ def drafting(
             with signals.deferred():
                 shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, OptexportError) and output.is_dir() and any(output.iterdir()):
-                error.mend = f"{error.mend or ''}\n  {output} holds an earlier bundle yet.".lstrip()
+                error.hint = f"{error.hint or ''}\n  {output} holds an earlier bundle yet.".lstrip()
             raise
 
 
@@ -85,21 +85,21 @@ def scratch(bundle: Path) -> Iterator[Path]:
     Raises:
         OSError: Nothing may be written there either.
     """
-    place = bundle.resolve()
-    while (place.parent / GENERATION).is_file():  # a part, and its signature is that of the whole
-        place = place.parent
+    location = bundle.resolve()
+    while (location.parent / GENERATION).is_file():  # a part, and its signature is that of the whole
+        location = location.parent
     own = {draft.resolve() for draft in _OWN}
-    beside = place.parent
+    beside = location.parent
     if (
-        not own.isdisjoint((place, *place.parents))
+        not own.isdisjoint((location, *location.parents))
         or not os.access(beside, os.W_OK | os.X_OK)
-        or beside.stat().st_dev != place.stat().st_dev
+        or beside.stat().st_dev != location.stat().st_dev
     ):
         with tempfile.TemporaryDirectory(dir=bundle) as within:
             yield Path(within)
         return
     with contextlib.ExitStack() as locks:
-        draft = _draft(place, locks, alone=False)
+        draft = _draft(location, locks, alone=False)
         try:
             yield draft
         finally:
@@ -125,16 +125,16 @@ def _draft(output: Path, locks: contextlib.ExitStack, *, alone: bool = True) -> 
                 elif alone:
                     raise ConfigError(
                         "another run is writing to it",
-                        place=f"export.output: {output}",
-                        mend="Wait until that one has ended, or choose another place.",
+                        location=f"export.output: {output}",
+                        hint="Wait until that one has ended, or choose another place.",
                     )
         # After the drafts, of which one may just have got its name.
         with locked(output, wait=False) if alone else contextlib.nullcontext(True) as was_free:
             if not was_free:
                 raise ConfigError(
                     "what is there is being sent to MLflow, by the run that made it or by optexport log",
-                    place=f"export.output: {output}",
-                    mend="Wait until that has ended, or choose another place.",
+                    location=f"export.output: {output}",
+                    hint="Wait until that has ended, or choose another place.",
                 )
         draft = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
         locks.enter_context(locked(draft, wait=False))
@@ -189,8 +189,8 @@ def locked_for_a_moment(folder: Path) -> Iterator[None]:
         if time.monotonic() > patience:
             raise ConfigError(
                 "another program holds a lock on this folder (flock), and does not give it back",
-                place=str(folder),
-                mend="Have that program lock a file in place of the folder.",
+                location=str(folder),
+                hint="Have that program lock a file in place of the folder.",
             )
         time.sleep(0.02)
 

@@ -22,11 +22,11 @@ def how_to_install(extra: str) -> str:
     return f"In the checkout of optexport: pip install -c constraints.txt -e '.[{extra}]'"
 
 
-def check_extra(extra: str, place: str, otherwise: str | None = None) -> None:
+def check_extra(extra: str, location: str, otherwise: str | None = None) -> None:
     """Checks that what an extra brings is installed, without importing it.
 
     Args:
-        place: What needs it.
+        location: What needs it.
         otherwise: What can be done without it.
 
     Raises:
@@ -36,6 +36,6 @@ def check_extra(extra: str, place: str, otherwise: str | None = None) -> None:
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
                 f"it needs the extra {extra}, of which {module} is not installed",
-                place=place,
-                mend="\n  ".join(filter(None, [how_to_install(extra), otherwise])),
+                location=location,
+                hint="\n  ".join(filter(None, [how_to_install(extra), otherwise])),
             )

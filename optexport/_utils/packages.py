@@ -53,7 +53,7 @@ def check(was: Mapping[str, str] | None = None) -> None:
         for _, requirement in unmet:
             wanted[requirement.name] &= requirement.specifier
         needed = " ".join(f"'{name}{specifier}'" for name, specifier in wanted.items())
-        raise ConfigError(f"the installed packages do not go together{told}", mend=f"pip install {needed}")
+        raise ConfigError(f"the installed packages do not go together{told}", hint=f"pip install {needed}")
 
 
 def _unmet() -> Iterator[tuple[str, Requirement]]:

@@ -11,7 +11,7 @@ from optexport._utils import signals
 
 
 @dataclass
-class Stages:
+class Progress:
     """Names and times the stages of a run.
 
     Attributes:
@@ -23,7 +23,7 @@ class Stages:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def step(self, name: str) -> Iterator[None]:
         """Within it, the stage runs; one that fails is not announced as ended.
 
         Raises:

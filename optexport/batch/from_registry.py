@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optexport.batch.results import Ended
+from optexport.batch.results import TaskResult
 from optexport.config import text as config_text
 from optexport.config.load import parse_config
 from optexport.config.source import NAME, VERSION
@@ -32,7 +32,7 @@ class Asked:
     store: str
     folder: Path
     versions: Mapping[str, Version]
-    refused: Sequence[Ended]
+    refused: Sequence[TaskResult]
     left: Sequence[str]
 
     def told(self) -> str:
@@ -42,7 +42,7 @@ class Asked:
         names = on_one_line(", ".join(self.left))
         return f"Nothing asks for a bundle: the newest version of each model found has one, or is of one: {names}."
 
-    def mark(self, ended: Ended) -> None:
+    def mark(self, ended: TaskResult) -> None:
         """Notes at a version that it has a bundle, where its config ended well.
 
         Raises:
@@ -70,15 +70,17 @@ def configs(template: Path, query: str) -> Asked:
         if not all(word in document.get(table, {}).get(key, "") for word in (NAME, VERSION)):
             raise ConfigError(
                 f'it must hold both "{NAME}" and "{VERSION}"',
-                place=f"{template}: {table}.{key}",
-                mend='As in: source = "mlflow:models:/{name}/{version}", and output = "bundles/{name}-{version}".',
+                location=f"{template}: {table}.{key}",
+                hint='As in: source = "mlflow:models:/{name}/{version}", and output = "bundles/{name}-{version}".',
             )
     written, refused = {}, []
     asking, left = registry_query.wanted(store, template.parent, query)
     for version in asking:
         if not version.name.isprintable() or version.name.startswith(".") or set(version.name) & set("\"'\\/?@"):
             uri = f"models:/{version.name}/{version.version}"
-            refused.append(Ended(uri, uri, "", ConfigError.exit_code, "a name with such characters fits no config"))
+            refused.append(
+                TaskResult(uri, uri, "", ConfigError.exit_code, "a name with such characters fits no config")
+            )
             continue
         path = template.with_name(f"{template.stem}.{version.name}-{version.version}.toml")
         _write(path, _filled(text, version))
@@ -96,4 +98,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"it cannot be written: {error}", place=str(path)) from error
+        raise ConfigError(f"it cannot be written: {error}", location=str(path)) from error

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from optexport.batch.results import Ended, not_run
+from optexport.batch.results import TaskResult, not_run
 from optexport.batch.run import Engine
 from optexport.batch.supervisor import Limits, attempts, make_ready
 from optexport.batch.tasks import Task
@@ -21,7 +21,7 @@ def here(jobs: int, limits: Limits) -> Engine:
     return functools.partial(_run, jobs, limits)
 
 
-def _run(jobs: int, limits: Limits, tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, Ended]]:
+def _run(jobs: int, limits: Limits, tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, TaskResult]]:
     stop = threading.Event()
     with threads_shared(jobs), ThreadPoolExecutor(jobs) as pool:
         make_ready()

@@ -13,7 +13,7 @@ from typing import Any
 
 from optexport._utils.extras import check_extra
 from optexport.batch.ray_package import brought_home, check_portable, packed, run_there
-from optexport.batch.results import Ended, not_run
+from optexport.batch.results import TaskResult, not_run
 from optexport.batch.run import Engine
 from optexport.batch.supervisor import Limits, attempts
 from optexport.batch.tasks import Task
@@ -43,7 +43,7 @@ def on_ray(address: str | None, limits: Limits, memory: int | None) -> Engine:
 
 def _run(
     address: str | None, limits: Limits, memory: int | None, tasks: Sequence[Task], folder: Path
-) -> Iterator[tuple[Task, Ended]]:
+) -> Iterator[tuple[Task, TaskResult]]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without it Ray warns of accelerators, which nobody here asked for.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -57,7 +57,7 @@ def _run(
         _check_address(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"no cluster answers: {error}", place=f"--address {address}") from error
+        raise ConfigError(f"no cluster answers: {error}", location=f"--address {address}") from error
     pending: dict[Any, Task] = {}
     try:
         remote = ray.remote(num_cpus=1, max_retries=_LOST_NODES)(run_there)
@@ -102,14 +102,14 @@ def _check_address(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
 
 
-def _next(ray: Any, pending: dict[Any, Task], folder: Path) -> tuple[Task, Ended]:
+def _next(ray: Any, pending: dict[Any, Task], folder: Path) -> tuple[Task, TaskResult]:
     """Waits for one of those that are at work, and brings home what came of it."""
     (ready,), _ = ray.wait(list(pending), num_returns=1)
     task = pending.pop(ready)
     try:
         found = ray.get(ready)
     except Exception as error:  # of Ray's: the node is lost for good, or memory ran out
-        return task, Ended(task.name, str(task.path), task.digest, 1, f"the cluster did not run it: {error}")
+        return task, TaskResult(task.name, str(task.path), task.digest, 1, f"the cluster did not run it: {error}")
     try:
         return task, brought_home(task, folder, found)
     except OSError as error:

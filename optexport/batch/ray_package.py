@@ -16,7 +16,7 @@ from pathlib import Path
 from optexport._utils import atomic_dir
 from optexport._utils.atomic_dir import locked, locked_for_a_moment
 from optexport._utils.packages import versions
-from optexport.batch.results import Ended
+from optexport.batch.results import TaskResult
 from optexport.batch.supervisor import Limits, attempts, log_name
 from optexport.batch.tasks import Task, tasks_of
 from optexport.bundle import layout
@@ -36,7 +36,7 @@ _PREFIX = "optexport-parcel-"
 
 
 @dataclass(frozen=True)
-class Parcel:
+class RemoteTask:
     """What a config needs on another machine.
 
     Attributes:
@@ -60,10 +60,10 @@ class Return:
         files: Zipped: the bundle, and what lies beside it.
         logs: By suffix.
         log: What they were called there, without it.
-        place: Where the files were.
+        target: Where the files were.
     """
 
-    ended: Ended
+    ended: TaskResult
     files: bytes
     logs: Mapping[str, bytes]
     log: str
@@ -80,12 +80,12 @@ def check_portable(task: Task) -> None:
     if Path(task.config.export.output).expanduser().is_absolute():
         raise ConfigError(
             "it is a place of this machine",
-            place=f"{task.name}: export.output",
-            mend="Write it relative to the config: it comes home to there.",
+            location=f"{task.name}: export.output",
+            hint="Write it relative to the config: it comes home to there.",
         )
 
 
-def packed(task: Task) -> Parcel:
+def packed(task: Task) -> RemoteTask:
     """A config with the files that it names."""
     assert task.config is not None and task.output is not None
     files = [task.path, *(path for name, path in named_files(task.config, task.path.parent) if not _is_absolute(name))]
@@ -95,7 +95,7 @@ def packed(task: Task) -> Parcel:
         for path in dict.fromkeys(map(_whole, files)):
             archive.write(path, path.relative_to(root))
     known = {name: value for name, value in os.environ.items() if name in _VARIABLES}
-    return Parcel(content.getvalue(), str(task.path.relative_to(root)), known, versions())
+    return RemoteTask(content.getvalue(), str(task.path.relative_to(root)), known, versions())
 
 
 def _is_absolute(name: str) -> bool:
@@ -106,12 +106,12 @@ def _whole(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def run_there(parcel: Parcel, limits: Limits) -> Return:
+def run_there(parcel: RemoteTask, limits: Limits) -> Return:
     """Runs a config in a folder of another machine."""
     if (here := versions()) != parcel.versions:
         differ = sorted(name for name in {*here, *parcel.versions} if here.get(name) != parcel.versions.get(name))
         told = ", ".join(f"{n} {here.get(n)} in place of {parcel.versions.get(n)}" for n in differ)
-        return Return(Ended("", "", "", 2, f"the node has {told}: its bundle would be another"), b"", {}, "", "")
+        return Return(TaskResult("", "", "", 2, f"the node has {told}: its bundle would be another"), b"", {}, "", "")
     with _place() as place:
         root = place / "files"
         with zipfile.ZipFile(io.BytesIO(parcel.files)) as archive:
@@ -154,12 +154,12 @@ def _place() -> Iterator[Path]:
         yield place
 
 
-def brought_home(task: Task, folder: Path, found: Return) -> Ended:
+def brought_home(task: Task, folder: Path, found: Return) -> TaskResult:
     """Unpacks what came of a task: its logs, what its failure left, and its bundle, which appears whole."""
     assert task.output is not None and task.config is not None
     told = found.ended.error
-    if told is not None and found.place:
-        told = told.replace(found.log, str(folder / log_name(task))).replace(f"{found.place}/", "")
+    if told is not None and found.target:
+        told = told.replace(found.log, str(folder / log_name(task))).replace(f"{found.target}/", "")
     ended = replace(found.ended, config=task.name, path=str(task.path), digest=task.digest, output=None, error=told)
     for suffix, log in found.logs.items():
         (folder / f"{log_name(task)}{suffix}").write_bytes(log)
@@ -190,7 +190,7 @@ def _keep(came: Path, output: Path, config: Config, held: contextlib.ExitStack) 
         shutil.copytree(came, draft, dirs_exist_ok=True)
 
 
-def _tracked(ended: Ended, output: Path, config: Config, folder: Path) -> Ended:
+def _tracked(ended: TaskResult, output: Path, config: Config, folder: Path) -> TaskResult:
     """Sends a bundle, which is locked, to MLflow from here, whose stores a node need not reach."""
     if not config.tracking.enabled or ended.exit_code:
         return ended

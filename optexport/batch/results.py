@@ -21,7 +21,7 @@ _WORST_FIRST = (1, 4, 5, 3, 2, 6, 7)
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskResult:
     """How one config ended.
 
     Attributes:
@@ -49,28 +49,28 @@ class Ended:
     peak_memory: int = 0
 
 
-_ENDED = TypeAdapter(Ended)
+_ENDED = TypeAdapter(TaskResult)
 
 
-def not_run(task: Task, error: Exception) -> Ended:
+def not_run(task: Task, error: Exception) -> TaskResult:
     """A config that could not be run at all."""
-    return Ended(task.name, str(task.path), task.digest, 1, f"{type(error).__name__}: {first_line(error)}")
+    return TaskResult(task.name, str(task.path), task.digest, 1, f"{type(error).__name__}: {first_line(error)}")
 
 
-def worst(ended: Iterable[Ended]) -> int:
+def worst(ended: Iterable[TaskResult]) -> int:
     """The exit code of a batch: the worst of its configs."""
     codes = {each.exit_code for each in ended} - {0}
     return min(codes, key=lambda code: _WORST_FIRST.index(code) if code in _WORST_FIRST else -1, default=0)
 
 
-def remember(folder: Path, ended: Ended) -> None:
+def remember(folder: Path, ended: TaskResult) -> None:
     """Writes down how a config ended, before anything else is done."""
     folder.mkdir(parents=True, exist_ok=True)  # someone may have removed it
     with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
         journal.write(f"\n{json.dumps(asdict(ended))}\n")  # the last line may have been cut off
 
 
-def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, Ended]:
+def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, TaskResult]:
     """The configs, by path, that ended well when they were last run, whose text is the same, and whose bundle is whole.
 
     A line that was cut off, as where the machine went down, or that holds something else, counts for nothing.
@@ -82,8 +82,8 @@ def done_before(folder: Path, tasks: Iterable[Task]) -> dict[Path, Ended]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     except OSError as error:
-        raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
-    last: dict[str, Ended] = {}
+        raise ConfigError(f"it cannot be read: {error}", location=str(path)) from error
+    last: dict[str, TaskResult] = {}
     for line in lines:
         try:
             ended = _ENDED.validate_json(line, strict=True)

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from optexport._utils.atomic_dir import locked
-from optexport.batch.results import JOURNAL, Ended, done_before, remember
+from optexport.batch.results import JOURNAL, TaskResult, done_before, remember
 from optexport.batch.tasks import Task
 from optexport.errors import ConfigError
 
 _LOGS = "logs"
 
 # Runs tasks, and gives each with how it ended, as it ends; takes the folder of the logs.
-Engine = Callable[[Sequence[Task], Path], Iterator[tuple[Task, Ended]]]
+Engine = Callable[[Sequence[Task], Path], Iterator[tuple[Task, TaskResult]]]
 
 
 def run(
@@ -24,8 +24,8 @@ def run(
     folder: Path,
     *,
     resume: bool = False,
-    announce: Callable[[Ended], None] = lambda ended: None,
-) -> list[Ended]:
+    announce: Callable[[TaskResult], None] = lambda ended: None,
+) -> list[TaskResult]:
     """Runs each config in a process of its own; what happens to one happens to no other.
 
     Args:
@@ -63,10 +63,10 @@ def _locked(folder: Path, logs: Path) -> Iterator[None]:
         logs.mkdir(parents=True, exist_ok=True)
         (folder / JOURNAL).open("a").close()
     except OSError as error:
-        raise ConfigError(f"nothing can be written there: {error}", place=f"--folder {folder}") from error
+        raise ConfigError(f"nothing can be written there: {error}", location=f"--folder {folder}") from error
     with locked(logs, wait=False) as was_free:
         if not was_free:
             raise ConfigError(
-                "another batch is at work in it", place=f"--folder {folder}", mend="Wait, or name another folder."
+                "another batch is at work in it", location=f"--folder {folder}", hint="Wait, or name another folder."
             )
         yield

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optexport.batch.results import Ended, worst
+from optexport.batch.results import TaskResult, worst
 from optexport.errors import OptexportError, TrackingError, on_one_line
 
 _WORDS = {
@@ -27,20 +27,20 @@ _WORDS = {
 }
 
 
-def in_words(ended: Ended) -> str:
+def in_words(ended: TaskResult) -> str:
     """How a config ended, in a word or three."""
     if ended.attempts == 0:
         return "done before"
     return _WORDS.get(ended.exit_code, f"ended with {ended.exit_code}")
 
 
-def line(ended: Ended) -> str:
+def line(ended: TaskResult) -> str:
     """How a config ended, on one line."""
     error = f": {_first_line(ended)}" if ended.error else ""
     return f"{on_one_line(ended.config)}: {in_words(ended)} ({ended.seconds:.0f} s){error}"
 
 
-def show(ended: Sequence[Ended], console: Console) -> None:
+def show(ended: Sequence[TaskResult], console: Console) -> None:
     """Prints a row for each, and what went wrong below."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("config", "result", "bundle"):
@@ -64,7 +64,7 @@ def show(ended: Sequence[Ended], console: Console) -> None:
     console.print(", ".join(f"{count} {words}" for words, count in counts.most_common()))
 
 
-def as_json(ended: Sequence[Ended], run_id: str | None, failures: Sequence[OptexportError]) -> dict[str, Any]:
+def as_json(ended: Sequence[TaskResult], run_id: str | None, failures: Sequence[OptexportError]) -> dict[str, Any]:
     """The batch for machines: how it ended, and what of it could not be tracked."""
     code = worst(ended) or (TrackingError.exit_code if failures else 0)
     return {
@@ -76,13 +76,13 @@ def as_json(ended: Sequence[Ended], run_id: str | None, failures: Sequence[Optex
     }
 
 
-def columns(ended: Sequence[Ended]) -> dict[str, list[Any]]:
+def columns(ended: Sequence[TaskResult]) -> dict[str, list[Any]]:
     """The batch as MLflow takes tables."""
     rows = [{**asdict(each), "result": in_words(each)} for each in ended]
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
 
-def metrics(ended: Sequence[Ended]) -> dict[str, float]:
+def metrics(ended: Sequence[TaskResult]) -> dict[str, float]:
     """The batch in numbers."""
     return {
         "configs": float(len(ended)),
@@ -92,5 +92,5 @@ def metrics(ended: Sequence[Ended]) -> dict[str, float]:
     }
 
 
-def _first_line(ended: Ended) -> str:
+def _first_line(ended: TaskResult) -> str:
     return (ended.error or "").partition("\n")[0]

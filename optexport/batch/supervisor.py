@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from optexport.batch import processes
-from optexport.batch.results import Ended
+from optexport.batch.results import TaskResult
 from optexport.batch.tasks import Task
 from optexport.errors import ConfigError, OptexportError
 from optexport.tracking.run import ATTEMPT_VARIABLE, LATER_VARIABLE
@@ -71,7 +71,7 @@ def make_ready() -> None:
                 os.environ[_SAFE_PATH] = before
     _join(process)
     if process.exitcode != 0:
-        raise OptexportError(f"a process that does nothing ended with {process.exitcode}", place="batch")
+        raise OptexportError(f"a process that does nothing ended with {process.exitcode}", location="batch")
 
 
 def _start_server() -> None:
@@ -102,7 +102,7 @@ def _import() -> None:
     """Nothing: the process that is forked has it all."""
 
 
-def attempts(task: Task, limits: Limits, folder: Path, stop: threading.Event) -> Ended:
+def attempts(task: Task, limits: Limits, folder: Path, stop: threading.Event) -> TaskResult:
     """Runs a config, and again where it neither ended by itself nor took too much memory.
 
     Args:
@@ -121,7 +121,7 @@ def log_name(task: Task) -> str:
     return f"{task.path.stem[:100]}-{hashlib.sha256(os.fsencode(task.path)).hexdigest()[:8]}"
 
 
-def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threading.Event) -> tuple[Ended, bool]:
+def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threading.Event) -> tuple[TaskResult, bool]:
     """How an attempt ended, and whether another might end otherwise."""
     document, log = (folder / f"{log_name(task)}{suffix}" for suffix in (".json", ".log"))
     document.unlink(missing_ok=True)  # of an earlier one
@@ -155,7 +155,7 @@ def _attempt(task: Task, limits: Limits, folder: Path, count: int, stop: threadi
         reason = why or _how(process.exitcode)
         run_id, told_of_run = _lost_run(task, attempt, reason, "FAILED" if why is None else "KILLED")
         code, output, error = 1, None, f"{reason}\n  Its log: {log}{told_of_run}"
-    ended = Ended(task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak)
+    ended = TaskResult(task.name, str(task.path), task.digest, code, error, output, run_id, count, seconds, peak)
     return ended, told is None and peak <= limits.memory
 
 
@@ -179,8 +179,8 @@ def _started(target: Callable[..., None], *arguments: Any) -> Any:
                 raise
             raise ConfigError(
                 "the path of the folder for temporary files is too long for a socket",
-                place=tempfile.gettempdir(),
-                mend="Set TMPDIR to a folder whose path is shorter than 60 characters.",
+                location=tempfile.gettempdir(),
+                hint="Set TMPDIR to a folder whose path is shorter than 60 characters.",
             ) from error
     return process
 

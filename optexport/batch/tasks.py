@@ -47,7 +47,7 @@ def tasks_of(given: Sequence[str]) -> list[Task]:
     for each in given:
         found = [each] if os.path.exists(each) else sorted(glob.glob(each, recursive=True))
         if not found and glob.has_magic(each):
-            raise ConfigError("no file is called so", place=each, mend="Look how it is spelt.")
+            raise ConfigError("no file is called so", location=each, hint="Look how it is spelt.")
         names += found or [each]
     tasks = {task.path: task for task in map(_task, names)}
     outputs: dict[Path, Task] = {}
@@ -55,16 +55,16 @@ def tasks_of(given: Sequence[str]) -> list[Task]:
         if task.output is not None and (other := outputs.setdefault(task.output, task)) is not task:
             raise ConfigError(
                 f"{other.name} writes to {task.output} too",
-                place=f"{task.name}: export.output",
-                mend="Give each config an output of its own.",
+                location=f"{task.name}: export.output",
+                hint="Give each config an output of its own.",
             )
     for output, task in outputs.items():
         for parent in output.parents:
             if parent in outputs:
                 raise ConfigError(
                     f"it lies in the bundle of {outputs[parent].name}",
-                    place=f"{task.name}: export.output",
-                    mend="Give each config an output of its own.",
+                    location=f"{task.name}: export.output",
+                    hint="Give each config an output of its own.",
                 )
     return list(tasks.values())
 

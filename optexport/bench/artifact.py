@@ -77,11 +77,11 @@ def open_target(path: Path) -> Target:
         if not path.is_dir():
             artifacts = tuple(artifact for artifact in artifacts if artifact.path == path)
         if not artifacts:
-            raise ConfigError("it is no exported model of the bundle that it is in", place=str(path))
+            raise ConfigError("it is no exported model of the bundle that it is in", location=str(path))
         return Target(artifacts, folder, manifest)
     if path.suffix not in _FORMATS or (path.exists() and not path.is_file()):  # a pipe would be waited for
         raise ConfigError(
-            "it is neither a bundle nor an exported file", place=str(path), mend=f"Known are {', '.join(_FORMATS)}."
+            "it is neither a bundle nor an exported file", location=str(path), hint=f"Known are {', '.join(_FORMATS)}."
         )
     file_format = _FORMATS[path.suffix]
     return Target((Artifact(str(path), path, file_format, file_size(path, file_format)),))
@@ -124,7 +124,7 @@ def file_size(path: Path, file_format: str) -> int:
     try:
         return sum((path.parent / name).stat().st_size for name in names)
     except (OSError, ValueError) as error:  # the latter of names that no file has
-        raise BenchError(f"it lacks its weights: {error}", place=str(path)) from error
+        raise BenchError(f"it lacks its weights: {error}", location=str(path)) from error
 
 
 def read_onnx(path: Path) -> Any:
@@ -138,7 +138,7 @@ def read_onnx(path: Path) -> Any:
     try:
         return onnx.load_model(path, load_external_data=False)
     except Exception as error:  # protobuf's errors share no base class with those of files
-        raise BenchError(f"it is no ONNX file: {first_line(error)}", place=str(path)) from error
+        raise BenchError(f"it is no ONNX file: {first_line(error)}", location=str(path)) from error
 
 
 def bundle_of(path: Path) -> Path | None:

@@ -53,12 +53,12 @@ def bench(
     artifacts, baselines = chosen
     for given, option in ((artifacts, "--format"), (baselines if against else artifacts, "--against")):
         if not given:
-            raise ConfigError(f"none of what is given is {' or '.join(formats)}", place=option)
+            raise ConfigError(f"none of what is given is {' or '.join(formats)}", location=option)
     with signals.temporary_folder() as folder:
         try:
             workloads, notes = _workloads(targets, [*artifacts, *baselines], inputs, shapes, folder)
         except MemoryError as error:
-            raise ConfigError(f"inputs of these sizes do not fit: {error}", place="--shape") from error
+            raise ConfigError(f"inputs of these sizes do not fit: {error}", location="--shape") from error
         _check_takes([*artifacts, *baselines], workloads)
         settings = settings or Settings()
         pairs = pairs_of(artifacts, baselines)
@@ -74,8 +74,8 @@ def _check_takes(artifacts: Sequence[Artifact], workloads: Sequence[Workload]) -
         if missing := [name for name in artifact.inputs or () if name not in given]:
             raise ConfigError(
                 f"it takes {', '.join(missing)}, and the inputs are {', '.join(given)}",
-                place=artifact.name,
-                mend="All run on the same inputs: give files of one model, or --inputs with what all of them take.",
+                location=artifact.name,
+                hint="All run on the same inputs: give files of one model, or --inputs with what all of them take.",
             )
 
 
@@ -96,7 +96,9 @@ def check_output(output: Path, measured: Sequence[Path]) -> None:
     except (OSError, ValueError, RecursionError):
         document = None
     if not (isinstance(document, dict) and {"machine", "artifacts"} <= document.keys()):
-        raise ConfigError("it exists and holds no measurements", place=f"--output {output}", mend="Name another file.")
+        raise ConfigError(
+            "it exists and holds no measurements", location=f"--output {output}", hint="Name another file."
+        )
 
 
 def _workloads(
@@ -112,5 +114,5 @@ def _workloads(
             return from_onnx(artifact, shapes, folder)
     raise ConfigError(
         f"nothing says what inputs {artifacts[0].name} takes",
-        mend="Give --inputs FILE.safetensors, or the bundle that it is of.",
+        hint="Give --inputs FILE.safetensors, or the bundle that it is of.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from optexport.bench.artifact import Artifact
-from optexport.bench.measure import Duel, Report
+from optexport.bench.measure import PairwiseComparison, Report
 from optexport.bundle.manifest import ParityRecord
 from optexport.config.benchmarks import BarConfig, GateConfig
 from optexport.errors import GateError
@@ -38,7 +38,9 @@ def check(
         raise GateError(f"the exported files are not what [gate] demands{told}", proof=proof)
 
 
-def check_never_slower(report: Report, measure_again: Callable[[Duel], Duel], proof: ParityRecord) -> None:
+def check_never_slower(
+    report: Report, measure_again: Callable[[PairwiseComparison], PairwiseComparison], proof: ParityRecord
+) -> None:
     """Checks that no file is slower than the plain export; what seems so is measured once more.
 
     Of files that are equally fast one in forty seems slower at a first look, its interval being of 95 %.
@@ -51,13 +53,13 @@ def check_never_slower(report: Report, measure_again: Callable[[Duel], Duel], pr
     if slower:
         told = "".join(f"\n  {_told(duel)}" for duel in slower)
         lowered = ", ".join(duel.artifact.format for duel in slower if duel.artifact.precision is not None)
-        mend = f"Tuning chose among files in float32: leave {lowered} out of [precision], or [tune] out."
+        hint = f"Tuning chose among files in float32: leave {lowered} out of [precision], or [tune] out."
         raise GateError(
-            f"what tuning chose is slower than the plain export{told}", mend=mend if lowered else None, proof=proof
+            f"what tuning chose is slower than the plain export{told}", hint=hint if lowered else None, proof=proof
         )
 
 
-def _told(duel: Duel) -> str:
+def _told(duel: PairwiseComparison) -> str:
     c = duel.comparison
     found = f"is {c.speedup:.3g} ({c.low:.3g} to {c.high:.3g}) times as fast as the plain export"
     return f"{duel.artifact.name} {found} at {duel.workload.label}"

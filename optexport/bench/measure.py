@@ -41,7 +41,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Duel:
+class PairwiseComparison:
     """How an artifact compares with its baseline on one workload."""
 
     artifact: Artifact
@@ -60,7 +60,7 @@ class Report:
 
     settings: Settings
     figures: tuple[Figures, ...]
-    duels: tuple[Duel, ...]
+    duels: tuple[PairwiseComparison, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -105,14 +105,14 @@ def measure(
             except BenchError as error:
                 if len(workloads) == 1:
                     raise
-                raise BenchError(f"at {workload.label} {error.cause}", place=error.place) from error
+                raise BenchError(f"at {workload.label} {error.message}", location=error.location) from error
     by_place = {(timing.artifact, timing.workload.label): timing for timing in timings}
     duels = []
     for workload in workloads:
         for artifact, baseline in pairs:
             ours, theirs = (by_place.get((one, workload.label)) for one in (artifact, baseline))
             if ours is not None and theirs is not None:
-                duels.append(Duel(artifact, baseline, workload, compare(theirs.medians, ours.medians)))
+                duels.append(PairwiseComparison(artifact, baseline, workload, compare(theirs.medians, ours.medians)))
     return Report(settings, tuple(_figures(timing) for timing in timings), tuple(duels), tuple(notes))
 
 

@@ -110,16 +110,16 @@ class _Worker:
         try:
             self._calls.send(message)
         except OSError as error:
-            raise BenchError(self._death(), place=self.artifact.name) from error
+            raise BenchError(self._death(), location=self.artifact.name) from error
 
     def answer(self) -> Any:
         """Waits for the answer to a message."""
         try:
             good, answer = self._calls.recv()
         except (EOFError, OSError) as error:
-            raise BenchError(self._death(), place=self.artifact.name) from error
+            raise BenchError(self._death(), location=self.artifact.name) from error
         if not good:
-            raise BenchError(f"it cannot be run: {answer}", place=self.artifact.name)
+            raise BenchError(f"it cannot be run: {answer}", location=self.artifact.name)
         return answer
 
     def _death(self) -> str:

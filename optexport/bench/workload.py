@@ -55,14 +55,14 @@ class Workload:
 
 
 def from_signature(
-    batch: Mapping[str, torch.Tensor], signature: Signature, shapes: Sequence[Sizes], folder: Path, place: str
+    batch: Mapping[str, torch.Tensor], signature: Signature, shapes: Sequence[Sizes], folder: Path, location: str
 ) -> list[Workload]:
     """A model's own inputs at other sizes; a size that is not asked for stays that of the batch.
 
     Args:
         batch: Inputs at the traced sizes.
         folder: Where to write them.
-        place: Where the sizes were asked for.
+        location: Where the sizes were asked for.
 
     Raises:
         ConfigError: No input has such a dimension, or it does not take that size.
@@ -74,15 +74,15 @@ def from_signature(
     found: list[Workload] = []
     given = signature.sizes(batch)
     for index, asked in enumerate(shapes or [{}]):
-        _check_names(asked, list(given), f"{place}[{index}]")
+        _check_names(asked, list(given), f"{location}[{index}]")
         for name, size in asked.items():
             dim = signature.dims[name]
             if size < dim.min or (dim.max is not None and size > dim.max):
                 raise ConfigError(
-                    f"{name} may be {dim.min} to {dim.max or 'any'}, not {size}", place=f"{place}[{index}]"
+                    f"{name} may be {dim.min} to {dim.max or 'any'}, not {size}", location=f"{location}[{index}]"
                 )
         sizes = {**given, **asked}
-        _check_new(sizes, found, f"{place}[{index}]")
+        _check_new(sizes, found, f"{location}[{index}]")
         resized = resize(batch, signature, sizes)
         file = folder / f"{index}.safetensors"
         save_file({name: tensor.detach().contiguous().clone() for name, tensor in resized.items()}, file)
@@ -114,13 +114,15 @@ def from_bundle(
         for spec in specs:
             if spec.name not in others or others[spec.name].dim() != len(spec.shape):
                 shape = f"[{', '.join(map(str, spec.shape))}]"
-                raise ConfigError(f"the bundle takes {spec.name} {shape}, which it lacks", place=f"--inputs {given}")
+                raise ConfigError(f"the bundle takes {spec.name} {shape}, which it lacks", location=f"--inputs {given}")
         batch = {spec.name: others[spec.name] for spec in specs}
     signature = Signature(specs, (), dims)
     for name, size in signature.sizes(batch).items():
         dim = dims[name]
         if size < dim.min or (dim.max is not None and size > dim.max):
-            raise ConfigError(f"{name} may be {dim.min} to {dim.max or 'any'}, not {size}", place=f"--inputs {given}")
+            raise ConfigError(
+                f"{name} may be {dim.min} to {dim.max or 'any'}, not {size}", location=f"--inputs {given}"
+            )
     return from_signature(batch, signature, shapes, folder, "--shape")
 
 
@@ -136,8 +138,8 @@ def from_file(given: Path, shapes: Sequence[Sizes], artifacts: Sequence[Artifact
     if shapes:
         raise ConfigError(
             "which axes these sizes are of is known of bundles, and of ONNX files without --inputs",
-            place="--shape",
-            mend="Leave it out, and give inputs of that size.",
+            location="--shape",
+            hint="Leave it out, and give inputs of that size.",
         )
     kinds: dict[str, str] = {}
     shown: dict[str, list[int]] = {}
@@ -147,8 +149,8 @@ def from_file(given: Path, shapes: Sequence[Sizes], artifacts: Sequence[Artifact
         for name in (name for name, kind in kinds.items() if kind not in _IN_NUMPY):
             raise ConfigError(
                 f"{name} is of {kinds[name]}, which {artifact.name} cannot be given: NumPy has no such numbers",
-                place=f"--inputs {given}",
-                mend="Measure files of PyTorch with it, or give it in float32.",
+                location=f"--inputs {given}",
+                hint="Measure files of PyTorch with it, or give it in float32.",
             )
     return [Workload({}, _rows({}, shown), given)]
 
@@ -217,8 +219,8 @@ def _onnx_inputs(artifact: Artifact) -> dict[str, tuple[Any, list[int | str]]]:
         if dtype is None or dtype.kind not in "fiub":
             raise ConfigError(
                 f"its input {value.name} is no tensor of numbers that could be made up",
-                place=artifact.name,
-                mend="Give --inputs FILE.safetensors.",
+                location=artifact.name,
+                hint="Give --inputs FILE.safetensors.",
             )
         axes = [
             axis.dim_value if axis.HasField("dim_value") else axis.dim_param or f"{value.name}_{index}"
@@ -232,22 +234,22 @@ def _read(path: Path, load: Any) -> dict[str, Any]:
     from safetensors import SafetensorError
 
     if not path.is_file():  # a pipe would be waited for
-        raise ConfigError("it is no file", place=f"--inputs {path}")
+        raise ConfigError("it is no file", location=f"--inputs {path}")
     try:
         return dict(load(path))
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"it cannot be read: {error}", place=f"--inputs {path}") from error
+        raise ConfigError(f"it cannot be read: {error}", location=f"--inputs {path}") from error
 
 
-def _check_names(asked: Sizes, known: Sequence[str], place: str) -> None:
+def _check_names(asked: Sizes, known: Sequence[str], location: str) -> None:
     for name in asked:
         if name not in known:
-            raise ConfigError(f"no input has a dimension {name}", place=place, mend=did_you_mean(name, known))
+            raise ConfigError(f"no input has a dimension {name}", location=location, hint=did_you_mean(name, known))
 
 
-def _check_new(sizes: Sizes, found: Sequence[Workload], place: str) -> None:
+def _check_new(sizes: Sizes, found: Sequence[Workload], location: str) -> None:
     if any(workload.sizes == sizes for workload in found):
-        raise ConfigError("these sizes are asked for twice", place=place, mend="Leave one out.")
+        raise ConfigError("these sizes are asked for twice", location=location, hint="Leave one out.")
 
 
 def _rows(sizes: Sizes, shapes: Mapping[str, Sequence[int]]) -> int:

@@ -29,7 +29,7 @@ def check_output(output: Path) -> None:
         with tempfile.TemporaryFile(dir=output.parent):
             pass
     except (OSError, ValueError) as error:
-        raise ConfigError(f"nothing can be written there: {error}", place=f"export.output: {output}") from error
+        raise ConfigError(f"nothing can be written there: {error}", location=f"export.output: {output}") from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -69,4 +69,4 @@ def read_traced_inputs(path: Path, names: Sequence[str]) -> dict[str, torch.Tens
     try:
         return {name: tensors[f"0.inputs.{name}"] for name in names}
     except KeyError as error:
-        raise BundleError(f"it lacks the traced input {error}", place=str(path)) from error
+        raise BundleError(f"it lacks the traced input {error}", location=str(path)) from error

@@ -32,9 +32,9 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise BundleError("it is no file", place=str(path), mend=_MEND)
+            raise BundleError("it is no file", location=str(path), hint=_MEND)
         if path.stat().st_size > LARGEST:
-            raise BundleError(f"it is larger than {LARGEST} bytes", place=str(path), mend=_MEND)
+            raise BundleError(f"it is larger than {LARGEST} bytes", location=str(path), hint=_MEND)
         content = path.read_bytes()
         document = json.loads(content)
         whole = (
@@ -43,11 +43,11 @@ def read(path: Path) -> dict[str, Any]:
             and content == _canonical(document)
         )
     except FileNotFoundError as error:
-        raise BundleError("it is missing", place=str(path), mend=_MEND) from error
+        raise BundleError("it is missing", location=str(path), hint=_MEND) from error
     except (OSError, ValueError, RecursionError) as error:
         raise unreadable(error, path, _MEND) from error
     if not whole:
-        raise BundleError("it does not match its own digest", place=str(path), mend=_MEND)
+        raise BundleError("it does not match its own digest", location=str(path), hint=_MEND)
     assert isinstance(document, dict)
     return document
 
@@ -67,7 +67,9 @@ def validated(model: type[M], document: Mapping[str, Any], path: Path) -> M:
         first, *others = error.errors(include_url=False)
         more = f", and {len(others)} more" if others else ""
         where = ".".join(map(str, first["loc"]))
-        raise BundleError(f"it does not follow the schema: {where}: {first['msg']}{more}", place=str(path)) from error
+        raise BundleError(
+            f"it does not follow the schema: {where}: {first['msg']}{more}", location=str(path)
+        ) from error
 
 
 def _digest(document: Mapping[str, Any]) -> str:

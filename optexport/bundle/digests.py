@@ -53,26 +53,26 @@ def manifest_of_files(folder: Path) -> Manifest:
             ONNX file keeps its weights elsewhere.
     """
     if not folder.is_dir():
-        raise ConfigError("there is no such folder", place=str(folder), mend="Give the folder of a bundle.")
+        raise ConfigError("there is no such folder", location=str(folder), hint="Give the folder of a bundle.")
     check_utf8(folder)
     if not (folder / MANIFEST).is_file():
         found = folder.glob(f"*/{MANIFEST}") if (folder / GENERATION).exists() else ()
         parts = sorted(path.parent.name for path in found)
-        mend = f"It is the folder of a generative model: name a part, {' or '.join(parts)}." if parts else None
-        raise ConfigError("it is no bundle: it holds no manifest.json", place=str(folder), mend=mend)
+        hint = f"It is the folder of a generative model: name a part, {' or '.join(parts)}." if parts else None
+        raise ConfigError("it is no bundle: it holds no manifest.json", location=str(folder), hint=hint)
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend=_LINK)
+            raise BundleError("it is a link or no file, which no bundle holds", location=str(path), hint=_LINK)
     manifest = manifest_alone(folder)
     if not manifest.artifacts or set(manifest.parity.bounds) != {output.name for output in manifest.outputs}:
-        raise BundleError("it names no file, or not a bound for every output", place=str(folder / MANIFEST))
+        raise BundleError("it names no file, or not a bound for every output", location=str(folder / MANIFEST))
     listed = {record.path for record in manifest.files}
     for name in [*listed, *(artifact.path for artifact in manifest.artifacts)]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or name not in listed:
-            raise BundleError(f"it names {name!r}, which is no file of the bundle", place=str(folder / MANIFEST))
+            raise BundleError(f"it names {name!r}, which is no file of the bundle", location=str(folder / MANIFEST))
     for name in sorted(listed - {artifact.path for artifact in manifest.artifacts}):
         if name.endswith(tuple(SUFFIXES.values())):  # which nobody would check, and somebody might use
-            raise BundleError("it is a model's file, and none of the manifest's", place=str(folder / name))
+            raise BundleError("it is a model's file, and none of the manifest's", location=str(folder / name))
     for artifact in manifest.artifacts:
         if artifact.format == "onnx" and (folder / artifact.path).is_file():
             external_data.check_locations(folder / artifact.path)
@@ -90,14 +90,14 @@ def check_unchanged(folder: Path, manifest: Manifest, *, report: bool = True) ->
     """
     measurements = digest_json.read(folder / MEASUREMENTS)
     if measurements.get("manifest") != manifest.digest:
-        raise BundleError("it belongs to another bundle", place=str(folder / MEASUREMENTS))
+        raise BundleError("it belongs to another bundle", location=str(folder / MEASUREMENTS))
     expected = {record.path: record for record in manifest.files}
     folders = {parent.as_posix() for name in expected for parent in PurePosixPath(name).parents}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if name not in folders if path.is_dir() else name not in expected and name not in UNLISTED:
             what = "folder" if path.is_dir() else "file"
-            raise BundleError(f"the manifest does not know this {what}", place=str(path), mend="Remove it.")
+            raise BundleError(f"the manifest does not know this {what}", location=str(path), hint="Remove it.")
     for name, record in expected.items():
         check_file(folder / name, record)
     if report:
@@ -114,8 +114,8 @@ def manifest_alone(folder: Path) -> Manifest:
     if (version := document.get("manifest_version")) != 1:
         raise BundleError(
             f"its version is {version}, and this program reads 1",
-            place=str(folder / MANIFEST),
-            mend="Upgrade optexport." if isinstance(version, int) and version > 1 else "Make the bundle again.",
+            location=str(folder / MANIFEST),
+            hint="Upgrade optexport." if isinstance(version, int) and version > 1 else "Make the bundle again.",
         )
     return digest_json.validated(Manifest, document, folder / MANIFEST)
 
@@ -128,9 +128,9 @@ def check_file(path: Path, record: FileRecord) -> None:
     """
     try:
         if not path.is_file():
-            raise BundleError("it is missing", place=str(path))
+            raise BundleError("it is missing", location=str(path))
         if path.stat().st_size != record.size or sha256(path) != record.sha256:
-            raise BundleError("it was changed since the bundle was written", place=str(path))
+            raise BundleError("it was changed since the bundle was written", location=str(path))
     except OSError as error:
         raise unreadable(error, path) from error
 
@@ -149,5 +149,5 @@ def _check_report(folder: Path, digest: object) -> None:
     if found not in (digest if isinstance(digest, list) else [digest]):
         what = "missing" if found is None else "of no run" if digest is None else "not the one that was written"
         raise BundleError(
-            f"it is {what}", place=str(path), mend=f"Write it again: optexport report {shlex.quote(str(folder))}"
+            f"it is {what}", location=str(path), hint=f"Write it again: optexport report {shlex.quote(str(folder))}"
         )

@@ -35,9 +35,9 @@ def check_locations(path: Path) -> None:
 
         found = locations(onnx.load_model(path, load_external_data=False))
     except Exception as error:  # protobuf's errors share no base class with those of files
-        raise BundleError(f"where its weights are cannot be read: {first_line(error)}", place=str(path)) from error
+        raise BundleError(f"where its weights are cannot be read: {first_line(error)}", location=str(path)) from error
     if elsewhere := sorted(found - {f"{path.name}.data"}):
-        raise BundleError(f"it keeps weights in {elsewhere[0]!r}, and no bundle does", place=str(path))
+        raise BundleError(f"it keeps weights in {elsewhere[0]!r}, and no bundle does", location=str(path))
 
 
 def _holds(path: Path, text: bytes) -> bool:

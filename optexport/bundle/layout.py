@@ -46,7 +46,9 @@ def beside(output: Path, what: str) -> Path:
 
 def kept(output: Path) -> tuple[Path, ...]:
     """The folders that a run with this output may write, replace or remove."""
-    return tuple(place for each in (output, beside(output, "baseline")) for place in (each, beside(each, "failure")))
+    return tuple(
+        location for each in (output, beside(output, "baseline")) for location in (each, beside(each, "failure"))
+    )
 
 
 def as_path(given: object, name: str) -> Path:
@@ -57,7 +59,7 @@ def as_path(given: object, name: str) -> Path:
     """
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str) or "\0" in path:
-        raise ConfigError(f"{given!r} is no path", place=name, mend="Give a str or a pathlib.Path.")
+        raise ConfigError(f"{given!r} is no path", location=name, hint="Give a str or a pathlib.Path.")
     return Path(path)
 
 
@@ -71,8 +73,8 @@ def check_utf8(folder: Path) -> None:
     if path != path.encode("utf-8", "replace").decode("utf-8"):
         raise ConfigError(
             "the path of the folder is not UTF-8, and torch and ONNX Runtime open no file there",
-            place=path,
-            mend="Rename the folder.",
+            location=path,
+            hint="Rename the folder.",
         )
 
 
@@ -99,15 +101,15 @@ def check_outside(option: str, path: Path, places: Iterable[Path], *, is_file: b
     """
     named = path.resolve()
     if is_file and named.is_dir():
-        raise ConfigError("it is a folder", place=f"{option} {path}", mend="Name a file.")
-    for place in places:
-        if named.is_relative_to(place.resolve()) or (is_file and named in place.resolve().parents):
-            raise ConfigError(f"it would change {place}", place=f"{option} {path}", mend="Name another place.")
+        raise ConfigError("it is a folder", location=f"{option} {path}", hint="Name a file.")
+    for location in places:
+        if named.is_relative_to(location.resolve()) or (is_file and named in location.resolve().parents):
+            raise ConfigError(f"it would change {location}", location=f"{option} {path}", hint="Name another place.")
     if (bundle := _bundle_around(named)) is not None:
         raise ConfigError(
             f"it lies in the bundle {bundle}, which would hold what is not its own",
-            place=f"{option} {path}",
-            mend="Name another place.",
+            location=f"{option} {path}",
+            hint="Name another place.",
         )
 
 
@@ -128,9 +130,9 @@ def check_written_over(option: str, path: Path, form: re.Pattern[bytes], what: s
         with path.open("rb") as file:
             begun = file.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip()
     except OSError as error:
-        raise ConfigError(f"it cannot be read: {error}", place=f"{option} {path}") from error
+        raise ConfigError(f"it cannot be read: {error}", location=f"{option} {path}") from error
     if begun and not form.match(begun):
-        raise ConfigError(f"it exists and is no {what}", place=f"{option} {path}", mend="Name another file.")
+        raise ConfigError(f"it exists and is no {what}", location=f"{option} {path}", hint="Name another file.")
 
 
 def check_place(output: Path) -> None:
@@ -144,8 +146,8 @@ def check_place(output: Path) -> None:
         if (bundle := _bundle_around(output)) is not None:
             raise ConfigError(
                 f"it lies in the bundle {bundle}, which would hold what is not its own",
-                place=f"export.output: {output}",
-                mend="Choose another place.",
+                location=f"export.output: {output}",
+                hint="Choose another place.",
             )
         existing = next(folder for folder in output.parents if folder.exists())
         if not existing.is_dir():
@@ -155,7 +157,7 @@ def check_place(output: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.lstat(existing / f"{output.name}{'-' * 24}")  # room for the name that it bears until it is whole
     except (OSError, ValueError) as error:
-        raise ConfigError(f"nothing can be written there: {error}", place=f"export.output: {output}") from error
+        raise ConfigError(f"nothing can be written there: {error}", location=f"export.output: {output}") from error
 
 
 def _bundle_around(path: Path) -> Path | None:
@@ -193,13 +195,13 @@ def check_replaceable(output: Path) -> None:
             added = sorted(names - ours)
             raise ConfigError(
                 f"it holds {', '.join(added[:3])}{', ...' if added[3:] else ''}, not of the bundle that is there",
-                place=f"export.output: {output}",
-                mend="Move that away, or choose another place.",
+                location=f"export.output: {output}",
+                hint="Move that away, or choose another place.",
             )
         if not any(output.iterdir()):
             return
     raise ConfigError(
         "it exists and is no bundle, so it is not replaced",
-        place=f"export.output: {output}",
-        mend="Choose another place, or remove it.",
+        location=f"export.output: {output}",
+        hint="Choose another place, or remove it.",
     )

@@ -161,13 +161,13 @@ class DecisionRecord(_Record):
     cases: list[CaseDecisionRecord]
 
 
-class PlaceRecord(_Record):
+class TargetRecord(_Record):
     """Parity at one place: the original, the transformed graph, or a file in its runtime.
 
     ``precision`` is what it was lowered to: then the gates on decisions stand in for limits on distances.
     """
 
-    place: str
+    target: str
     made_from: str
     outputs: list[OutputRecord]
     decisions: list[DecisionRecord]
@@ -176,10 +176,10 @@ class PlaceRecord(_Record):
     @property
     def title(self) -> str:
         """The place, and its precision where that is not the original's."""
-        return self.place if self.precision is None else f"{self.place} ({self.precision})"
+        return self.target if self.precision is None else f"{self.target} ({self.precision})"
 
 
-class BoundRecord(_Record):
+class ToleranceRecord(_Record):
     """The noise floor of an output, and how far from the reference it may be.
 
     ``extremes`` holds the limits of extreme cases, null where only NaN, shape and dtype are checked. ``largest`` is the
@@ -210,13 +210,13 @@ class ParityRecord(_Record):
     """
 
     cases: list[str]
-    bounds: dict[str, BoundRecord]
+    bounds: dict[str, ToleranceRecord]
     ways: list[str]
     fallback: str | None
     unguided: list[str]
     left_out: list[str]
     gates: list[GateRecord]
-    places: list[PlaceRecord]
+    targets: list[TargetRecord]
     extreme_cases: list[str] = []
 
     @property

@@ -53,17 +53,17 @@ def read_generation(folder: Path) -> tuple[dict[str, Any], dict[str, Manifest]]:
     document = digest_json.read(folder / GENERATION)
     parts = document.get("parts")
     if not isinstance(parts, dict) or "decoder" not in parts or not parts.keys() <= set(PARTS):
-        raise BundleError("it does not name the parts of a model", place=str(folder / GENERATION))
+        raise BundleError("it does not name the parts of a model", location=str(folder / GENERATION))
     digest_json.validated(_Tokens, document, folder / GENERATION)
     for path in sorted(folder.iterdir()):
         if path.name not in {GENERATION, *parts, *SIGNED}:
-            raise BundleError("the export does not know it", place=str(path), mend="Remove it.")
+            raise BundleError("the export does not know it", location=str(path), hint="Remove it.")
         if path.is_symlink() or path.is_dir() != (path.name in parts):
-            raise BundleError("it is a link, or no file of an export", place=str(path), mend="Remove it.")
+            raise BundleError("it is a link, or no file of an export", location=str(path), hint="Remove it.")
     manifests = {name: _read_part(folder / name) for name in parts}
     for name, digest in parts.items():
         if manifests[name].digest != digest:
-            raise BundleError("it belongs to another export", place=str(folder / name))
+            raise BundleError("it belongs to another export", location=str(folder / name))
     return document, manifests
 
 
@@ -71,4 +71,4 @@ def _read_part(folder: Path) -> Manifest:
     try:
         return digests.read_manifest(folder)
     except ConfigError as error:
-        raise BundleError(error.cause, place=str(folder)) from error
+        raise BundleError(error.message, location=str(folder)) from error

@@ -17,7 +17,7 @@ from optexport.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from optexport._utils.progress import Stages
+    from optexport._utils.progress import Progress
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -77,18 +77,18 @@ def console() -> Console:
 
 
 @contextlib.contextmanager
-def progress(*, quiet: bool) -> Iterator[Stages]:
+def show_progress(*, quiet: bool) -> Iterator[Progress]:
     """Shows the stages on standard error: a spinner on a terminal, plain lines elsewhere."""
-    from optexport._utils.progress import Stages
+    from optexport._utils.progress import Progress
 
     def plain(name: str, seconds: float | None) -> None:
         if seconds is not None:
             click.echo(f"{name}: {seconds:.1f} s", err=True)
 
     if quiet:
-        yield Stages()
+        yield Progress()
     elif sys.stderr is None or not sys.stderr.isatty():
-        yield Stages(plain)
+        yield Progress(plain)
     else:
         from optexport.cli._printable_console import PrintableConsole
 
@@ -101,4 +101,4 @@ def progress(*, quiet: bool) -> Iterator[Stages]:
                 else:
                     shown.print(f"  {name:20} {seconds:6.1f} s", highlight=False)
 
-            yield Stages(live)
+            yield Progress(live)

@@ -214,7 +214,7 @@ def _room(number: int, error: BaseException | None = None) -> str:
         return "Raise the limit on memory (ulimit -v), or give the machine more, and run again."
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return f"Make room where {os.path.dirname(os.path.abspath(error.filename))} lies, and run again."
-    places = [str(place) for place in (cache(), tempfile.gettempdir()) if place is not None]
+    places = [str(location) for location in (cache(), tempfile.gettempdir()) if location is not None]
     return f"Make room where standard output goes, or where the output, {' or '.join(places)} lies, and run again."
 
 

@@ -15,7 +15,7 @@ from optexport.config.durations import in_seconds
 from optexport.errors import OptexportError
 
 if TYPE_CHECKING:
-    from optexport.batch.results import Ended
+    from optexport.batch.results import TaskResult
     from optexport.batch.run import Engine
     from optexport.batch.tasks import Task
 
@@ -114,7 +114,7 @@ def batch(
     tasks = tasks_of(configs if asked is None else list(asked.versions))
     failures: list[OptexportError] = []
 
-    def tell(ended: Ended) -> None:
+    def tell(ended: TaskResult) -> None:
         echo(summary.line(ended), err=True)
         if asked is not None:
             try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import console, progress
+from optexport.cli._console import console, show_progress
 from optexport.cli._group import Command, json_option, print_json
 from optexport.errors import ConfigError
 
@@ -88,11 +88,11 @@ def bench(
         raise click.UsageError(f"there is no folder {output.parent} to write {output.name} in.")
     if output is not None:
         command.check_output(output, [*paths, *against])
-    with progress(quiet=as_json) as stages, contextlib.ExitStack() as stack:
+    with show_progress(quiet=as_json) as progress, contextlib.ExitStack() as stack:
 
         def announce(text: str) -> None:
             stack.close()
-            stack.enter_context(stages.stage(text))
+            stack.enter_context(progress.step(text))
 
         settings = Settings(threads, rounds, seconds)
         found = command.bench(paths, against, shapes, settings, formats, inputs, announce)
@@ -101,7 +101,7 @@ def bench(
         try:
             output.write_text(f"{json.dumps(document, indent=2)}\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
+            raise ConfigError(f"it cannot be written: {error}", location=str(output)) from error
     if as_json:
         print_json(document)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from optexport.config.passes import LOWERINGS
+from optexport.config.passes import PASSES
 from optexport.transformations.registry import RULES, installed
 
 
@@ -42,10 +42,10 @@ def rules_as_text() -> str:
 
 def lowerings() -> dict[str, Any]:
     """The lowerings by name."""
-    return {known.name: {"summary": known.summary, "formats": list(known.formats)} for known in LOWERINGS}
+    return {known.name: {"summary": known.summary, "formats": list(known.formats)} for known in PASSES}
 
 
 def lowerings_as_text() -> str:
     """One line for each lowering."""
-    width = max(len(known.name) for known in LOWERINGS)
-    return "\n".join(f"{known.name:{width}}  {known.summary} ({', '.join(known.formats)})" for known in LOWERINGS)
+    width = max(len(known.name) for known in PASSES)
+    return "\n".join(f"{known.name:{width}}  {known.summary} ({', '.join(known.formats)})" for known in PASSES)

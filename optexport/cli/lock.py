@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import echo, prints_aside, progress
+from optexport.cli._console import echo, prints_aside, show_progress
 from optexport.cli._group import Command
 
 
@@ -22,14 +22,14 @@ def lock(config: Path) -> None:
 
     read, folder = load_config(config), config.parent
     packages.check()
-    with progress(quiet=False) as stages:
+    with show_progress(quiet=False) as progress:
         from optexport._utils import signals
         from optexport.job import rules_of
         from optexport.pipeline import lockfile, run
 
         with prints_aside(), signals.temporary_folder() as scratch:
             rules = rules_of(read, folder, ())  # as a run does: they too import what lies beside the config
-            job = run.prepare(read, folder, rules, scratch / "bundle", scratch, stages)
+            job = run.prepare(read, folder, rules, scratch / "bundle", scratch, progress)
             made = lockfile.make(job, folder, packages.versions())
     path = lockfile.write(made, config)
     versions_held = len(made.versions) + len(made.imports)

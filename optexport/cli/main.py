@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from optexport._version import __version__
-from optexport.cli._console import clean_warnings, console, echo, prints_aside, progress
+from optexport.cli._console import clean_warnings, console, echo, prints_aside, show_progress
 from optexport.cli._group import Group, debug_option, json_option, junit_option, no_code_option, print_json
 from optexport.cli.batch import batch
 from optexport.cli.bench import bench
@@ -105,14 +105,14 @@ def run(
         _run_generation(config, without, [option for option, value in given.items() if value], as_json=as_json)
         return
     try:
-        with progress(quiet=as_json) as stages:
+        with show_progress(quiet=as_json) as progress:
             from optexport.pipeline import run as pipeline_run
             from optexport.report import terminal
 
             # What a model's own code prints is none of our result.
             with prints_aside():
                 result = pipeline_run.run(
-                    config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, stages=stages
+                    config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, progress=progress
                 )
     except OptexportError as error:
         ci.publish(config.name, None, error, junit)
@@ -129,12 +129,12 @@ def run(
 def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], *, as_json: bool) -> None:
     """Exports the parts of a generative model, and tells of each of them, and of the tokens."""
     if refused:
-        raise ConfigError("it does not go with [generation]", place=refused[0], mend="Leave it out.")
-    with progress(quiet=as_json) as stages:
+        raise ConfigError("it does not go with [generation]", location=refused[0], hint="Leave it out.")
+    with show_progress(quiet=as_json) as progress:
         from optexport.generation import run, summary
 
         with prints_aside():
-            result = run.run_generation(config, without=without, stages=stages)
+            result = run.run_generation(config, without=without, progress=progress)
     if as_json:
         print_json(summary.as_json(result))
     else:
@@ -214,7 +214,7 @@ def init(source: str, output: Path, force: bool) -> None:
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"it cannot be written: {error}", place=str(output)) from error
+        raise ConfigError(f"it cannot be written: {error}", location=str(output)) from error
     echo(f"Wrote {output}. Read it, then: optexport run {output}")
     if GUESS in text or GUESSED_SIZE in text:
         echo(f"The inputs are a guess: edit [inputs] in {output}.")
@@ -285,12 +285,12 @@ def blame(path: Path) -> None:
         echo(f"{path}: {blame_bundle(path)}")
         return
     load_config(path)
-    with progress(quiet=False) as stages:
+    with show_progress(quiet=False) as progress:
         from optexport.diagnosis import reproduction
         from optexport.pipeline import run as pipeline_run
 
         with prints_aside():
-            result = pipeline_run.run(path, stages=stages, keep=False)
+            result = pipeline_run.run(path, progress=progress, keep=False)
     echo(f"{path}: nothing to blame: {reproduction.standing(result.parity)}")
 
 
@@ -308,12 +308,12 @@ def main() -> None:
 
 def _private_folder() -> str:
     """A home of this user's own, the same every time: of what others can write no model and no result is taken."""
-    place = Path(tempfile.gettempdir(), f"optexport-{os.getuid()}")
+    location = Path(tempfile.gettempdir(), f"optexport-{os.getuid()}")
     with contextlib.suppress(OSError):
-        place.mkdir(mode=0o700, exist_ok=True)
-        found = place.lstat()
+        location.mkdir(mode=0o700, exist_ok=True)
+        found = location.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-            return str(place)
+            return str(location)
     return tempfile.mkdtemp(prefix="optexport-")
 
 

@@ -33,26 +33,28 @@ def write_rule(name: str, folder: Path) -> list[Path]:
     """
     module = name.replace("-", "_")
     if keyword.iskeyword(module):
-        raise ConfigError(f"{module} is a Python keyword", place="NAME", mend=f"Write drop-{module}, say.")
+        raise ConfigError(f"{module} is a Python keyword", location="NAME", hint=f"Write drop-{module}, say.")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", module) or len(module) > _LONGEST:
-        mend = f"Write small letters, as in drop-tanh, and no more than {_LONGEST}."
-        raise ConfigError(f'"{name}" cannot name a rule', place="NAME", mend=mend)
+        hint = f"Write small letters, as in drop-tanh, and no more than {_LONGEST}."
+        raise ConfigError(f'"{name}" cannot name a rule', location="NAME", hint=hint)
     if canonical_name(name) is not None:
-        raise ConfigError(f"there is a built-in rule {name}", place="NAME", mend="Choose another name.")
+        raise ConfigError(f"there is a built-in rule {name}", location="NAME", hint="Choose another name.")
     class_name = "".join(word.capitalize() for word in module.split("_"))
     written = {folder / target.format(module=module): _template(template) for template, target in _FILES.items()}
     for path in written:
         if path.exists():
-            raise ConfigError("it is there already", place=str(path), mend="Choose another name or folder.")
+            raise ConfigError("it is there already", location=str(path), hint="Choose another name or folder.")
     if module in {*sys.stdlib_module_names, *importlib.metadata.packages_distributions(), "test", "conftest"}:
-        raise ConfigError(f"there is a module {module}", place="NAME", mend=f"Write drop-{module}, say.")
+        raise ConfigError(f"there is a module {module}", location="NAME", hint=f"Write drop-{module}, say.")
     if any(re.search(rf"\b{class_name}\b", text) for text in written.values()):
-        raise ConfigError(f"{class_name} is what a rule is made with", place="NAME", mend=f"Write drop-{module}, say.")
+        raise ConfigError(
+            f"{class_name} is what a rule is made with", location="NAME", hint=f"Write drop-{module}, say."
+        )
     for path, text in written.items():
         try:
             path.write_text(Template(text).substitute(module=module, class_name=class_name), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"it cannot be written: {error}", place=str(path)) from error
+            raise ConfigError(f"it cannot be written: {error}", location=str(path)) from error
     return list(written)
 
 

@@ -38,22 +38,22 @@ def given_as_arguments(bundle: Bundle, arguments: Sequence[str]) -> list[Given]:
     if len(media) + ("tokenizer" in kinds and "input_ids" in names) > 1:
         raise ConfigError(
             f"the model takes {', '.join(names)} at once",
-            place="predict",
-            mend="From Python: bundle(**bundle.preprocess(texts, images, sounds)).",
+            location="predict",
+            hint="From Python: bundle(**bundle.preprocess(texts, images, sounds)).",
         )
     if not media and "tokenizer" not in kinds and "input_ids" not in names:
         why = "; ".join(bundle.application.missing)
         raise ConfigError(
             f"it holds nothing that makes {', '.join(names)} of texts or files"
             + (f" ({why})" if why else ", as its source had none, or it is a part of a generative model"),
-            place="predict",
-            mend="Give the inputs themselves, with --data FILE.jsonl.",
+            location="predict",
+            hint="Give the inputs themselves, with --data FILE.jsonl.",
         )
     if not media:
         return [Given(text, text=text) for text in arguments]
     for path in arguments:
         if not Path(path).is_file():
-            raise ConfigError(f"there is no such file, and the model takes {media[0]}s", place=path)
+            raise ConfigError(f"there is no such file, and the model takes {media[0]}s", location=path)
     if media[0] == "image":
         return [Given(path, image=Path(path)) for path in arguments]
     return [Given(path, sound=Path(path)) for path in arguments]
@@ -66,10 +66,10 @@ def given_in_file(bundle: Bundle, path: Path) -> list[Given]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"it cannot be read: {error}", place=f"--data {path}") from error
+        raise ConfigError(f"it cannot be read: {error}", location=f"--data {path}") from error
     records = read_lines(text, f"--data {path}")
     if not records:
-        raise ConfigError("it is empty", place=f"--data {path}")
+        raise ConfigError("it is empty", location=f"--data {path}")
     texts = texts_of(records, f"--data {path}")
     lines = {number: f"--data {path}, line {number}" for number in records}
     if texts is not None:
@@ -80,25 +80,25 @@ def given_in_file(bundle: Bundle, path: Path) -> list[Given]:
     ]
 
 
-def _row(bundle: Bundle, record: Any, place: str) -> Arrays:
+def _row(bundle: Bundle, record: Any, location: str) -> Arrays:
     """The inputs of a line, as a batch of one row; a mask that is not given hides nothing."""
     specs = {spec.name: spec for spec in bundle.manifest.inputs}
     if not isinstance(record, dict):
-        raise ConfigError('it is no object such as {"text": ...} or {"input_ids": [...]}', place=place)
+        raise ConfigError('it is no object such as {"text": ...} or {"input_ids": [...]}', location=location)
     row: Arrays = {}
     for name, value in record.items():
-        where = f'{place}, "{name}"'
+        where = f'{location}, "{name}"'
         if name in (constants := bundle.manifest.constants):
             _check_held(constants[name], value, where)
             continue
         if name == "text" and name not in specs:
             raise ConfigError(
                 "a line with a text holds nothing else, and so do all the others",
-                place=where,
-                mend='Write {"text": ...} on each line, or inputs by name.',
+                location=where,
+                hint='Write {"text": ...} on each line, or inputs by name.',
             )
         if name not in specs:
-            raise ConfigError("the model takes no such input", place=where, mend=did_you_mean(name, specs))
+            raise ConfigError("the model takes no such input", location=where, hint=did_you_mean(name, specs))
         array = _numbers(value, specs[name], where)
         row[name] = array[np.newaxis] if specs[name].shape else array
     if "attention_mask" in specs and "attention_mask" not in row and "input_ids" in row:
@@ -106,14 +106,14 @@ def _row(bundle: Bundle, record: Any, place: str) -> Arrays:
     return row
 
 
-def _check_held(held: Any, value: Any, place: str) -> None:
+def _check_held(held: Any, value: Any, location: str) -> None:
     """Checks that a line gives what the file holds, or a row of it."""
     rows = held if isinstance(held, list) and held else [held]
     if not (is_held(held, value) or all(is_held(row, value) for row in rows)):
-        raise held_error(place, held)
+        raise held_error(location, held)
 
 
-def _numbers(value: Any, spec: TensorRecord, place: str) -> npt.NDArray[Any]:
+def _numbers(value: Any, spec: TensorRecord, location: str) -> npt.NDArray[Any]:
     """Numbers of JSON as an input holds them; null and texts are no numbers, and fractions no whole ones."""
     try:
         array = np.asarray(value)
@@ -125,8 +125,8 @@ def _numbers(value: Any, spec: TensorRecord, place: str) -> npt.NDArray[Any]:
             if bool(is_same.all()):
                 return held
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"it is no row of {spec.dtype}", place=place) from error
-    raise ConfigError(f"it is no row of {spec.dtype}", place=place)
+        raise ConfigError(f"it is no row of {spec.dtype}", location=location) from error
+    raise ConfigError(f"it is no row of {spec.dtype}", location=location)
 
 
 def predict(bundle: Bundle, given: Sequence[Given]) -> list[Answer]:
@@ -145,7 +145,7 @@ def predict(bundle: Bundle, given: Sequence[Given]) -> list[Answer]:
         except ConfigError as error:
             if batch[0].line is None:
                 raise
-            raise ConfigError(error.cause, place=f"{batch[0].line}, {error.place}", mend=error.mend) from error
+            raise ConfigError(error.message, location=f"{batch[0].line}, {error.location}", hint=error.hint) from error
     return found
 
 

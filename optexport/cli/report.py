@@ -36,7 +36,7 @@ def _write(path: Path, text: str, option: str) -> None:
         if error.errno in NO_ROOM:
             error.filename = str(path)
             raise
-        raise ConfigError(f"it cannot be written: {error}", place=f"{option} {path}") from error
+        raise ConfigError(f"it cannot be written: {error}", location=f"{option} {path}") from error
 
 
 @click.command(cls=Command)
@@ -70,7 +70,7 @@ def report(bundle: Path, output: Path | None) -> None:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             raise ConfigError(
-                f"it cannot be written: {error}", place=str(bundle / REPORT), mend="Name a file: --output FILE"
+                f"it cannot be written: {error}", location=str(bundle / REPORT), hint="Name a file: --output FILE"
             ) from error
         ended = (bundle / SIGNATURE).exists() and (bundle / MEASUREMENTS).read_bytes() != before
     echo(f"Wrote {output or bundle / REPORT}")

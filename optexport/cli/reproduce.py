@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optexport.cli._console import echo, prints_aside, progress
+from optexport.cli._console import echo, prints_aside, show_progress
 from optexport.cli._group import Command, key_option, no_code_option
 from optexport.errors import ParityError
 
@@ -28,7 +28,7 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
     same to the byte. Runs the code that the manifest names: of a bundle of others check the signature first,
     with --key.
     """
-    with progress(quiet=False) as stages:
+    with show_progress(quiet=False) as progress:
         from optexport._utils import packages
         from optexport.bundle import digests
 
@@ -40,8 +40,8 @@ def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
         from optexport.pipeline import reproduce as pipeline_reproduce
 
         with prints_aside():
-            differing = pipeline_reproduce.reproduce(bundle, folder, stages)
+            differing = pipeline_reproduce.reproduce(bundle, folder, progress)
     if differing:
         told = "".join(f"\n  {line}" for line in differing)
-        raise ParityError(f"made again, it is not the same{told}", place=str(bundle))
+        raise ParityError(f"made again, it is not the same{told}", location=str(bundle))
     echo(f"{bundle}: made again, every file of its manifest is the same to the byte.")

@@ -121,7 +121,7 @@ def _alias(given: str | None, config: Config | None) -> str:
         try:
             return alias_name(given)
         except ValueError as error:
-            raise ConfigError(str(error), place="--alias") from error
+            raise ConfigError(str(error), location="--alias") from error
     return DEFAULT_ALIAS if config is None or config.registering is None else config.registering.alias
 
 
@@ -135,11 +135,11 @@ def _store(uri: str | None, path: Path | None, config: Config | None) -> str:
     try:
         found = tracking_uri.check_uri(uri) if uri else tracking_uri.of_environment()
     except ValueError as error:
-        raise ConfigError(str(error), place="--uri") from error
+        raise ConfigError(str(error), location="--uri") from error
     if found is None:
         raise ConfigError(
             "nothing says which MLflow is meant",
-            place="--uri",
-            mend="Give --uri URI, --config CONFIG, or set MLFLOW_TRACKING_URI.",
+            location="--uri",
+            hint="Give --uri URI, --config CONFIG, or set MLFLOW_TRACKING_URI.",
         )
     return found

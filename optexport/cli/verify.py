@@ -16,7 +16,7 @@ from optexport.errors import ConfigError, GateError, OptexportError, ParityError
 
 if TYPE_CHECKING:
     from optexport.bundle.manifest import Manifest, ParityRecord
-    from optexport.parity.checker import PlaceParity, Proof
+    from optexport.parity.checker import ParityChecker, TargetParity
 
 
 @click.command(cls=Command)
@@ -45,10 +45,10 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
 
             bundles = signature.check(bundle, key)
         if junit is not None and len(bundles) > 1:
-            raise ConfigError("it is of one bundle", place="--junit", mend="Verify each part, or leave it out.")
-        whole = bundle.resolve() in (place.resolve() for place in bundles)  # and not the parts of a model
-        for place, manifest in bundles.items():
-            found.append(_check(place, manifest, bundle if whole else bundle / place.name))
+            raise ConfigError("it is of one bundle", location="--junit", hint="Verify each part, or leave it out.")
+        whole = bundle.resolve() in (target.resolve() for target in bundles)  # and not the parts of a model
+        for target, manifest in bundles.items():
+            found.append(_check(target, manifest, bundle if whole else bundle / target.name))
     except OptexportError as error:
         ci.publish(bundle.name, None, error, junit)
         raise
@@ -87,7 +87,7 @@ class _Checked:
     """
 
     shown: Path
-    proof: Proof
+    proof: ParityChecker
     record: ParityRecord
     unchecked: list[str]
     failures: list[str]
@@ -98,26 +98,26 @@ class _Checked:
     def failed(self) -> OptexportError | None:
         told = "\n  ".join(self.failures + self.gates)
         if self.failures:
-            return ParityError(f"the files no longer give the stored outputs\n  {told}", place=str(self.shown))
+            return ParityError(f"the files no longer give the stored outputs\n  {told}", location=str(self.shown))
         if self.gates:
-            return GateError(f"the files no longer decide as the stored outputs\n  {told}", place=str(self.shown))
+            return GateError(f"the files no longer decide as the stored outputs\n  {told}", location=str(self.shown))
         return None
 
     def as_json(self) -> dict[str, Any]:
-        rows = [{"place": p.place, "output": o.output, "max_abs": o.max_abs,
+        rows = [{"place": p.target, "output": o.output, "max_abs": o.max_abs,
                  "limit": o.limit if math.isfinite(o.limit) else None, "passed": o.passed}
-                for p in self.proof.places[1:] for o in p.outputs]  # fmt: skip
+                for p in self.proof.targets[1:] for o in p.outputs]  # fmt: skip
         held_to = {"gates": self.gates, "gates_not_checked": self.unchecked}
         return {"places": rows, **held_to, "parity": self.record.model_dump(mode="json")}
 
-    def _where(self, place: PlaceParity) -> str:
-        return " (at the traced shape alone)" if place.place.partition(",")[0] in self.fixed else ""
+    def _where(self, target: TargetParity) -> str:
+        return " (at the traced shape alone)" if target.target.partition(",")[0] in self.fixed else ""
 
     def held(self) -> str:
         """What was checked, where all of it held."""
-        places = self.proof.places[1:]
-        near = [p.place.replace(", ", " ") + self._where(p) for p in places if p.precision is None]
-        lowered = [p.title for p in places if p.precision is not None]
+        targets = self.proof.targets[1:]
+        near = [p.target.replace(", ", " ") + self._where(p) for p in targets if p.precision is None]
+        lowered = [p.title for p in targets if p.precision is not None]
         held = [f"{', '.join(near)} give the stored outputs"] if near else []
         if lowered:
             gated = "decide as the gates demand"
@@ -132,10 +132,10 @@ def _check(folder: Path, manifest: Manifest, shown: Path) -> _Checked:
     from optexport.parity.verify import prove, unchecked_gates
 
     proof = prove(folder, manifest)
-    places = proof.places[1:]
+    targets = proof.targets[1:]
     failures = [
-        f"{p.place}: {on_one_line(o.output)}, {o.failure}" for p in places for o in p.outputs if o.failure is not None
+        f"{p.target}: {on_one_line(o.output)}, {o.failure}" for p in targets for o in p.outputs if o.failure is not None
     ]
-    gates = [f"{p.place}: {d.failure}" for p in places for d in p.decisions if d.failure is not None]
+    gates = [f"{p.target}: {d.failure}" for p in targets for d in p.decisions if d.failure is not None]
     fixed = [artifact.format for artifact in manifest.artifacts if artifact.fixed_shape is not None]
     return _Checked(shown, proof, parity_record(proof), unchecked_gates(manifest), failures, gates, fixed)

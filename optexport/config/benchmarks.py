@@ -130,7 +130,7 @@ def check_measuring(
     gate: GateConfig,
     formats: Sequence[str],
     dynamic: Mapping[str, Sequence[int]] | None,
-    place: str,
+    location: str,
 ) -> None:
     """Checks what the two tables say against the rest of the config.
 
@@ -145,24 +145,26 @@ def check_measuring(
         bar: BarConfig | None = getattr(gate, key)
         if bar is not None and not any(bar.of(name) for name in _FORMATS):
             raise ConfigError(
-                "it demands nothing", place=f"{place}: gate.{key}", mend="Write a number, or leave it out."
+                "it demands nothing", location=f"{location}: gate.{key}", hint="Write a number, or leave it out."
             )
         for own in _FORMATS if bar is not None else ():
             if getattr(bar, own) is not None and own not in formats:
                 raise ConfigError(
                     "no such file is exported",
-                    place=f"{place}: gate.{key}.{own}",
-                    mend=f"export.formats is {', '.join(formats)}.",
+                    location=f"{location}: gate.{key}.{own}",
+                    hint=f"export.formats is {', '.join(formats)}.",
                 )
     if gate.min_speedup is not None and bench.rounds < LEAST_ROUNDS:
-        raise ConfigError(f"gate.min_speedup needs at least {LEAST_ROUNDS}", place=f"{place}: bench.rounds")
+        raise ConfigError(f"gate.min_speedup needs at least {LEAST_ROUNDS}", location=f"{location}: bench.rounds")
     if dynamic is None:  # only the trace tells the dimensions
         return
     for index, shape in enumerate(bench.shapes):
         for name, size in shape.items():
-            where = f"{place}: bench.shapes[{index}].{name}"
+            where = f"{location}: bench.shapes[{index}].{name}"
             if name not in dynamic:
-                raise ConfigError("inputs.dynamic has no such dimension", place=where, mend=did_you_mean(name, dynamic))
+                raise ConfigError(
+                    "inputs.dynamic has no such dimension", location=where, hint=did_you_mean(name, dynamic)
+                )
             low, high = dynamic[name]
             if not low <= size <= high:
-                raise ConfigError(f"inputs.dynamic.{name} is {low} to {high}, not {size}", place=where)
+                raise ConfigError(f"inputs.dynamic.{name} is {low} to {high}, not {size}", location=where)

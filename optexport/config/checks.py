@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 _OF_TEXT = {"batch", "sequence", "decoder_sequence"}
 
 
-def check_rule(rule: TransformationConfig, folder: Path, place: str) -> None:
+def check_rule(rule: TransformationConfig, folder: Path, location: str) -> None:
     """Checks that there is a rule of that name, with such options.
 
     Args:
         folder: The config's, where a plugin may lie.
-        place: The config's name, and which of its rules it is.
+        location: The config's name, and which of its rules it is.
 
     Raises:
         ConfigError: There is none.
     """
-    registry.check(rule.use, rule.options, place)
+    registry.check(rule.use, rule.options, location)
     if rule.use.startswith(registry.PLUGIN):
-        check_module(rule.use.removeprefix(registry.PLUGIN), folder, f"{place}.use")
+        check_module(rule.use.removeprefix(registry.PLUGIN), folder, f"{location}.use")
 
 
-def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:
+def check_inputs(inputs: InputsConfig, *, of_program: bool, location: str) -> None:
     """Checks the names in ``[inputs]``, as far as the model's inputs are known from it.
 
     Args:
         of_program: Whether the model is a ``.pt2`` or TorchScript file, which has no tokenizer and no image processor.
-        place: The config's name.
+        location: The config's name.
 
     Raises:
         ConfigError: A dimension or an axis is named that no input has, or the model cannot read what is given.
@@ -53,16 +53,16 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:
         if of_program and getattr(inputs, key) is not None:
             raise ConfigError(
                 f"a .pt2 or TorchScript file has no {what}",
-                place=f"{place}: inputs.{key}",
-                mend="Give its inputs as data instead.",
+                location=f"{location}: inputs.{key}",
+                hint="Give its inputs as data instead.",
             )
     if inputs.tensors is not None:
         for name in inputs.axes:
             if name not in inputs.tensors:
                 raise ConfigError(
                     "there is no such input",
-                    place=f"{place}: inputs.axes.{name}",
-                    mend=did_you_mean(name, list(inputs.tensors)),
+                    location=f"{location}: inputs.axes.{name}",
+                    hint=did_you_mean(name, list(inputs.tensors)),
                 )
         axes = {
             size if isinstance(size, str) else re.sub(r"\W", "_", f"{name}_{axis}")
@@ -70,24 +70,24 @@ def check_inputs(inputs: InputsConfig, *, of_program: bool, place: str) -> None:
             for axis, size in enumerate(spec.shape)
         }
         named = {size for spec in inputs.tensors.values() for size in spec.shape if isinstance(size, str)}
-        mend = "Name it in the shape of an input."
+        hint = "Name it in the shape of an input."
     elif inputs.texts is not None:
         named = _OF_TEXT | {name for names in inputs.axes.values() for name in names}
         # The axes of an input that a tokenizer of its own kind gives are numbered.
         axes = named | {name for name in inputs.dynamic or () if name.rpartition("_")[2].isdecimal()}
-        mend = "Name the axes of an input with [inputs.axes]."
+        hint = "Name the axes of an input with [inputs.axes]."
     else:
         return  # only the data or the model say what its inputs are
     for name in inputs.dynamic or ():
         if name not in axes:
             raise ConfigError(
                 "no input has such a dimension",
-                place=f"{place}: inputs.dynamic.{name}",
-                mend=f"{did_you_mean(name, sorted(named))} {mend}",
+                location=f"{location}: inputs.dynamic.{name}",
+                hint=f"{did_you_mean(name, sorted(named))} {hint}",
             )
 
 
-def check_formats(config: Config, place: str) -> None:
+def check_formats(config: Config, location: str) -> None:
     """Checks that what is said of single formats is said of those that are exported, and that the layout holds one.
 
     Raises:
@@ -98,24 +98,24 @@ def check_formats(config: Config, place: str) -> None:
     for key, formats in {**said, "export.lowerings": list(config.export.lowerings)}.items():
         for missing in [name for name in formats if name not in exported]:
             raise ConfigError(
-                f"no {missing} file is exported", place=f"{place}: {key}", mend=f"export.formats is {exported}."
+                f"no {missing} file is exported", location=f"{location}: {key}", hint=f"export.formats is {exported}."
             )
     if config.export.layout is not None and set(exported) == {"pt2"}:
         raise ConfigError(
             "no file is exported that Triton serves",
-            place=f"{place}: export.layout",
-            mend='Add "onnx" or "torchscript" to export.formats, or leave it out.',
+            location=f"{location}: export.layout",
+            hint='Add "onnx" or "torchscript" to export.formats, or leave it out.',
         )
     for index, rule in enumerate(config.rules()):
         if rule.formats is not None and registry.canonical_name(rule.use) == "keep-outputs":
             raise ConfigError(
                 "all files have the same outputs",
-                place=f"{place}: transformations[{index}].formats",
-                mend="Leave it out.",
+                location=f"{location}: transformations[{index}].formats",
+                hint="Leave it out.",
             )
 
 
-def check_tolerance(config: Config, without: Collection[str], place: str) -> None:
+def check_tolerance(config: Config, without: Collection[str], location: str) -> None:
     """Checks that a rule that changes the numbers comes with a tolerance; of plugins only their class could tell.
 
     Args:
@@ -132,12 +132,12 @@ def check_tolerance(config: Config, without: Collection[str], place: str) -> Non
         if name is not None and name not in left_out and not registry.RULES[name].preserves_computation:
             raise ConfigError(
                 f"{name} changes the numbers, and nothing says by how much it may",
-                place=f"{place}: transformations[{index}]",
-                mend="Set parity.atol or parity.rtol, or leave the rule out.",
+                location=f"{location}: transformations[{index}]",
+                hint="Set parity.atol or parity.rtol, or leave the rule out.",
             )
 
 
-def check_device(config: Config, place: str) -> None:
+def check_device(config: Config, location: str) -> None:
     """Checks that nothing is asked for that is done for the CPU alone, where the files are for another device.
 
     Raises:
@@ -157,8 +157,8 @@ def check_device(config: Config, place: str) -> None:
     for key in [key for key, value in asked.items() if value]:
         raise ConfigError(
             f'it is done for the CPU alone, and model.device is "{config.model.device}"',
-            place=f"{place}: {key}",
-            mend="Leave it out, or leave out model.device.",
+            location=f"{location}: {key}",
+            hint="Leave it out, or leave out model.device.",
         )
 
 
@@ -185,7 +185,7 @@ def _check_model_folder(config: Config, path: Path) -> None:
     """Not of every config that is read: what ``init`` writes for a folder without a model is there to be edited."""
     lies = source_folder(config.model.source, path.parent)
     if lies is not None and (missing := missing_model(lies)) is not None:
-        raise ConfigError(f"{config.model.source} {missing[0]}", place=f"{path}: model.source", mend=missing[1])
+        raise ConfigError(f"{config.model.source} {missing[0]}", location=f"{path}: model.source", hint=missing[1])
 
 
 def check_extras(config: Config, path: Path) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 VARIABLE = "OPTEXPORT_NO_CODE"
 
 
-def check_foreign_code(config: Config, place: str) -> None:
+def check_custom_code(config: Config, location: str) -> None:
     """Checks that a config calls no code of others, where that is forbidden.
 
     Raises:
@@ -26,8 +26,8 @@ def check_foreign_code(config: Config, place: str) -> None:
     for key, what in _called(config).items():
         raise ConfigError(
             f"{what} is code of others, and {VARIABLE} or --no-code forbids to run any",
-            place=f"{place}: {key}",
-            mend="Read that code, and run the config without the option; or do without that code.",
+            location=f"{location}: {key}",
+            hint="Read that code, and run the config without the option; or do without that code.",
         )
 
 

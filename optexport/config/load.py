@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from optexport.config import text as config_text
 from optexport.config.benchmarks import check_measuring
 from optexport.config.checks import check_device, check_formats, check_inputs, check_rule, check_tolerance
-from optexport.config.custom_code import check_foreign_code
+from optexport.config.custom_code import check_custom_code
 from optexport.config.metrics import METRIC
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
@@ -45,23 +45,23 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     """
     raw = config_text.parse(text, path)
     config = checked_settings(raw, str(path))
-    check_foreign_code(config, str(path))  # before anything that asks a package for its rules
+    check_custom_code(config, str(path))  # before anything that asks a package for its rules
     mistakes = Mistakes(str(path))
     mistakes.of(config_text.check_secrets, raw, text, str(path))
     for index, rule in enumerate(config.rules()):
-        place = f"{path}: transformations[{index}]"
-        mistakes.of(check_rule, rule, path.parent, place)
+        location = f"{path}: transformations[{index}]"
+        mistakes.of(check_rule, rule, path.parent, location)
     for name in config.parity.decisions or ():
         if name.startswith(METRIC):
-            place = f"{path}: parity.decisions.{name}"
-            mistakes.of(check_module, name.removeprefix(METRIC), path.parent, place)
+            location = f"{path}: parity.decisions.{name}"
+            mistakes.of(check_module, name.removeprefix(METRIC), path.parent, location)
     mistakes.of(check_formats, config, str(path))
     formats, dynamic = config.export.formats, config.inputs.dynamic
     mistakes.of(check_measuring, config.bench, config.gate, formats, dynamic, str(path))
     for check in (check_source, check_beside_source, check_beside):
         mistakes.of(check, config, path)
     of_program = source_kind(config.model.source, path.parent) in (SourceKind.PT2, SourceKind.TORCHSCRIPT)
-    mistakes.of(check_inputs, config.inputs, of_program=of_program, place=str(path))
+    mistakes.of(check_inputs, config.inputs, of_program=of_program, location=str(path))
     mistakes.of(check_tolerance, config, without, str(path))
     mistakes.of(check_processing, config, path.parent, str(path))
     for check_table in (check_precision, check_generation, check_register, check_device):
@@ -70,7 +70,7 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     return config
 
 
-def checked_settings(raw: dict[str, Any], place: str) -> Config:
+def checked_settings(raw: dict[str, Any], location: str) -> Config:
     """Checks settings that stand in no file, or have been read from one.
 
     Raises:
@@ -79,4 +79,4 @@ def checked_settings(raw: dict[str, Any], place: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise explained(error, Config, place) from error
+        raise explained(error, Config, location) from error

@@ -12,7 +12,7 @@ from optexport.runtime.devices import Device
 
 
 @dataclass(frozen=True)
-class Lowering:
+class FormatPass:
     """One of the ways.
 
     Attributes:
@@ -32,40 +32,42 @@ ATTENTION_OPSET = 23
 
 # In the order in which they are applied, but for attention, which is a matter of the conversion. Tuning tries them so,
 # too: those first that were seen to give most, should there be no time for all.
-LOWERINGS = (
-    Lowering(
+PASSES = (
+    FormatPass(
         "sum-residuals",
         ("onnx",),
         "writes the Add before a LayerNormalization as Sum, which ONNX Runtime does not make SkipLayerNormalization of",
     ),
-    Lowering("attention", ("onnx",), f"writes attention as the one operator that opset {ATTENTION_OPSET} has for it"),
-    Lowering("gemm", ("onnx",), "writes a MatMul by a weight and the Add of its bias as one Gemm on a matrix of rows"),
-    Lowering(
+    FormatPass("attention", ("onnx",), f"writes attention as the one operator that opset {ATTENTION_OPSET} has for it"),
+    FormatPass(
+        "gemm", ("onnx",), "writes a MatMul by a weight and the Add of its bias as one Gemm on a matrix of rows"
+    ),
+    FormatPass(
         "transformers-fusions",
         ("onnx",),
         "fuses operators into ONNX Runtime's own, as transformers does for a CPU",
         cpu_only=True,
     ),
-    Lowering(
+    FormatPass(
         "onednn-linear",
         ("torchscript", "pt2"),
         "computes linear layers, and a GELU after one, by oneDNN in place of the BLAS that torch is built with",
         cpu_only=True,
     ),
-    Lowering(
+    FormatPass(
         "channels-last",
         ("torchscript", "pt2"),
         "computes convolutions of images by oneDNN, on images whose channels lie last in memory",
         cpu_only=True,
     ),
-    Lowering("freeze", ("torchscript",), "makes the weights constants of the code, by torch.jit.freeze"),
+    FormatPass("freeze", ("torchscript",), "makes the weights constants of the code, by torch.jit.freeze"),
 )
 
 
 def of_format(file_format: str, device: Device = "cpu") -> tuple[str, ...]:
     """The names of those that change a format's file for a device, in the order in which they are applied."""
     return tuple(
-        lowering.name
-        for lowering in LOWERINGS
-        if file_format in lowering.formats and (device == "cpu" or not lowering.cpu_only)
+        format_pass.name
+        for format_pass in PASSES
+        if file_format in format_pass.formats and (device == "cpu" or not format_pass.cpu_only)
     )

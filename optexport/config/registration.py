@@ -37,7 +37,7 @@ def alias_name(alias: str) -> str:
     return alias
 
 
-class RatchetConfig(_Table):
+class MaxRegressionConfig(_Table):
     """``[register.ratchet]``: by how much, as a part of the champion's figure, a new version may be worse.
 
     Attributes:
@@ -57,9 +57,9 @@ class RegisterConfig(_Table):
     Attributes:
         name: What the registered model is called.
         alias: Moves to the new version if that is as good as the one that holds it.
-        ratchet: By how much, as a part of the champion's figure, a new version may be worse.
+        max_regression: By how much, as a part of the champion's figure, a new version may be worse.
     """
 
     name: Annotated[str, Field(max_length=256), AfterValidator(model_name)]
     alias: Annotated[str, AfterValidator(alias_name)] = DEFAULT_ALIAS
-    ratchet: RatchetConfig = RatchetConfig()
+    max_regression: MaxRegressionConfig = MaxRegressionConfig()

@@ -64,45 +64,45 @@ def check_source(config: Config, path: Path) -> None:
         ConfigError: One is not, or something is asked for that its kind of source does not have.
     """
     folder, source = path.parent, config.model.source
-    place = f"{path}: model.source"
+    location = f"{path}: model.source"
     kind = source_kind(source, folder)
     _, _, rest = source.partition(":")
     if kind is SourceKind.PACKAGE:
         package, _, inner = rest.partition("/")
         if not package:
-            raise ConfigError("it names no package", place=place, mend='Write "package:NAME/PATH".')
-        location = package_folder(package)
-        if location is None:
-            raise ConfigError(f"the package {package} is not installed", place=place, mend="pip install it.")
-        if not (_is_dir(location, inner) or _is_file(location, inner)):
-            raise ConfigError(f"the package {package} has no {inner}", place=place, mend=f"Look in {location}.")
+            raise ConfigError("it names no package", location=location, hint='Write "package:NAME/PATH".')
+        spec = package_folder(package)
+        if spec is None:
+            raise ConfigError(f"the package {package} is not installed", location=location, hint="pip install it.")
+        if not (_is_dir(spec, inner) or _is_file(spec, inner)):
+            raise ConfigError(f"the package {package} has no {inner}", location=location, hint=f"Look in {spec}.")
     if kind is SourceKind.PYTHON:
         module, _, name = rest.partition(":")
         if not module or not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f'"{source}" is not of the form "python:module:factory"', place=place)
+            raise ConfigError(f'"{source}" is not of the form "python:module:factory"', location=location)
         if module.endswith(".py"):
-            mend = f'Write "python:{module.removesuffix(".py").replace("/", ".")}:{name}".'
-            raise ConfigError(f"{module} is a file, and a module is asked for", place=place, mend=mend)
-        check_module(rest, folder, place)
+            hint = f'Write "python:{module.removesuffix(".py").replace("/", ".")}:{name}".'
+            raise ConfigError(f"{module} is a file, and a module is asked for", location=location, hint=hint)
+        check_module(rest, folder, location)
     if kind is SourceKind.MLFLOW and not rest.startswith(("models:/", "runs:/")):
-        raise ConfigError(f'"{source}" names no model', place=place, mend='Write "mlflow:models:/NAME@ALIAS".')
+        raise ConfigError(f'"{source}" names no model', location=location, hint='Write "mlflow:models:/NAME@ALIAS".')
     if kind in (SourceKind.PT2, SourceKind.TORCHSCRIPT) and not _is_file(folder, source):
-        raise ConfigError(f"there is no file {source}", place=place)
+        raise ConfigError(f"there is no file {source}", location=location)
     if kind is SourceKind.FOLDER and not _is_dir(folder, source):
-        raise ConfigError(f"there is no folder {source}", place=place)
+        raise ConfigError(f"there is no folder {source}", location=location)
     if kind is SourceKind.HUB and _is_file(folder, source):
         raise ConfigError(
             f"{source} is a file of no kind that models are taken from",
-            place=place,
-            mend=f'Of a function in it write "python:{source.removesuffix(".py")}:FUNCTION".'
+            location=location,
+            hint=f'Of a function in it write "python:{source.removesuffix(".py")}:FUNCTION".'
             if source.endswith(".py")
             else f"Give a folder, a .pt2 file, or one of TorchScript ({', '.join(TORCHSCRIPT_SUFFIXES)}).",
         )
     if kind is SourceKind.HUB and not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", source):
         raise ConfigError(
             f'"{source}" is no folder here, and no hub id either',
-            place=place,
-            mend=f'Write "python:{code[1].replace("/", ".")}:{code[2]}".'
+            location=location,
+            hint=f'Write "python:{code[1].replace("/", ".")}:{code[2]}".'
             if (code := re.fullmatch(r"([\w/]+?)(?:\.py)?:(\w+)", source)) and _is_file(folder, f"{code[1]}.py")
             else 'Write a path, "org/name", "package:NAME/PATH", "python:module:factory" or "mlflow:models:/...".',
         )
@@ -120,33 +120,33 @@ def check_beside_source(config: Config, path: Path) -> None:
     folder = path.parent
     kind = source_kind(config.model.source, folder)
     if config.model.arguments and kind is not SourceKind.PYTHON:
-        raise ConfigError("only a python: source takes arguments", place=f"{path}: model.arguments")
+        raise ConfigError("only a python: source takes arguments", location=f"{path}: model.arguments")
     attention = config.model.attn_implementation
     if attention is not None and "/" in attention and not config.model.trust_remote_code:
         raise ConfigError(
             f'"{attention}" is code of the hub\'s',
-            place=f"{path}: model.attn_implementation",
-            mend="Read that code, then model.trust_remote_code = true runs it.",
+            location=f"{path}: model.attn_implementation",
+            hint="Read that code, then model.trust_remote_code = true runs it.",
         )
     if config.model.adapter is not None and kind in (SourceKind.PYTHON, SourceKind.PT2, SourceKind.TORCHSCRIPT):
-        raise ConfigError("only a model of transformers takes one", place=f"{path}: model.adapter")
+        raise ConfigError("only a model of transformers takes one", location=f"{path}: model.adapter")
     if config.model.adapter is not None and not _is_dir(folder, config.model.adapter):
-        raise ConfigError(f"there is no folder {config.model.adapter}", place=f"{path}: model.adapter")
+        raise ConfigError(f"there is no folder {config.model.adapter}", location=f"{path}: model.adapter")
     try:
         Path(config.export.output).expanduser()
     except RuntimeError as error:
-        raise ConfigError(str(error), place=f"{path}: export.output") from error
+        raise ConfigError(str(error), location=f"{path}: export.output") from error
     if config.inputs.data is not None and not _is_file(folder, config.inputs.data):
-        raise ConfigError(f"there is no file {config.inputs.data}", place=f"{path}: inputs.data")
+        raise ConfigError(f"there is no file {config.inputs.data}", location=f"{path}: inputs.data")
     if config.inputs.data is not None and Path(config.inputs.data).suffix not in DATA_SUFFIXES:
         raise ConfigError(
             f"files of the kind {Path(config.inputs.data).suffix or config.inputs.data} are not known",
-            place=f"{path}: inputs.data",
-            mend="Give .safetensors, .npz, or .jsonl.",
+            location=f"{path}: inputs.data",
+            hint="Give .safetensors, .npz, or .jsonl.",
         )
     for image in config.inputs.images or []:
         if not _is_file(folder, image):
-            raise ConfigError(f"there is no file {image}", place=f"{path}: inputs.images")
+            raise ConfigError(f"there is no file {image}", location=f"{path}: inputs.images")
 
 
 def package_folder(package: str) -> Path | None:
@@ -187,12 +187,12 @@ def missing_model(path: Path) -> tuple[str, str] | None:
     )
 
 
-def check_module(location: str, folder: Path, place: str) -> None:
+def check_module(spec: str, folder: Path, location: str) -> None:
     """Refuses ``module:name`` where there is no such module, without importing it."""
-    module = location.partition(":")[0].partition(".")[0]
+    module = spec.partition(":")[0].partition(".")[0]
     if not module:
         raise ConfigError(
-            f'"{location}" names no module', place=place, mend='Write "python:package.module:name", without a path.'
+            f'"{spec}" names no module', location=location, hint='Write "python:package.module:name", without a path.'
         )
     try:
         found = _is_file(folder, f"{module}.py") or _is_dir(folder, module) or importlib.util.find_spec(module)
@@ -200,7 +200,7 @@ def check_module(location: str, folder: Path, place: str) -> None:
         found = None
     if not module.isidentifier() or not found:
         raise ConfigError(
-            f"there is no module {module}", place=place, mend=f"Install it, or put {module}.py beside the config."
+            f"there is no module {module}", location=location, hint=f"Install it, or put {module}.py beside the config."
         )
 
 

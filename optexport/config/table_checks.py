@@ -12,7 +12,7 @@ from optexport.config.source import SourceKind, source_kind
 from optexport.errors import ConfigError
 
 
-def check_generation(config: Config, place: str) -> None:
+def check_generation(config: Config, location: str) -> None:
     """Checks that nothing is asked for that is not done with the parts of a generative model.
 
     Raises:
@@ -38,18 +38,18 @@ def check_generation(config: Config, place: str) -> None:
     for key in [key for key, value in asked.items() if value]:
         raise ConfigError(
             "it does not go with [generation], which exports parts with inputs and sizes of their own",
-            place=f"{place}: {key}",
-            mend="Leave it out, or leave out [generation] to export one forward pass without a cache.",
+            location=f"{location}: {key}",
+            hint="Leave it out, or leave out [generation] to export one forward pass without a cache.",
         )
     if config.model.source.endswith(".pt2"):
         raise ConfigError(
             "a .pt2 file has no generate()",
-            place=f"{place}: generation",
-            mend="Give a model of transformers as model.source, or leave out [generation].",
+            location=f"{location}: generation",
+            hint="Give a model of transformers as model.source, or leave out [generation].",
         )
 
 
-def check_precision(config: Config, place: str) -> None:
+def check_precision(config: Config, location: str) -> None:
     """Checks what the table says against the rest of the config.
 
     Raises:
@@ -61,41 +61,43 @@ def check_precision(config: Config, place: str) -> None:
     lowered = [name for name in ("onnx", "torchscript", "pt2") if table.of(name) is not None]
     if not lowered:
         raise ConfigError(
-            "it lowers nothing", place=f"{place}: precision", mend='Say of a format what it is to be: onnx = "int8".'
+            "it lowers nothing",
+            location=f"{location}: precision",
+            hint='Say of a format what it is to be: onnx = "int8".',
         )
     for name in lowered:
         if name not in config.export.formats:
             raise ConfigError(
                 f"no {name} file is exported",
-                place=f"{place}: precision.{name}",
-                mend=f"export.formats is {', '.join(config.export.formats)}.",
+                location=f"{location}: precision.{name}",
+                hint=f"export.formats is {', '.join(config.export.formats)}.",
             )
     if config.parity.decisions is None:
         raise ConfigError(
             "a file of lower precision is not near enough to be proven to rounding, and nothing says what it must keep",
-            place=f"{place}: precision.{lowered[0]}",
-            mend="Set a gate in [parity.decisions], as cosine = 0.99.",
+            location=f"{location}: precision.{lowered[0]}",
+            hint="Set a gate in [parity.decisions], as cosine = 0.99.",
         )
     gates = config.parity.decisions.items()
     if all(name in MEASURES and gate.min <= MEASURES[name][0] for name, gate in gates):
         raise ConfigError(
             "a file of lower precision is held to gates alone, and these let anything pass",
-            place=f"{place}: parity.decisions",
-            mend="Demand more than the least that there is: " + ", ".join(f"{n} = {g.min:g}" for n, g in gates) + ".",
+            location=f"{location}: parity.decisions",
+            hint="Demand more than the least that there is: " + ", ".join(f"{n} = {g.min:g}" for n, g in gates) + ".",
         )
     if config.model.dtype not in (None, "float32"):
         raise ConfigError(
             f"only a model in float32 can be lowered, and model.dtype is {config.model.dtype}",
-            place=f"{place}: precision.{lowered[0]}",
+            location=f"{location}: precision.{lowered[0]}",
         )
 
 
-def check_processing(config: Config, folder: Path, place: str) -> None:
+def check_processing(config: Config, folder: Path, location: str) -> None:
     """Checks what the table says against the rest of the config.
 
     Args:
         folder: The config's, which paths are relative to.
-        place: The config's name.
+        location: The config's name.
 
     Raises:
         ConfigError: The source is a program that is exported as it is, images would be no whole numbers, or a gate
@@ -108,26 +110,26 @@ def check_processing(config: Config, folder: Path, place: str) -> None:
         for key in [key for key in ("normalize", "outputs") if getattr(table, key)]:
             raise ConfigError(
                 "a .pt2 or TorchScript file is exported as it is",
-                place=f"{place}: processing.{key}",
-                mend="Give the model that it was made of as model.source, or leave it out.",
+                location=f"{location}: processing.{key}",
+                hint="Give the model that it was made of as model.source, or leave it out.",
             )
     images = (config.inputs.tensors or {}).get(IMAGES)
     if table.normalize and images is not None and images.dtype != "uint8":
         raise ConfigError(
             f"it is {images.dtype}, and with processing.normalize the files take images as they are, in uint8",
-            place=f"{place}: inputs.tensors.{IMAGES}",
-            mend='Write dtype = "uint8", low = 0, high = 256.',
+            location=f"{location}: inputs.tensors.{IMAGES}",
+            hint='Write dtype = "uint8", low = 0, high = 256.',
         )
     for measure, gate in (config.parity.decisions or {}).items():
         if table.outputs in OF_LABELS and measure in MEASURES and gate.output in (None, PROBABILITIES, LABELS):
             raise ConfigError(
                 f'outputs = "{table.outputs}" leaves nothing that it could be measured on',
-                place=f"{place}: parity.decisions.{measure}",
-                mend='Write processing.outputs = "probabilities", or leave the gate out: labels must be equal anyway.',
+                location=f"{location}: parity.decisions.{measure}",
+                hint='Write processing.outputs = "probabilities", or leave the gate out: labels must be equal anyway.',
             )
 
 
-def check_register(config: Config, place: str) -> None:
+def check_register(config: Config, location: str) -> None:
     """Checks that there is something to register, and somewhere to register it.
 
     Raises:
@@ -138,14 +140,14 @@ def check_register(config: Config, place: str) -> None:
     if "onnx" not in config.export.formats:
         raise ConfigError(
             "the ONNX file is what is registered, and none is exported",
-            place=f"{place}: register",
-            mend='Add "onnx" to export.formats.',
+            location=f"{location}: register",
+            hint='Add "onnx" to export.formats.',
         )
     if not config.tracking.enabled:
         raise ConfigError(
             "only what MLflow keeps can be registered",
-            place=f"{place}: register",
-            mend="Leave out tracking.enabled = false.",
+            location=f"{location}: register",
+            hint="Leave out tracking.enabled = false.",
         )
 
 
@@ -168,6 +170,6 @@ def check_beside(config: Config, path: Path) -> None:
     ):
         raise ConfigError(
             f'MLflow keeps no database in a folder whose name holds "{odd[0]}"',
-            place=f"{path}: tracking.uri",
-            mend="Name one elsewhere, as sqlite:////PATH/mlflow.db, or say enabled = false.",
+            location=f"{path}: tracking.uri",
+            hint="Name one elsewhere, as sqlite:////PATH/mlflow.db, or say enabled = false.",
         )

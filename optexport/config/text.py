@@ -41,14 +41,14 @@ def read(path: Path) -> str:
     check_utf8(path.parent)
     try:
         if not path.exists():
-            raise ConfigError("there is no such file", place=str(path), mend="optexport init writes one.")
+            raise ConfigError("there is no such file", location=str(path), hint="optexport init writes one.")
         if not path.is_file():  # a pipe would be waited for
-            raise ConfigError("it is no file", place=str(path))
+            raise ConfigError("it is no file", location=str(path))
         if path.stat().st_size > _BYTES:
-            raise ConfigError(f"it is larger than {_BYTES} bytes", place=str(path))
+            raise ConfigError(f"it is larger than {_BYTES} bytes", location=str(path))
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"it cannot be read: {error}", place=str(path)) from error
+        raise ConfigError(f"it cannot be read: {error}", location=str(path)) from error
 
 
 def parse(text: str, path: Path) -> dict[str, Any]:
@@ -58,23 +58,23 @@ def parse(text: str, path: Path) -> dict[str, Any]:
         ConfigError: It is not TOML, or says more, or deeper, or larger numbers than a config does.
     """
     if (line := next((line for line in text.split("\n") if _is_long_key(line)), None)) is not None:
-        raise ConfigError(f"it is nested deeper than {_DEPTH}", place=f"{path}: {line.strip()[:20]}...")
+        raise ConfigError(f"it is nested deeper than {_DEPTH}", location=f"{path}: {line.strip()[:20]}...")
     try:
         table = tomllib.loads(text)
     except ValueError as error:  # also for numbers of too many digits
-        raise ConfigError(f"it is not TOML: {error}", place=str(path)) from error
+        raise ConfigError(f"it is not TOML: {error}", location=str(path)) from error
     except RecursionError as error:
-        raise ConfigError("it is not TOML that can be read: it is nested too deeply", place=str(path)) from error
-    for count, (place, value) in enumerate(_items(table)):
+        raise ConfigError("it is not TOML that can be read: it is nested too deeply", location=str(path)) from error
+    for count, (location, value) in enumerate(_items(table)):
         if count >= _KEYS:
-            raise ConfigError(f"it holds more than {_KEYS} keys and values", place=str(path))
-        if len(place) > _DEPTH:
-            raise ConfigError(f"it is nested deeper than {_DEPTH}", place=f"{path}: {dotted(place[:3])}...")
+            raise ConfigError(f"it holds more than {_KEYS} keys and values", location=str(path))
+        if len(location) > _DEPTH:
+            raise ConfigError(f"it is nested deeper than {_DEPTH}", location=f"{path}: {dotted(location[:3])}...")
         if isinstance(value, int) and value not in _INTEGERS:
             raise ConfigError(
                 "it is no whole number of 64 bits",
-                place=f"{path}: {dotted(place)}",
-                mend="Write one below 2^63, that is of 18 digits at most.",
+                location=f"{path}: {dotted(location)}",
+                hint="Write one below 2^63, that is of 18 digits at most.",
             )
     return table
 
@@ -118,24 +118,24 @@ def check_secrets(table: dict[str, Any], text: str, name: str) -> None:
         ConfigError: It cannot.
     """
     mistakes = Mistakes(name)
-    for place, value in _items(table):
+    for location, value in _items(table):
         if not isinstance(value, dict | list | bool) and value != "":
-            mistakes.of(_check_secret, place, value, text, name)
+            mistakes.of(_check_secret, location, value, text, name)
     mistakes.tell()
 
 
-def _check_secret(place: _Place, value: Any, text: str, name: str) -> None:
-    if place[:2] == ("model", "arguments") and any(_is_secret(key, value) for key in place[2:]):
+def _check_secret(location: _Place, value: Any, text: str, name: str) -> None:
+    if location[:2] == ("model", "arguments") and any(_is_secret(key, value) for key in location[2:]):
         raise ConfigError(
             "a config holds no secrets: it is copied into the bundle, and to MLflow",
-            place=f"{name}: {dotted(place)}",
-            mend="Have the model's code read it from the environment.",
+            location=f"{name}: {dotted(location)}",
+            hint="Have the model's code read it from the environment.",
         )
     if isinstance(value, str) and redact(value) != value and value not in text:
         raise ConfigError(
             "it holds a password or token that is written with escapes, and would stay in copies of this text",
-            place=f"{name}: {dotted(place)}",
-            mend="Write it without a backslash.",
+            location=f"{name}: {dotted(location)}",
+            hint="Write it without a backslash.",
         )
 
 
@@ -149,10 +149,10 @@ def _items(table: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
     """All that stands in a table, at any depth, with its place; as a loop, since it may be nested without end."""
     left: list[tuple[_Place, Any]] = [((), table)]
     while left:
-        place, value = left.pop()
-        if place:
-            yield place, value
+        location, value = left.pop()
+        if location:
+            yield location, value
         if isinstance(value, dict):
-            left += [((*place, key), inner) for key, inner in value.items()]
+            left += [((*location, key), inner) for key, inner in value.items()]
         elif isinstance(value, list):
-            left += [((*place, index), inner) for index, inner in enumerate(value)]
+            left += [((*location, index), inner) for index, inner in enumerate(value)]

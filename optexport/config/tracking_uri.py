@@ -82,7 +82,7 @@ def of_environment() -> str | None:
     try:
         return check_uri(uri) if uri else None
     except ValueError as error:
-        raise ConfigError(str(error), place=_VARIABLE) from error
+        raise ConfigError(str(error), location=_VARIABLE) from error
 
 
 def _check_name(name: str) -> None:

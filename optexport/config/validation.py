@@ -32,14 +32,14 @@ def explained(error: ValidationError, model: type[BaseModel], name: str) -> Conf
     mistakes: list[ConfigError] = []
     for found in error.errors():
         location = list(found["loc"])
-        cause, mend = found["msg"][:1].lower() + found["msg"][1:], None
+        cause, hint = found["msg"][:1].lower() + found["msg"][1:], None
         if found["type"] in ("too_short", "too_long"):
             least, most = (found["ctx"].get(f"{end}_length") for end in ("min", "max"))
             cause = f"it must hold {f'at least {least}' if most is None else most}"
         elif (form := _FORMS.get(found["type"])) is not None:
             cause = f"it must be {form}"
         if found["type"] == "extra_forbidden":
-            cause, mend = (
+            cause, hint = (
                 "there is no such key",
                 did_you_mean(str(location[-1]), _known_keys(model, location[:-1])),
             )
@@ -49,7 +49,7 @@ def explained(error: ValidationError, model: type[BaseModel], name: str) -> Conf
             cause = str(found["ctx"]["error"])
         else:
             cause = f"{cause}, not {shown(found['input'])}"
-        mistakes.append(ConfigError(cause, place=f"{name}: {dotted(location)}", mend=mend))
+        mistakes.append(ConfigError(cause, location=f"{name}: {dotted(location)}", hint=hint))
     return _as_one(mistakes, name, "; others may show when these are mended")
 
 
@@ -86,9 +86,9 @@ def _as_one(mistakes: Sequence[ConfigError], name: str, after: str = "") -> Conf
         return mistakes[0]
     lines = []
     for mistake in mistakes:
-        place = (mistake.place or name).removeprefix(f"{name}: ")
-        lines.append(f"\n  {place}: {'. '.join(filter(None, [mistake.cause, mistake.mend]))}")
-    return ConfigError(f"{len(mistakes)} mistakes{after}{''.join(lines)}", place=name)
+        location = (mistake.location or name).removeprefix(f"{name}: ")
+        lines.append(f"\n  {location}: {'. '.join(filter(None, [mistake.cause, mistake.hint]))}")
+    return ConfigError(f"{len(mistakes)} mistakes{after}{''.join(lines)}", location=name)
 
 
 def shown(value: Any) -> str:

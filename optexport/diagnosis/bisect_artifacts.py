@@ -15,7 +15,7 @@ from optexport.diagnosis.intermediates import Observed, observe_graph, observe_o
 from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case, incomparable, outputs_at
 from optexport.diagnosis.subgraph import cut_onnx
 from optexport.parity import checker
-from optexport.parity.checker import Proof
+from optexport.parity.checker import ParityChecker
 from optexport.runtime import runners
 from optexport.runtime.devices import Device
 from optexport.runtime.untrusted import archives
@@ -34,7 +34,7 @@ _ON_THE_CPU = (
 
 
 def blame_files(
-    graph_module: fx.GraphModule | None, files: Mapping[str, Path], proof: Proof, device: Device
+    graph_module: fx.GraphModule | None, files: Mapping[str, Path], proof: ParityChecker, device: Device
 ) -> Finding:
     """Finds where the first file that fails parts from a graph that passes.
 
@@ -44,34 +44,34 @@ def blame_files(
         graph_module: Flat: tensors in, the outputs in their order out. None where there is none that passes.
         files: The files by format.
     """
-    place = next(place for place in proof.places if not place.passed)
-    file_format = place.place.partition(",")[0].removesuffix(" in float32")
-    path, index = files[file_format], failing_case(proof, place)
+    target = next(target for target in proof.targets if not target.passed)
+    file_format = target.target.partition(",")[0].removesuffix(" in float32")
+    path, index = files[file_format], failing_case(proof, target)
     case = proof.reference.cases[index]
     if device != "cpu":
-        return Finding(place.place, index, f"{path.name} fails on {device}, at {case.name}. {_ON_THE_CPU}")
-    outputs, expected = outputs_at(proof, place, index)
+        return Finding(target.target, index, f"{path.name} fails on {device}, at {case.name}. {_ON_THE_CPU}")
+    outputs, expected = outputs_at(proof, target, index)
 
     def write(folder: Path) -> None:
         for file in (path, path.with_name(f"{path.name}.data")):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
 
-    raises = isinstance(proof.result(place.place, case.name), str)
+    raises = isinstance(proof.result(target.target, case.name), str)
     title = f"{path.name} differs from the original at {case.name}."
     whole = Reproduction(title, path.name, expected, outputs, write, raises=raises)
-    if place.place in (checker.ONNX_OPTIMISED, checker.ONNX_FLOAT32_OPTIMISED):  # as it stands the file passes
+    if target.target in (checker.ONNX_OPTIMISED, checker.ONNX_FLOAT32_OPTIMISED):  # as it stands the file passes
         text = _blame_runtime(path, proof, index)
-        return Finding(place.place, index, text, [replace(whole, level="ORT_ENABLE_ALL")])
+        return Finding(target.target, index, text, [replace(whole, level="ORT_ENABLE_ALL")])
     lines = [f"The graph passes, and {path.name} does not: the exporter or the runtime changed the numbers."]
     if graph_module is None:
-        return Finding(place.place, index, f"{path.name} fails, and no .pt2 file passes to compare it with.", [whole])
+        return Finding(target.target, index, f"{path.name} fails, and no .pt2 file passes to compare it with.", [whole])
     pieces: list[Reproduction] = []
     try:
         original = observe_graph(graph_module, case.batch)
         exact = observe_graph(graph_module, case.batch, double=True)
         comparison = compare(original, _OBSERVERS[file_format](path, case.batch), exact, by_name=False)
-        lines.append(told(comparison.parting, case.name, incomparable(place, case.name)))
+        lines.append(told(comparison.parting, case.name, incomparable(target, case.name)))
         if comparison.parting is not None and comparison.parting.inner is not None:
             if file_format == "onnx":
                 piece, made_by = _onnx_piece(path, graph_module, case.batch, comparison)
@@ -81,15 +81,15 @@ def blame_files(
                 lines.append("In the file it is {} ({}).".format(*comparison.parting.inner))
     except Exception as error:  # a runtime raises kinds of its own
         lines.append(lost(error))
-    return Finding(place.place, index, "\n".join(lines), [*pieces, whole])
+    return Finding(target.target, index, "\n".join(lines), [*pieces, whole])
 
 
-def _blame_runtime(path: Path, proof: Proof, case: int) -> str:
+def _blame_runtime(path: Path, proof: ParityChecker, case: int) -> str:
     """Which level of ONNX Runtime's optimisations a file first fails at."""
     alone, below = proof.reference.only([case]), "ORT_DISABLE_ALL"
     for level in ("ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"):
         run = runners.open_onnx(path, list(proof.bounds), optimised=True, level=level)
-        if not Proof(alone, proof.bounds).check(checker.ONNX, run).passed:
+        if not ParityChecker(alone, proof.bounds).check(checker.ONNX, run).passed:
             break
         below = level
     return (

@@ -17,7 +17,7 @@ from optexport.diagnosis.reproduction import Finding, Reproduction, failing_case
 from optexport.diagnosis.subgraph import cut
 from optexport.exporters import exported_program
 from optexport.exporters.torchscript import exporter
-from optexport.parity.checker import GRAPH, PlaceParity, Proof
+from optexport.parity.checker import GRAPH, ParityChecker, TargetParity
 from optexport.parity.reference import Call
 from optexport.signature.signature import Batch
 from optexport.tracing.trace import Traced
@@ -51,10 +51,12 @@ class _First(Rule):
 class _Rules:
     """Applies the first so many rules of a run to a fresh trace, and checks them where the run failed."""
 
-    def __init__(self, retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: Proof) -> None:
+    def __init__(
+        self, retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: ParityChecker
+    ) -> None:
         self.retrace, self.rules, self.proof = retrace, rules, proof
-        self.place = proof.places[-1].place
-        self.case = failing_case(proof, proof.places[-1])
+        self.target = proof.targets[-1].target
+        self.case = failing_case(proof, proof.targets[-1])
         self.batch = proof.reference.cases[self.case].batch
 
     def graph(self, count: int, changes: int | None = None) -> tuple[fx.GraphModule, Sequence[Applied]]:
@@ -71,11 +73,11 @@ class _Rules:
         transformed = transform(graph_module, rules)
         return transformed.graph_module, transformed.applied
 
-    def check(self, graph_module: fx.GraphModule) -> PlaceParity:
+    def check(self, graph_module: fx.GraphModule) -> TargetParity:
         # A gate is on all cases together.
-        gated = self.proof.places[-1].near
+        gated = self.proof.targets[-1].near
         reference = self.proof.reference if gated else self.proof.reference.only([self.case])
-        proof = Proof(reference, self.proof.bounds, self.proof.gates if gated else ())
+        proof = ParityChecker(reference, self.proof.bounds, self.proof.gates if gated else ())
         return proof.check(GRAPH, lambda batch: self.call(graph_module, dict(batch)))
 
     def passes(self, count: int, changes: int | None = None) -> bool:
@@ -84,7 +86,7 @@ class _Rules:
 
 
 def blame_rules(
-    retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: Proof, model: nn.Module
+    retrace: Callable[[], tuple[Traced, Call]], rules: Sequence[NamedRule], proof: ParityChecker, model: nn.Module
 ) -> Finding:
     """Finds the first rule after which the graph no longer passes, which of its changes does it, and where it shows.
 
@@ -98,9 +100,9 @@ def blame_rules(
     if not trial.check(before).passed:
         shown = [_whole("The traced graph differs from the model", before, trial)]
         nested = any(isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor for m in model.modules())
-        return Finding(trial.place, trial.case, _TRACE + _NESTED * nested, shown)
+        return Finding(trial.target, trial.case, _TRACE + _NESTED * nested, shown)
     if trial.passes(len(rules)):
-        return Finding(trial.place, trial.case, _OTHER_EACH_TIME)
+        return Finding(trial.target, trial.case, _OTHER_EACH_TIME)
     count = _first_failing(len(rules), trial.passes)
     after, reports = trial.graph(count)
     rule, changes = rules[count - 1], reports[-1].report.changes
@@ -119,7 +121,7 @@ def blame_rules(
         blamed = changes if which is None else [changes[which - 1]]
         name_alike(before, after, {name for change in blamed for name in (*change.nodes, *change.replaced)})
         comparison, double = _compare_graphs(before, after, trial.batch)
-        lines.append(told(comparison.parting, case, incomparable(proof.places[-1], case)))
+        lines.append(told(comparison.parting, case, incomparable(proof.targets[-1], case)))
     except Exception as error:  # a model's own operators may raise anything
         lines.append(lost(error))
     title = f"What {rule.name} made of the graph differs from what it was given"
@@ -127,7 +129,7 @@ def blame_rules(
     if comparison.parting is not None:
         tried += _piece(title, before, after, trial.batch, comparison, double=double)
     tried.append(_whole(title, after, trial))
-    return Finding(trial.place, trial.case, "\n".join(lines), tried)
+    return Finding(trial.target, trial.case, "\n".join(lines), tried)
 
 
 _TRACE = (
@@ -243,9 +245,9 @@ def _whole(title: str, graph_module: fx.GraphModule, trial: _Rules) -> Reproduct
     """The whole graph on the failing case, beside the original's results there."""
     reference, flat = trial.proof.reference, exported_program.flatten(graph_module, trial.traced.signature)
     case = reference.cases[trial.case]
-    raises = isinstance(trial.proof.result(trial.place, case.name), str)
+    raises = isinstance(trial.proof.result(trial.target, case.name), str)
     found = "after.pt" if raises else "after.pt2"
-    outputs, expected = outputs_at(trial.proof, trial.proof.places[-1], trial.case)
+    outputs, expected = outputs_at(trial.proof, trial.proof.targets[-1], trial.case)
 
     def write(folder: Path) -> None:
         _save(flat, case.batch, folder / found)

@@ -12,9 +12,9 @@ from optexport.diagnosis import reproduction
 from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.diagnosis.reproduction import Finding
 from optexport.errors import BundleError, ExportError
-from optexport.parity.checker import Proof
+from optexport.parity.checker import ParityChecker
 from optexport.parity.reference_file import read_reference
-from optexport.parity.verify import bound_of, gates_of
+from optexport.parity.verify import gates_of, tolerance_of
 from optexport.runtime import runners
 from optexport.runtime.untrusted import archives
 
@@ -41,34 +41,34 @@ def blame_bundle(folder: Path) -> str:
     outputs = [output.name for output in manifest.outputs]
     reference = read_reference(folder / REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases)
     lowered = any(artifact.precision is not None for artifact in manifest.artifacts)
-    bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
-    proof = Proof(reference, bounds, gates_of(manifest) if lowered else ())  # which nothing else is held to
+    bounds = {name: tolerance_of(record) for name, record in manifest.parity.bounds.items()}
+    proof = ParityChecker(reference, bounds, gates_of(manifest) if lowered else ())  # which nothing else is held to
     files: dict[str, Path] = {artifact.format: folder / artifact.path for artifact in manifest.artifacts}
     for artifact in manifest.artifacts:
         fixed = artifact.fixed_shape is not None
         try:
-            for place, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
+            for target, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
-                proof.check(place, run, traced_shape_only=fixed, precision=precision)
+                proof.check(target, run, traced_shape_only=fixed, precision=precision)
         except ExportError as error:  # whose mends are for those who export
-            damage = damage or BundleError(error.cause, place=error.place)
+            damage = damage or BundleError(error.message, location=error.location)
     if not proof.passed:
 
         def find() -> Finding:
             found = blame_files(_passing_graph(files, proof), files, proof, manifest.artifacts[0].device)
-            changed = "" if damage is None else f"{damage.place}: {damage.cause}"
+            changed = "" if damage is None else f"{damage.location}: {damage.message}"
             note = f"{changed}, so that no exporter need be to blame.\n" if changed else ""
-            return Finding(found.place, found.case, note + found.explanation, found.reproductions)
+            return Finding(found.target, found.case, note + found.explanation, found.reproductions)
 
         raise reproduction.error(proof, folder.with_name(f"{folder.name}-failure"), None, find, lambda: None)
     if damage is not None:
         raise damage
-    return f"nothing to blame: {reproduction.standing(proof.places)}"
+    return f"nothing to blame: {reproduction.standing(proof.targets)}"
 
 
-def _passing_graph(files: dict[str, Path], proof: Proof) -> fx.GraphModule | None:
+def _passing_graph(files: dict[str, Path], proof: ParityChecker) -> fx.GraphModule | None:
     """The graph of the bundle's ``.pt2`` file, if that passes."""
-    passing = {place.place for place in proof.places if place.passed}
+    passing = {target.target for target in proof.targets if target.passed}
     if "pt2" not in passing or "pt2" not in files:
         return None
     module = archives.pt2_module(files["pt2"], check_guards=False)

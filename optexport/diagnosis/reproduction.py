@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from optexport._utils import atomic_dir
 from optexport.errors import ConfigError, GateError, OptexportError, ParityError, first_line, on_one_line
 from optexport.parity import distances
-from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.record import parity_record
 from optexport.runtime.untrusted import archives
 
@@ -121,20 +121,20 @@ class Finding:
     """What is to blame.
 
     Attributes:
-        place: The place of the pipeline that fails.
+        target: The place of the pipeline that fails.
         case: The index of the case that was looked at.
         explanation: In words.
         reproductions: How to show it again; the first that does is left.
     """
 
-    place: str
+    target: str
     case: int
     explanation: str
     reproductions: Sequence[Reproduction] = field(default=())
 
 
 def error(
-    proof: Proof,
+    proof: ParityChecker,
     folder: Path,
     config_text: str | None,
     find: Callable[[], Finding],
@@ -168,22 +168,26 @@ def error(
         how = f"python {folder / SCRIPT}" if shown else f"the tensors are in {folder}, no script shows it apart"
         explanation += f"\nTo see it again: {how}"
     lines = [
-        f"{place.place}: {on_one_line(output.output)}, {output.failure}"
-        for place in proof.places
-        for output in place.outputs
+        f"{target.target}: {on_one_line(output.output)}, {output.failure}"
+        for target in proof.targets
+        for output in target.outputs
         if output.failure is not None
     ]
-    gates = [f"{place.place}: {d.failure}" for place in proof.places for d in place.decisions if d.failure is not None]
+    gates = [
+        f"{target.target}: {d.failure}" for target in proof.targets for d in target.decisions if d.failure is not None
+    ]
     kind, what = (ParityError, "results differ") if lines else (GateError, "decisions differ")
     cause = f"the {what} from the original's\n  " + "\n  ".join(lines + gates)
-    return kind(cause, mend=explanation.replace("\n", "\n  "), proof=parity_record(proof))
+    return kind(cause, hint=explanation.replace("\n", "\n  "), proof=parity_record(proof))
 
 
 def _told(problem: Exception) -> str:
     return str(problem) if isinstance(problem, OptexportError) else f"{type(problem).__name__}: {first_line(problem)}"
 
 
-def leave(folder: Path, proof: Proof, finding: Finding | None, config_text: str | None, explanation: str) -> bool:
+def leave(
+    folder: Path, proof: ParityChecker, finding: Finding | None, config_text: str | None, explanation: str
+) -> bool:
     """Writes the folder, in place of an earlier one.
 
     Returns:
@@ -220,15 +224,15 @@ def _check_replaceable(folder: Path) -> None:
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {""}
     if names and not (names <= _NAMES and _PARITY in names):
-        raise ConfigError("it exists and is not what a failed proof left, so it is not replaced", place=str(folder))
+        raise ConfigError("it exists and is not what a failed proof left, so it is not replaced", location=str(folder))
 
 
-def _case(proof: Proof, finding: Finding) -> dict[str, torch.Tensor]:
+def _case(proof: ParityChecker, finding: Finding) -> dict[str, torch.Tensor]:
     """The failing case: inputs, the original's outputs, these in float64, and the candidate's."""
     reference = proof.reference
     case, outputs, exact = reference.cases[finding.case], reference.outputs[finding.case], reference.exact[finding.case]
     known = {name: distances.known(exact[name], tensor) for name, tensor in outputs.items()}
-    result = proof.result(finding.place, case.name)
+    result = proof.result(finding.target, case.name)
     parts = {"inputs": case.batch, "outputs": outputs, "float64": known}
     if not isinstance(result, str):
         parts["candidate"] = result
@@ -270,31 +274,33 @@ def _ends_with_one(script: Path, raises: bool) -> bool:
     return False
 
 
-def failing_case(proof: Proof, place: PlaceParity) -> int:
+def failing_case(proof: ParityChecker, target: TargetParity) -> int:
     """The smallest case at which a place fails; the first where it is only its decisions that do."""
-    failing = {case.case for output in place.outputs for case in output.cases if case.failure is not None}
+    failing = {case.case for output in target.outputs for case in output.cases if case.failure is not None}
     indices = [index for index, case in enumerate(proof.reference.cases) if case.name in failing]
     return min(indices or [0], key=lambda i: sum(t.numel() for t in proof.reference.cases[i].batch.values()))
 
 
-def incomparable(place: PlaceParity, case: str) -> str | None:
+def incomparable(target: TargetParity, case: str) -> str | None:
     """Why an output cannot be compared at a case at all, whatever its values; None where all can."""
-    compared = ((output.output, found) for output in place.outputs for found in output.cases if found.case == case)
+    compared = ((output.output, found) for output in target.outputs for found in output.cases if found.case == case)
     return next((f"{name}: {found.failure}" for name, found in compared if found.distance == math.inf), None)
 
 
-def outputs_at(proof: Proof, place: PlaceParity, case: int) -> tuple[dict[str, tuple[float, torch.dtype]], str]:
+def outputs_at(
+    proof: ParityChecker, target: TargetParity, case: int
+) -> tuple[dict[str, tuple[float, torch.dtype]], str]:
     """What is allowed of each output at a case, and of what kind the tensors are that it is compared with."""
     name, originals = proof.reference.cases[case].name, proof.reference.outputs[case]
-    limits = {o.output: next(c.limit for c in o.cases if c.case == name) for o in place.outputs}
+    limits = {o.output: next(c.limit for c in o.cases if c.case == name) for o in target.outputs}
     fixed = any(bound.fixed for bound in proof.bounds.values())
     return {key: (limits[key], originals[key].dtype) for key in limits}, "outputs" if fixed else "float64"
 
 
-def standing(places: Sequence[PlaceParity]) -> str:
+def standing(targets: Sequence[TargetParity]) -> str:
     """How near the places are, where all pass."""
-    farthest = max((o for place in places for o in place.outputs), key=lambda o: o.max_abs / (o.limit or 1.0))
-    passing = f"{', '.join(place.title for place in places)} pass"
+    farthest = max((o for target in targets for o in target.outputs), key=lambda o: o.max_abs / (o.limit or 1.0))
+    passing = f"{', '.join(target.title for target in targets)} pass"
     if farthest.limit == math.inf:
         return f"{passing}; nothing but the gates limits them."
     return (

@@ -75,8 +75,8 @@ def to_program(
     except Exception as error:  # torch.export raises many kinds; each means the same to the user
         raise ExportError(
             f"torch.export refused the transformed graph: {first_line(error)}",
-            place="export",
-            mend="Run again with --without RULE to find the transformation that it does not take.",
+            location="export",
+            hint="Run again with --without RULE to find the transformation that it does not take.",
         ) from error
     _check_ranges(program, signature)
     _widen(program, signature)
@@ -143,8 +143,8 @@ def _check_ranges(program: ExportedProgram, signature: Signature) -> None:
                 raise ExportError(
                     f"as torch.export traces the graph again it holds for {size} up to {limits.upper} alone, and"
                     f" {'any' if dim.max is None else dim.max} is promised",
-                    place="export",
-                    mend="Run again with --without RULE to find the transformation that asks for the size.",
+                    location="export",
+                    hint="Run again with --without RULE to find the transformation that asks for the size.",
                 )
 
 
@@ -197,8 +197,8 @@ def save(program: ExportedProgram, path: Path, *, lowerings: Sequence[str] = ())
     except Exception as error:  # torch.export raises many kinds
         raise ExportError(
             f"torch.export.save could not write the graph: {_last_line(error)}",
-            place="export.formats: pt2",
-            mend='Leave "pt2" out of export.formats.',
+            location="export.formats: pt2",
+            hint='Leave "pt2" out of export.formats.',
         ) from error
 
 

@@ -73,16 +73,16 @@ def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
     if cache is None:
         raise TraceError(
             "it keeps no key/value cache: generate() gives it none",
-            place=f"generation: {model}",
-            mend=f"Set use_cache in its generation config, if it can keep one. {_INSTEAD}",
+            location=f"generation: {model}",
+            hint=f"Set use_cache in its generation config, if it can keep one. {_INSTEAD}",
         )
     parts = [cache.self_attention_cache, cache.cross_attention_cache] if type(cache) is EncoderDecoderCache else [cache]
     for part in parts:
         if type(part) is not DynamicCache:
             raise TraceError(
                 f"its cache is a {type(part).__name__}, and only a DynamicCache can be carried",
-                place=f"generation: {model}",
-                mend=f"Unset cache_implementation in its generation config, if it is set there. {_INSTEAD}",
+                location=f"generation: {model}",
+                hint=f"Unset cache_implementation in its generation config, if it is set there. {_INSTEAD}",
             )
         layers: list[Any] = part.layers
         for index, layer in enumerate(layers):
@@ -91,7 +91,7 @@ def check_cache(cache: Any, model: str) -> Sequence[DynamicCache]:
                 what = f"{type(layer).__name__}{' that holds nothing' if known else ''}"
                 raise TraceError(
                     f"layer {index} of its cache is a {what}, and only keys and values can be carried",
-                    place=f"generation: {model}",
-                    mend=_INSTEAD,
+                    location=f"generation: {model}",
+                    hint=_INSTEAD,
                 )
     return parts

@@ -144,11 +144,11 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
     name = type(model).__name__
     if model.training:
         raise TraceError(
-            "it is in train mode, where it may draw random numbers", place=name, mend="Call model.eval() first."
+            "it is in train mode, where it may draw random numbers", location=name, hint="Call model.eval() first."
         )
     if not getattr(model, "can_generate", bool)():
         raise TraceError(
-            "it generates nothing", place=f"generation: {name}", mend='Load it with the task "text-generation".'
+            "it generates nothing", location=f"generation: {name}", hint='Load it with the task "text-generation".'
         )
     decode = _decode_inputs(model, prompts[0])
     parts = caches.check_cache(decode.get("past_key_values"), name)
@@ -160,8 +160,8 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
     if strange:
         raise TraceError(
             f"generate() gives its decoder {', '.join(strange)} too, which no part here takes",
-            place=f"generation: {name}",
-            mend="Give prompts of tokens alone, or leave generation out.",
+            location=f"generation: {name}",
+            hint="Give prompts of tokens alone, or leave generation out.",
         )
     try:
         with torch.no_grad():
@@ -173,8 +173,8 @@ def components(model: nn.Module, prompts: Sequence[Prompt]) -> list[Component]:
     except Exception as error:  # the model's own code may raise anything
         raise TraceError(
             f"it fails on one of the prompts: {type(error).__name__}: {first_line(error)}",
-            place=f"generation: {name}",
-            mend="Give prompts that model.generate(**prompt) takes.",
+            location=f"generation: {name}",
+            hint="Give prompts that model.generate(**prompt) takes.",
         ) from error
 
 
@@ -201,14 +201,14 @@ def _decode_inputs(model: nn.Module, prompt: Prompt) -> dict[str, Any]:
     except Exception as error:  # the model's own code may raise anything
         raise TraceError(
             f"generate() fails on the first prompt: {first_line(error.__cause__ or error)}",
-            place=f"generation: {name}",
-            mend="Give prompts that model.generate(**prompt) takes.",
+            location=f"generation: {name}",
+            hint="Give prompts that model.generate(**prompt) takes.",
         ) from error
     if set(found) != {"prefill", "decode"}:
         raise TraceError(
             f"it has parts of other kinds: {', '.join(sorted(set(found) - {'decode'}))}",
-            place=f"generation: {name}",
-            mend="Only models of text or of audio features can be exported with a cache.",
+            location=f"generation: {name}",
+            hint="Only models of text or of audio features can be exported with a cache.",
         )
     return found["decode"]
 
@@ -230,8 +230,8 @@ def _with_encoder(model: nn.Module, cache: DynamicCache, prompts: Sequence[Promp
     if not isinstance(start, int):
         raise TraceError(
             f"its decoder starts with {start}, and not with one token",
-            place=f"generation: {type(model).__name__}",
-            mend="Set decoder_start_token_id in its generation config.",
+            location=f"generation: {type(model).__name__}",
+            hint="Set decoder_start_token_id in its generation config.",
         )
     encoder, decoder = Encoder(model, start).eval(), CrossDecoder(model, len(cache.layers)).eval()
     encoded, batches = [], []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from optexport._utils import atomic_dir
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bundle import digest_json
 from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED, as_path, check_place, check_replaceable
 from optexport.bundle.parts import PARTS
@@ -63,7 +63,7 @@ def export_generation(
     multiple: float = 4.0,
     effort: Effort = "standard",
     opset: int | None = None,
-    stages: Stages | None = None,
+    progress: Progress | None = None,
 ) -> GenerationResult:
     """Traces, transforms, proves and exports a generative model of transformers with its key/value cache.
 
@@ -83,7 +83,7 @@ def export_generation(
         output: A folder; what an earlier export left there is replaced.
         transformations: As for `optexport.export`, and so are formats, multiple, effort and opset.
         new_tokens: How many tokens are compared; fewer where the model has no positions for them.
-        stages: Is told of every stage.
+        progress: Is told of every stage.
 
     Raises:
         ConfigError: An argument cannot be meant.
@@ -102,11 +102,11 @@ def export_generation(
         "export_generation",
     )
 
-    def make_job(part: Component, place: Path) -> Job:
-        return Job(config, Loaded(part.module), part.batches[0], part.batches, part.dynamic, rules, place)
+    def make_job(part: Component, location: Path) -> Job:
+        return Job(config, Loaded(part.module), part.batches[0], part.batches, part.dynamic, rules, location)
 
     given = [prompts] if isinstance(prompts, Mapping) else prompts
-    return produce(model, given, output, make_job, new_tokens, stages or Stages())
+    return produce(model, given, output, make_job, new_tokens, progress or Progress())
 
 
 def produce(
@@ -115,7 +115,7 @@ def produce(
     output: Path,
     make_job: Callable[[Component, Path], Job],
     new_tokens: int,
-    stages: Stages,
+    progress: Progress,
     held: contextlib.ExitStack | None = None,
 ) -> GenerationResult:
     """Exports every part as its job says, and compares tokens. The folder appears when all of it is proven.
@@ -134,16 +134,16 @@ def produce(
             # Of its data a quick proof takes the first: the prefill, whose cache is of length 0.
             # Nobody declared its sizes, so that those are left out which the model has no positions for.
             job = replace(make_job(part, draft / part.name), beside=output, real=part.batches[1:], declared=False)
-            announce = _prefixed(part.name, stages)
+            announce = _prefixed(part.name, progress)
             try:
                 results[part.name] = run.produce(job, announce)
             except TraceError as error:
-                if error.place != "inputs.dynamic":  # which no config with a cache has
+                if error.location != "inputs.dynamic":  # which no config with a cache has
                     raise
-                mend = "Leave generation out: one forward pass, without a cache, can be exported."
-                raise TraceError(error.cause, place=f"generation: {part.name}", mend=mend) from error
-            stages.seconds.update({f"{part.name}: {name}": spent for name, spent in announce.seconds.items()})
-        with stages.stage("tokens"):
+                hint = "Leave generation out: one forward pass, without a cache, can be exported."
+                raise TraceError(error.message, location=f"generation: {part.name}", hint=hint) from error
+            progress.seconds.update({f"{part.name}: {name}": spent for name, spent in announce.seconds.items()})
+        with progress.step("tokens"):
             start = getattr(found[0].module, "start", None)
             compared = _compare(model, found, results, prompts, new_tokens, start, draft)
         digest_json.write(draft / GENERATION, _document(model, results, compared, start))
@@ -151,8 +151,8 @@ def produce(
     return GenerationResult(output, moved, tuple(compared), tokens.left_out(model))
 
 
-def _prefixed(part: str, stages: Stages) -> Stages:
-    return Stages(lambda name, seconds: stages.announce(f"{part}: {name}", seconds))
+def _prefixed(part: str, progress: Progress) -> Progress:
+    return Progress(lambda name, seconds: progress.announce(f"{part}: {name}", seconds))
 
 
 def _compare(
@@ -218,34 +218,36 @@ def _document(
 def _check(model: nn.Module, prompts: Sequence[Prompt], new_tokens: int) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "generation_config"):
         raise ConfigError(
-            f"a {type(model).__name__} has no generate()", place="model", mend="Give a model of transformers that has."
+            f"a {type(model).__name__} has no generate()",
+            location="model",
+            hint="Give a model of transformers that has.",
         )
     if not isinstance(new_tokens, int) or new_tokens < 1:
-        raise ConfigError(f"it must be at least 1, not {new_tokens}", place="new_tokens")
+        raise ConfigError(f"it must be at least 1, not {new_tokens}", location="new_tokens")
     if not isinstance(prompts, list | tuple):
-        raise ConfigError(f"they are a {type(prompts).__name__}, not a prompt or a list of them", place="prompts")
+        raise ConfigError(f"they are a {type(prompts).__name__}, not a prompt or a list of them", location="prompts")
     if not prompts:
-        raise ConfigError("no prompt is given", place="prompts")
+        raise ConfigError("no prompt is given", location="prompts")
     for index, prompt in enumerate(prompts):
         tensors = list(prompt.values()) if isinstance(prompt, Mapping) else []
         if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.numel() for tensor in tensors):
-            raise ConfigError("it holds no tensors by name, or empty ones", place=f"prompts[{index}]")
+            raise ConfigError("it holds no tensors by name, or empty ones", location=f"prompts[{index}]")
         if set(prompt) != set(prompts[0]):
-            raise ConfigError("it holds other inputs than the first", place=f"prompts[{index}]")
+            raise ConfigError("it holds other inputs than the first", location=f"prompts[{index}]")
         config: Any = model.config
         if not config.is_encoder_decoder:
             if set(prompt) != {"input_ids", "attention_mask"}:
                 raise ConfigError(
                     f"it holds {', '.join(sorted(prompt))}, and a decoder takes input_ids and attention_mask",
-                    place=f"prompts[{index}]",
+                    location=f"prompts[{index}]",
                 )
             runtime.check_left_padded(prompt, f"prompts[{index}]")
         most = most_tokens(config, decoder=True)
         if most is not None and _length(prompt, model) + STEPS > most:
             raise ConfigError(
                 f"it is {_length(prompt, model)} tokens long, and the model has positions for {most}",
-                place=f"prompts[{index}]",
-                mend=f"Give prompts that leave room for {STEPS} new tokens at least.",
+                location=f"prompts[{index}]",
+                hint=f"Give prompts that leave room for {STEPS} new tokens at least.",
             )
 
 

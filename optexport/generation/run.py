@@ -11,7 +11,7 @@ import torch
 
 from optexport import tracking
 from optexport._utils import signals, torch_settings
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bundle import layout
 from optexport.bundle.git import checkout
 from optexport.bundle.measurements import Origin
@@ -32,22 +32,24 @@ from optexport.tracking import run_params
 
 
 @torch_settings.put_back()
-def run_generation(path: str | Path, *, without: Sequence[str] = (), stages: Stages | None = None) -> GenerationResult:
+def run_generation(
+    path: str | Path, *, without: Sequence[str] = (), progress: Progress | None = None
+) -> GenerationResult:
     """Runs a config file that has a table ``[generation]``.
 
     Each part is tracked as a run of its own, once all is proven.
 
     Args:
         without: Rules to leave out.
-        stages: Is told of every stage.
+        progress: Is told of every stage.
 
     Raises:
         OptexportError: One of its kinds, with the exit code of what went wrong.
     """
-    stages, path = stages or Stages(), layout.as_path(path, "path")
+    progress, path = progress or Progress(), layout.as_path(path, "path")
     config, folder = load_config(path, without), path.parent
     if config.generation is None:
-        raise ConfigError("it has no such table", place=f"{path}: generation", mend="Call optexport.run(path).")
+        raise ConfigError("it has no such table", location=f"{path}: generation", hint="Call optexport.run(path).")
     check_extras(config, path)
     rules, new_tokens = rules_of(config, folder, without), config.generation.new_tokens
     config = resolved(config, rules)
@@ -56,22 +58,22 @@ def run_generation(path: str | Path, *, without: Sequence[str] = (), stages: Sta
     git = checkout(folder)
     text = without_secrets(path)
     with signals.temporary_folder() as downloads, contextlib.ExitStack() as until_sent:
-        with stages.stage("load"):
+        with progress.step("load"):
             loaded = run.load_model(config, folder, downloads)
-        with stages.stage("inputs"):
+        with progress.step("inputs"):
             given = preparation.prepare(config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed)
             prompts = [_prompt(batch, loaded) for batch in given.real or (given.example,)]
 
         def origin(part: str) -> Origin:
             return Origin(git=git, part=part)
 
-        def make_job(part: Component, place: Path) -> Job:
+        def make_job(part: Component, location: Path) -> Job:
             first = part.batches[0]
             own = Loaded(part.module, revision=loaded.revision)
-            return Job(config, own, first, part.batches, part.dynamic, rules, place, text, origin=origin(part.name))
+            return Job(config, own, first, part.batches, part.dynamic, rules, location, text, origin=origin(part.name))
 
-        result = export.produce(loaded.model, prompts, output, make_job, new_tokens, stages, until_sent)
-        with stages.stage("track"):
+        result = export.produce(loaded.model, prompts, output, make_job, new_tokens, progress, until_sent)
+        with progress.step("track"):
             parts = {name: _track(part, config, path, origin(name)) for name, part in result.parts.items()}
     return replace(result, parts=parts)
 

@@ -111,7 +111,9 @@ class Generator:
         """
         folder = as_path(folder, "folder")
         if not (folder / GENERATION).is_file():
-            raise ConfigError(f"it holds no {GENERATION}", place=str(folder), mend="Give what export_generation wrote.")
+            raise ConfigError(
+                f"it holds no {GENERATION}", location=str(folder), hint="Give what export_generation wrote."
+            )
         document, manifests = read_generation(folder)
         parts = open_parts(folder, manifests, file_format, document["start"], document.get("turn"))
         first = manifests.get("encoder", manifests["decoder"])
@@ -145,20 +147,20 @@ class Generator:
         """
         given = self._given({"input_ids": input_ids, "attention_mask": attention_mask, **inputs})
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ConfigError(f"it must be at least 1, not {max_new_tokens}", place="generate: max_new_tokens")
+            raise ConfigError(f"it must be at least 1, not {max_new_tokens}", location="generate: max_new_tokens")
         if self._parts.encoder is None:
             check_left_padded(given, "generate")
         try:
             eos = self._eos if eos_token_id is None else np.atleast_1d(np.asarray(eos_token_id, np.int64)).tolist()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{eos_token_id!r} is no token", place="generate: eos_token_id") from error
+            raise ConfigError(f"{eos_token_id!r} is no token", location="generate: eos_token_id") from error
         try:
             new = self._parts.greedy(given, max_new_tokens, eos, self._pad)
         except Exception as error:  # each runtime raises its own
             raise ConfigError(
                 f"the files do not run on these inputs: {first_line(error)}",
-                place="generate",
-                mend="Give ids of the model's vocabulary, and no more tokens than it has positions for.",
+                location="generate",
+                hint="Give ids of the model's vocabulary, and no more tokens than it has positions for.",
             ) from error
         rows = new.shape[0]
         before = given["input_ids"] if self._parts.encoder is None else torch.full((rows, 1), self._parts.start or 0)
@@ -173,13 +175,13 @@ class Generator:
         takes = f"It takes {', '.join(specs)}."
         for name in arrays:
             if name not in specs:
-                raise ConfigError("the model takes no such input", place=f"generate: {name}", mend=takes)
+                raise ConfigError("the model takes no such input", location=f"generate: {name}", hint=takes)
         if absent := [name for name in specs if name not in arrays]:
-            raise ConfigError(f"the model needs {', '.join(absent)} too", place="generate", mend=takes)
+            raise ConfigError(f"the model needs {', '.join(absent)} too", location="generate", hint=takes)
         given = {name: torch.from_numpy(as_input(spec, arrays[name])) for name, spec in specs.items()}
         for name, tensor in given.items():
             if not tensor.numel():
-                raise ConfigError(f"it is empty, {list(tensor.shape)}", place=f"generate: {name}")
+                raise ConfigError(f"it is empty, {list(tensor.shape)}", location=f"generate: {name}")
         return given
 
 
@@ -193,11 +195,13 @@ def _rectangular(inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {name: np.asarray(value) if isinstance(value, list | tuple) else value for name, value in inputs.items()}
     except ValueError as error:
         raise ConfigError(
-            "its rows are of several lengths", place="generate", mend="Pad them at the left, and give attention_mask."
+            "its rows are of several lengths",
+            location="generate",
+            hint="Pad them at the left, and give attention_mask.",
         ) from error
 
 
-def check_left_padded(inputs: Mapping[str, torch.Tensor], place: str) -> None:
+def check_left_padded(inputs: Mapping[str, torch.Tensor], location: str) -> None:
     """Checks that every row of a prompt ends with a token.
 
     Raises:
@@ -207,13 +211,13 @@ def check_left_padded(inputs: Mapping[str, torch.Tensor], place: str) -> None:
     if ids.shape != mask.shape or ids.dim() != 2:
         raise ConfigError(
             f"input_ids are {list(ids.shape)} and attention_mask is {list(mask.shape)}, not both [batch, sequence]",
-            place=place,
+            location=location,
         )
     if not ids.shape[1] or not bool(mask[:, -1].all()):
         raise ConfigError(
             "a row ends with padding, and the new tokens would come after it",
-            place=f"{place}: attention_mask",
-            mend='Pad at the left: tokenizer.padding_side = "left".',
+            location=f"{location}: attention_mask",
+            hint='Pad at the left: tokenizer.padding_side = "left".',
         )
 
 
@@ -235,7 +239,7 @@ def _open(folder: Path, manifest: Manifest, file_format: str) -> Run:
     found = [artifact for artifact in manifest.artifacts if artifact.format == file_format]
     if not found:
         known = ", ".join(artifact.format for artifact in manifest.artifacts)
-        raise ConfigError(f"no {file_format} file was exported", place=str(folder), mend=f"There is: {known}.")
+        raise ConfigError(f"no {file_format} file was exported", location=str(folder), hint=f"There is: {known}.")
     outputs = [output.name for output in manifest.outputs]
     *_, (_, run) = runners.open_file(folder / found[0].path, file_format, outputs)
     return run

@@ -139,8 +139,8 @@ def compare(
             raise ParityError(
                 f"token {first} of row {row} is {theirs}, and model.generate gives {ours}, whose logit is {gap:.2g} "
                 f"larger; rounding accounts for {_SIDES * limit:.2g}",
-                place=f"{file_format}: {name}",
-                mend="The decoder passed by itself: please report this with the model's config.",
+                location=f"{file_format}: {name}",
+                hint="The decoder passed by itself: please report this with the model's config.",
             )
         ties.append(Tie(row, first, gap))
     return Compared(file_format, name, expected.shape[0], expected.shape[1], compared, tuple(ties))

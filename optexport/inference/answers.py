@@ -115,12 +115,12 @@ def _fills(bundle: Bundle, inputs: Arrays, given: Array) -> Answer:
     """The best tokens for each mask, and the text with each of them in its place."""
     ids, tokenizer = inputs["input_ids"], bundle.tokenizer
     masks = []
-    for place in np.flatnonzero(ids == tokenizer.mask_token_id):
-        scores = _scores(bundle.application, given[place], "softmax")
+    for location in np.flatnonzero(ids == tokenizer.mask_token_id):
+        scores = _scores(bundle.application, given[location], "softmax")
         fills = []
         for index in _best(scores):
             filled = ids.copy()
-            filled[place] = index
+            filled[location] = index
             text = tokenizer.decode(filled, skip_special_tokens=True)
             fills.append({"token": tokenizer.decode([index]).strip(), "score": float(scores[index]), "text": text})
         masks.append(fills)

@@ -72,14 +72,14 @@ class Bundle:
         wanted = format or ("onnx" if "onnx" in held else manifest.artifacts[0].format)
         artifact = next((one for name, one in held.items() if name == wanted), None)
         if artifact is None:
-            raise ConfigError(f"it holds no {wanted} file", place=str(folder), mend=f"It holds {', '.join(held)}.")
+            raise ConfigError(f"it holds no {wanted} file", location=str(folder), hint=f"It holds {', '.join(held)}.")
         outputs = [output.name for output in manifest.outputs]
         try:
             run = (_open_onnx if wanted == "onnx" else _open_torch)(folder, artifact, outputs)
         except DeviceError:
             raise
         except OptexportError as error:
-            raise BundleError(error.cause, place=error.place) from error
+            raise BundleError(error.message, location=error.location) from error
         return cls(folder, manifest, artifact, run)
 
     @property
@@ -107,9 +107,9 @@ class Bundle:
         inputs = self._without_constants(inputs)
         for name in inputs:
             if name not in specs:
-                raise ConfigError("the model takes no such input", place=name, mend=did_you_mean(name, specs))
+                raise ConfigError("the model takes no such input", location=name, hint=did_you_mean(name, specs))
         if absent := [name for name in specs if name not in inputs]:
-            raise ConfigError(f"the model needs {', '.join(absent)} too", place="inputs", mend=self._signature)
+            raise ConfigError(f"the model needs {', '.join(absent)} too", location="inputs", hint=self._signature)
         arrays = {name: as_input(spec, inputs[name]) for name, spec in specs.items()}
         self._check_sizes(arrays)
         try:
@@ -118,14 +118,14 @@ class Bundle:
             if is_of_memory(error):
                 raise ExportError(
                     "there is not enough memory to run it on these inputs",
-                    place=self._artifact.path,
-                    mend="Free memory, or give fewer or shorter rows.",
+                    location=self._artifact.path,
+                    hint="Free memory, or give fewer or shorter rows.",
                 ) from error
             fixed = self._artifact.fixed_shape
             raise ConfigError(
                 f"the file does not run on these inputs: {first_line(error)}",
-                place=self._artifact.path,
-                mend=self._signature if fixed is None else f"It takes the traced sizes only, since {fixed}.",
+                location=self._artifact.path,
+                hint=self._signature if fixed is None else f"It takes the traced sizes only, since {fixed}.",
             ) from error
 
     def _without_constants(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Bundle:
                 else:
                     problem = f"axis {axis} is {size}, and the model takes {wanted}" if size != wanted else None
                 if problem is not None:
-                    raise ConfigError(problem, place=spec.name, mend=self._signature)
+                    raise ConfigError(problem, location=spec.name, hint=self._signature)
 
     def preprocess(self, texts: str | Sequence[str] | None = None, images: Any = None, sounds: Any = None) -> Arrays:
         """Makes inputs of texts, images or sounds, or of several of them.
@@ -215,13 +215,13 @@ class Bundle:
             raise ConfigError(
                 f"it holds no {named}"
                 + (f" ({why[0]})" if why else ", as its source had none, or it is a part of a generative model"),
-                place=str(self._folder),
-                mend=f"Give the inputs themselves, on the command line with --data. {self._signature}",
+                location=str(self._folder),
+                hint=f"Give the inputs themselves, on the command line with --data. {self._signature}",
             )
 
     def _from_texts(self, texts: Sequence[str]) -> Arrays:
         if not texts or not all(isinstance(text, str) for text in texts):
-            raise ConfigError("they must be texts, one at least", place="texts")
+            raise ConfigError("they must be texts, one at least", location="texts")
         tokenizer, names = self.tokenizer, {spec.name for spec in self.manifest.inputs}
         least, most = self._lengths()
         limit = min(most, tokenizer.model_max_length)
@@ -234,11 +234,11 @@ class Bundle:
             raise ConfigError(
                 f"they are {', '.join(map(str, lengths))} tokens long, and would be padded to {width}, "
                 "but the model takes no mask that says where",
-                place="texts",
-                mend="Give one at a time." if len(texts) > 1 and least < width else None,
+                location="texts",
+                hint="Give one at a time." if len(texts) > 1 and least < width else None,
             )
         if min(lengths) < width and preprocessors.pad_token(tokenizer) is None:
-            raise ConfigError("the tokenizer has no token to pad with", place="texts", mend="Give one at a time.")
+            raise ConfigError("the tokenizer has no token to pad with", location="texts", hint="Give one at a time.")
         if min(lengths) < width:
             # At the right, whatever the tokenizer prefers: before a text padding would change its positions.
             pad = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": width}
@@ -257,18 +257,18 @@ class Bundle:
 
     def _from_images(self, given: Sequence[Any]) -> Arrays:
         if not given:
-            raise ConfigError("there must be one at least", place="images")
+            raise ConfigError("there must be one at least", location="images")
         processor = self.image_processor
         try:
             return dict(processor(images=[images.read(image) for image in given], return_tensors="np"))
         except ConfigError:
             raise
         except Exception as error:  # transformers raises many kinds
-            raise ConfigError(f"they cannot be processed: {first_line(error)}", place="images") from error
+            raise ConfigError(f"they cannot be processed: {first_line(error)}", location="images") from error
 
     def _from_sounds(self, given: Sequence[Any]) -> Arrays:
         if not given:
-            raise ConfigError("there must be one at least", place="sounds")
+            raise ConfigError("there must be one at least", location="sounds")
         extractor = self.feature_extractor
         rate = int(extractor.sampling_rate)
         read = [sounds.read(sound, rate) for sound in given]
@@ -280,10 +280,10 @@ class Bundle:
                 for name, rows in extractor(read, sampling_rate=rate, return_tensors="np", **options).items()
             }
         except Exception as error:  # transformers raises many kinds
-            raise ConfigError(f"they cannot be processed: {first_line(error)}", place="sounds") from error
+            raise ConfigError(f"they cannot be processed: {first_line(error)}", location="sounds") from error
         if any(array.dtype == object for array in made.values()):  # rows of several lengths
             lengths = ", ".join(str(len(sound)) for sound in read)
-            raise ConfigError(f"they are {lengths} samples long", place="sounds", mend="Give one at a time.")
+            raise ConfigError(f"they are {lengths} samples long", location="sounds", hint="Give one at a time.")
         return made
 
 
@@ -292,12 +292,12 @@ def _encoded(tokenizer: Any, texts: Sequence[str], **options: Any) -> Any:
         with panics_as_errors():
             return tokenizer(texts, **options)
     except Exception as error:  # half a surrogate pair, as a broken encoding leaves it, is one that they refuse
-        raise ConfigError(f"the tokenizer does not take them: {first_line(error)}", place="texts") from error
+        raise ConfigError(f"the tokenizer does not take them: {first_line(error)}", location="texts") from error
 
 
 def _dtype(spec: TensorRecord) -> np.dtype[Any]:
     if spec.dtype == "bfloat16":
-        raise ConfigError("it is bfloat16, which numpy does not hold", place=spec.name)
+        raise ConfigError("it is bfloat16, which numpy does not hold", location=spec.name)
     return np.dtype(spec.dtype)
 
 
@@ -317,7 +317,7 @@ def is_held(held: Any, value: Any) -> bool:
 
 def held_error(name: str, held: Any) -> ConfigError:
     """That a file holds an input to another value than the one that it is given."""
-    return ConfigError(f"the file holds for {held} alone", place=name, mend="Export the model for others.")
+    return ConfigError(f"the file holds for {held} alone", location=name, hint="Export the model for others.")
 
 
 def _untorched(value: Any) -> Any:
@@ -343,17 +343,17 @@ def as_input(spec: TensorRecord, value: Any) -> npt.NDArray[Any]:
     """
     value = _untorched(value)
     if not isinstance(value, np.ndarray | np.generic):
-        raise ConfigError(f"it is a {type(value).__name__}, and neither a numpy array nor a tensor", place=spec.name)
+        raise ConfigError(f"it is a {type(value).__name__}, and neither a numpy array nor a tensor", location=spec.name)
     array, wanted = np.asarray(value), _dtype(spec)
     whole = array.dtype.kind in "iub" and wanted.kind in "iu"
     if not (array.dtype.kind == wanted.kind or whole) or not np.can_cast(array.dtype, wanted, "safe"):
-        raise ConfigError(f"it is {array.dtype}, and the model takes {spec.dtype}", place=spec.name)
+        raise ConfigError(f"it is {array.dtype}, and the model takes {spec.dtype}", location=spec.name)
     if array.ndim != len(spec.shape):
         shape = ", ".join(map(str, spec.shape))
-        raise ConfigError(f"its shape is {list(array.shape)}, and the model takes [{shape}]", place=spec.name)
+        raise ConfigError(f"its shape is {list(array.shape)}, and the model takes [{shape}]", location=spec.name)
     # Where PyTorch refuses a token below 0, ONNX counts it from the vocabulary's end.
     if spec.name.endswith("input_ids") and array.size and array.min() < 0:
-        raise ConfigError("a token is below 0", place=spec.name)
+        raise ConfigError("a token is below 0", location=spec.name)
     return np.ascontiguousarray(array, dtype=wanted).reshape(array.shape)
 
 
@@ -368,8 +368,8 @@ def _open_onnx(folder: Path, artifact: ArtifactRecord, outputs: Sequence[str]) -
     except OptexportError:
         raise
     except Exception as error:  # the runtime's exceptions share no base class
-        place = str(folder / artifact.path)
-        raise BundleError(f"ONNX Runtime refuses the file: {first_line(error)}", place=place) from error
+        location = str(folder / artifact.path)
+        raise BundleError(f"ONNX Runtime refuses the file: {first_line(error)}", location=location) from error
     wanted = [given.name for given in session.get_inputs()]
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:

@@ -30,7 +30,7 @@ def read(image: Any) -> Any:
         ConfigError: It is none of these, cannot be read, or has pixels of more than 8 bits; or Pillow is missing.
     """
     if isinstance(image, np.ndarray) and image.dtype != np.uint8:
-        raise ConfigError(f"it is {image.dtype}", place="images", mend="Give uint8, from 0 to 255.")
+        raise ConfigError(f"it is {image.dtype}", location="images", hint="Give uint8, from 0 to 255.")
     if isinstance(image, np.ndarray) and image.ndim > 2 and image.shape[-1] != _WITH_ALPHA:
         return image
     check_extra("images", "images")
@@ -42,23 +42,23 @@ def read(image: Any) -> Any:
         return _upright(image, "images")
     if not isinstance(image, str | os.PathLike):
         kind = type(image).__name__
-        raise ConfigError(f"it is a {kind}, and neither a path nor an image of PIL or numpy", place="images")
+        raise ConfigError(f"it is a {kind}, and neither a path nor an image of PIL or numpy", location="images")
     try:
         with Image.open(image) as opened:
             return _upright(opened, str(image))
     except ConfigError:
         raise
     except Exception as error:  # Pillow raises many kinds
-        raise ConfigError(f"it is no image that can be read: {first_line(error)}", place=str(image)) from error
+        raise ConfigError(f"it is no image that can be read: {first_line(error)}", location=str(image)) from error
 
 
-def _upright(image: Any, place: str) -> Any:
+def _upright(image: Any, location: str) -> Any:
     from PIL import ImageOps
 
     if image.mode.startswith(_DEEP):
         raise ConfigError(
             f"its pixels have more than 8 bits (Pillow's mode {image.mode})",
-            place=place,
-            mend="Scale them to 0 to 255 as the model's training data was, and save it with 8 bits.",
+            location=location,
+            hint="Scale them to 0 to 255 as the model's training data was, and save it with 8 bits.",
         )
     return ImageOps.exif_transpose(image).convert("RGB")

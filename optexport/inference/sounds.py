@@ -34,28 +34,30 @@ def read(sound: Any, rate: int) -> npt.NDArray[np.float32]:
         if sound.ndim != 1 or sound.dtype.kind != "f" or not sound.size:
             raise ConfigError(
                 f"it is {sound.dtype} {list(sound.shape)}",
-                place="sounds",
-                mend=f"Give floating point numbers [samples], from -1 to 1, {rate} for a second.",
+                location="sounds",
+                hint=f"Give floating point numbers [samples], from -1 to 1, {rate} for a second.",
             )
         return sound.astype(np.float32)
     if not isinstance(sound, str | os.PathLike):
-        raise ConfigError(f"it is a {type(sound).__name__}, and neither a path nor a numpy array", place="sounds")
-    mend = f"ffmpeg -i {Path(sound).name} -ac 1 -ar {rate} -c:a pcm_s16le mono.wav"
+        raise ConfigError(f"it is a {type(sound).__name__}, and neither a path nor a numpy array", location="sounds")
+    hint = f"ffmpeg -i {Path(sound).name} -ac 1 -ar {rate} -c:a pcm_s16le mono.wav"
     try:
         with wave.open(str(sound), "rb") as file:
             channels, width, found, frames = file.getparams()[:4]
             held = file.readframes(frames)
     except (OSError, EOFError, wave.Error) as error:
         raise ConfigError(
-            f"it is no WAV file of whole numbers that can be read: {first_line(error)}", place=str(sound), mend=mend
+            f"it is no WAV file of whole numbers that can be read: {first_line(error)}", location=str(sound), hint=hint
         ) from error
     if width > _MOST_BYTES:
-        raise ConfigError(f"its samples have {_BITS * width} bits", place=str(sound), mend=mend)
+        raise ConfigError(f"its samples have {_BITS * width} bits", location=str(sound), hint=hint)
     if found != rate:
-        raise ConfigError(f"it has {found} samples a second, and the model takes {rate}", place=str(sound), mend=mend)
+        raise ConfigError(
+            f"it has {found} samples a second, and the model takes {rate}", location=str(sound), hint=hint
+        )
     samples = _numbers(held[: len(held) // (channels * width) * channels * width], width)
     if not samples.size:
-        raise ConfigError("it holds no sound", place=str(sound))
+        raise ConfigError("it holds no sound", location=str(sound))
     mono: npt.NDArray[np.float32] = samples.reshape(-1, channels).mean(-1).astype(np.float32)
     return mono
 

@@ -13,7 +13,7 @@ from torch import nn
 from optexport.errors import ConfigError
 
 
-def read_lines(text: str, place: str) -> dict[int, Any]:
+def read_lines(text: str, location: str) -> dict[int, Any]:
     """The records by the number of their line; empty lines are passed over.
 
     Raises:
@@ -27,13 +27,13 @@ def read_lines(text: str, place: str) -> dict[int, Any]:
                 records[number] = json.loads(line)
             except json.JSONDecodeError as error:
                 told = f"it cannot be read: line {number} is no JSON: {error.msg} at column {error.colno}"
-                raise ConfigError(told, place=place) from error
+                raise ConfigError(told, location=location) from error
             except (ValueError, RecursionError) as error:  # numbers of too many digits, endless nesting
-                raise ConfigError(f"it cannot be read: line {number}: {error}", place=place) from error
+                raise ConfigError(f"it cannot be read: line {number}: {error}", location=location) from error
     return records
 
 
-def texts_of(records: Mapping[int, Any], place: str) -> list[str] | None:
+def texts_of(records: Mapping[int, Any], location: str) -> list[str] | None:
     """The texts, of a file that holds nothing but ``{"text": ...}``; None of any other.
 
     Raises:
@@ -43,11 +43,11 @@ def texts_of(records: Mapping[int, Any], place: str) -> list[str] | None:
         return None
     for number, record in records.items():
         if not isinstance(record["text"], str):
-            raise ConfigError('"text" must be a text', place=f"{place}, line {number}")
+            raise ConfigError('"text" must be a text', location=f"{location}, line {number}")
     return [record["text"] for record in records.values()]
 
 
-def stack_records(records: Mapping[int, Any], model: nn.Module, place: str) -> dict[str, torch.Tensor]:
+def stack_records(records: Mapping[int, Any], model: nn.Module, location: str) -> dict[str, torch.Tensor]:
     """One row per record; shorter ones are padded, and an attention mask says where.
 
     Raises:
@@ -58,19 +58,19 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, place: str) -> d
     if keys is None or odd is not None:
         raise ConfigError(
             "its lines must be objects with the same keys",
-            place=place if odd is None else f"{place}, line {odd}",
-            mend='Write {"text": ...} or {"input_ids": [...]}.',
+            location=location if odd is None else f"{location}, line {odd}",
+            hint='Write {"text": ...} or {"input_ids": [...]}.',
         )
     padding = {"input_ids": int(getattr(getattr(model, "config", None), "pad_token_id", None) or 0)}
     batch: dict[str, torch.Tensor] = {}
     for name in next(iter(records.values())):
         rows = {
-            number: _tensor(record[name], f'{place}, line {number}, "{name}"') for number, record in records.items()
+            number: _tensor(record[name], f'{location}, line {number}, "{name}"') for number, record in records.items()
         }
-        rows = _of_one_dtype(rows, name, place)
+        rows = _of_one_dtype(rows, name, location)
         first, shape = next((number, row.shape) for number, row in rows.items())
         if name == "input_ids" and not shape:
-            raise ConfigError("it must be a list of token ids", place=f'{place}, line {first}, "{name}"')
+            raise ConfigError("it must be a list of token ids", location=f'{location}, line {first}, "{name}"')
         other = next((number for number, row in rows.items() if row.shape != shape), None)
         if other is None:
             batch[name] = torch.stack(list(rows.values()))
@@ -81,7 +81,7 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, place: str) -> d
         else:
             raise ConfigError(
                 f"its shape is {list(rows[other].shape)}, and that of line {first} {list(shape)}",
-                place=f'{place}, line {other}, "{name}"',
+                location=f'{location}, line {other}, "{name}"',
             )
     if "input_ids" in batch and batch["input_ids"].dim() == 2 and "attention_mask" not in batch:
         lengths = torch.tensor([len(record["input_ids"]) for record in records.values()])
@@ -89,23 +89,25 @@ def stack_records(records: Mapping[int, Any], model: nn.Module, place: str) -> d
     return batch
 
 
-def _of_one_dtype(rows: Mapping[int, torch.Tensor], name: str, place: str) -> dict[int, torch.Tensor]:
+def _of_one_dtype(rows: Mapping[int, torch.Tensor], name: str, location: str) -> dict[int, torch.Tensor]:
     """Whole numbers as real ones where another row has such: what pads rows takes the dtype of the first."""
     first = next(iter(rows.values())).dtype
     odd = next((number for number, row in rows.items() if (row.dtype == torch.bool) != (first == torch.bool)), None)
     if odd is not None:
-        raise ConfigError("some lines hold numbers, and some true and false", place=f'{place}, line {odd}, "{name}"')
+        raise ConfigError(
+            "some lines hold numbers, and some true and false", location=f'{location}, line {odd}, "{name}"'
+        )
     dtype = functools.reduce(torch.promote_types, (row.dtype for row in rows.values()))
     return {number: row.to(dtype) for number, row in rows.items()}
 
 
-def _tensor(value: Any, place: str) -> torch.Tensor:
+def _tensor(value: Any, location: str) -> torch.Tensor:
     try:
         row = torch.tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ConfigError("it is neither a number nor lists of numbers, equally long", place=place) from error
+        raise ConfigError("it is neither a number nor lists of numbers, equally long", location=location) from error
     if not row.numel():
-        raise ConfigError("it is empty", place=place)
+        raise ConfigError("it is empty", location=location)
     if row.is_floating_point() and bool((row.isinf() & torch.tensor(value, dtype=torch.float64).isfinite()).any()):
-        raise ConfigError(f"a number is beyond the range of {str(row.dtype).removeprefix('torch.')}", place=place)
+        raise ConfigError(f"a number is beyond the range of {str(row.dtype).removeprefix('torch.')}", location=location)
     return row

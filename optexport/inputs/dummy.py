@@ -90,10 +90,10 @@ def dummy_inputs(model: nn.Module, names: Sequence[str] | None = None) -> Batch:
     chosen = [list(names)] if names is not None else _default_names(model, model.config, accepted)
     for name in chosen[0]:
         if name not in accepted:
-            raise TraceError(f"{type(model).__name__} takes no such input", place=f"input {name}")
+            raise TraceError(f"{type(model).__name__} takes no such input", location=f"input {name}")
         if name not in _MAKERS:
             raise TraceError(
-                "it cannot be made from the config alone", place=f"input {name}", mend="Give example_inputs."
+                "it cannot be made from the config alone", location=f"input {name}", hint="Give example_inputs."
             )
     tries = list(itertools.islice(_ways(model, chosen), _MOST_TRIES))
     if len(tries) == 1:
@@ -105,14 +105,14 @@ def dummy_inputs(model: nn.Module, names: Sequence[str] | None = None) -> Batch:
             return {**batch, **_computed_outside(model, batch)}
         failures.append((batch, failure))
     if not failures:
-        raise TraceError("they cannot be made from the config alone", place="inputs", mend="Give example_inputs.")
+        raise TraceError("they cannot be made from the config alone", location="inputs", hint="Give example_inputs.")
     batch, failure = failures[0]
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
     raise TraceError(
         f"the model fails on all {len(failures)} kinds of inputs that were made from its config, first on {shapes}: "
         f"{type(failure).__name__}: {first_line(failure)}",
-        place=type(model).__name__,
-        mend="Give example_inputs: tensors by input name, as its processor makes them.",
+        location=type(model).__name__,
+        hint="Give example_inputs: tensors by input name, as its processor makes them.",
     )
 
 

@@ -39,7 +39,7 @@ def program_inputs(program: ExportedProgram, seed: int) -> dict[str, torch.Tenso
     for placeholder, name in tensor_inputs(program).items():
         value = values.get(placeholder)
         if not isinstance(value, torch.Tensor):
-            raise TraceError("it is no tensor", place=f"input {name}", mend="Export the program with tensors only.")
+            raise TraceError("it is no tensor", location=f"input {name}", hint="Export the program with tensors only.")
         blank[name] = torch.zeros([_traced(size) for size in value.shape], dtype=value.dtype)
     traced = trace(program, blank)
     ids = vocabularies(traced.graph_module, traced.signature)

@@ -91,23 +91,23 @@ def prepare(
     else:
         raise ConfigError(
             "nothing says what the model's inputs are",
-            place="inputs",
-            mend='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
+            location="inputs",
+            hint='Add [inputs.tensors.NAME] with shape = ["batch", ...], or data = "inputs.safetensors".',
         )
     for batch in real or (example,):
         check_images(model, batch)
     if program is None:
         _check_names(example, config.constants, model)
     elif config.constants:
-        raise ConfigError("a .pt2 file takes none: they were fixed when it was made", place="inputs.constants")
+        raise ConfigError("a .pt2 file takes none: they were fixed when it was made", location="inputs.constants")
     elif set(example) != set(names := input_names(program)):
-        raise ConfigError(f"the program takes {', '.join(names)}, and is given {', '.join(example)}", place="inputs")
+        raise ConfigError(f"the program takes {', '.join(names)}, and is given {', '.join(example)}", location="inputs")
     else:
         check_ranks(program, example)
     for name in config.axes:
         if name not in example:
             raise ConfigError(
-                "there is no such input", place=f"inputs.axes.{name}", mend=did_you_mean(name, list(example))
+                "there is no such input", location=f"inputs.axes.{name}", hint=did_you_mean(name, list(example))
             )
     axes = {name: _axis_names(name, tensor, config) for name, tensor in example.items()}
     real, rows = _cut(real, axes, config, model)
@@ -122,8 +122,8 @@ def prepare(
         if name not in known:
             raise ConfigError(
                 "no input has such a dimension",
-                place=f"inputs.dynamic.{name}",
-                mend=f"{did_you_mean(name, sorted(known))} Name the axes of an input with [inputs.axes].",
+                location=f"inputs.dynamic.{name}",
+                hint=f"{did_you_mean(name, sorted(known))} Name the axes of an input with [inputs.axes].",
             )
     every = {name: {axis: dims[dim] for axis, dim in enumerate(names) if dim in dims} for name, names in axes.items()}
     for batch in real:
@@ -163,15 +163,15 @@ def _check_sizes(batch: Batch, dynamic: Mapping[str, Mapping[int, Dim]]) -> None
             if not dim.min <= size <= (size if dim.max is None else dim.max):
                 raise ConfigError(
                     f"{name} has the size {size} there, which is not between {dim.min} and {dim.max}",
-                    place=f"inputs.dynamic.{dim.name}",
-                    mend="Declare a range that holds the data, or give other data.",
+                    location=f"inputs.dynamic.{dim.name}",
+                    hint="Declare a range that holds the data, or give other data.",
                 )
             other, wanted = first.setdefault(dim.name, (name, size))
             if size != wanted:
                 raise ConfigError(
                     f"{name} has the size {size} there, and {other} has {wanted}",
-                    place=f"inputs.dynamic.{dim.name}",
-                    mend=f"Mend the data, or name the axes of {name} with inputs.axes.{name}.",
+                    location=f"inputs.dynamic.{dim.name}",
+                    hint=f"Mend the data, or name the axes of {name} with inputs.axes.{name}.",
                 )
 
 
@@ -194,7 +194,7 @@ def _axis_names(name: str, tensor: torch.Tensor, config: InputsConfig) -> tuple[
     if names is None:
         return conventional_axes(name, tensor.dim())
     if len(names) != tensor.dim():
-        raise ConfigError(f"{len(names)} names are given for its {tensor.dim()} axes", place=f"inputs.axes.{name}")
+        raise ConfigError(f"{len(names)} names are given for its {tensor.dim()} axes", location=f"inputs.axes.{name}")
     return tuple(names)
 
 
@@ -207,18 +207,18 @@ def _check_names(example: Batch, constants: Mapping[str, object], model: nn.Modu
             known = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
             raise ConfigError(
                 f"{type(model).__name__} takes no such input",
-                place=f"inputs: {name}",
-                mend=did_you_mean(name, known),
+                location=f"inputs: {name}",
+                hint=did_you_mean(name, known),
             )
 
 
 def _from_texts(
-    texts: Sequence[str], model: nn.Module, pretrained: Pretrained | None, max_length: int | None, place: str
+    texts: Sequence[str], model: nn.Module, pretrained: Pretrained | None, max_length: int | None, location: str
 ) -> Batch:
     import transformers
 
     if pretrained is None:
-        raise ConfigError("this model has no tokenizer", place=place, mend="Give its inputs as data instead.")
+        raise ConfigError("this model has no tokenizer", location=location, hint="Give its inputs as data instead.")
     try:
         if (tokenizer := pretrained.tokenizer) is None:
             tokenizer_growth.check(pretrained.name, pretrained.options)
@@ -226,13 +226,15 @@ def _from_texts(
                 tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.name, **pretrained.options)
     except Exception as error:  # transformers raises many kinds where it finds no tokenizer
         raise ConfigError(
-            f"its tokenizer cannot be loaded: {first_line(error)}", place=place, mend="Give token ids as data instead."
+            f"its tokenizer cannot be loaded: {first_line(error)}",
+            location=location,
+            hint="Give token ids as data instead.",
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None and len(texts) > 1:
         raise ConfigError(
-            "its tokenizer has no token to pad with", place=place, mend="Give one text, or token ids as data."
+            "its tokenizer has no token to pad with", location=location, hint="Give one text, or token ids as data."
         )
     config: Any = model.config
     # RoBERTa counts more positions than it takes tokens; only its tokenizer says so.
@@ -245,18 +247,20 @@ def _from_texts(
     except Exception as error:  # transformers raises many kinds
         raise ConfigError(
             f"its tokenizer does not take them: {first_line(error)}",
-            place=place,
-            mend="Give token ids as data instead.",
+            location=location,
+            hint="Give token ids as data instead.",
         ) from error
     ids = encoded["input_ids"]
     words = ~torch.isin(ids, torch.tensor([i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id]))
     if not words.any() or (tokenizer.unk_token_id is not None and (ids[words] == tokenizer.unk_token_id).all()):
         if len(tokenizer) == len({*tokenizer.all_special_ids}):  # what transformers makes where it finds no files
-            raise ConfigError("the model comes with no tokenizer", place=place, mend="Give token ids as data instead.")
+            raise ConfigError(
+                "the model comes with no tokenizer", location=location, hint="Give token ids as data instead."
+            )
         raise ConfigError(
             "the tokenizer turns the texts into nothing but unknown tokens",
-            place=place,
-            mend="It does not know this kind of text, or is not the model's own: give token ids as data instead.",
+            location=location,
+            hint="It does not know this kind of text, or is not the model's own: give token ids as data instead.",
         )
     accepted = inspect.signature(model.forward).parameters
     batch = {name: value for name, value in encoded.items() if name in accepted}
@@ -272,7 +276,7 @@ def _from_images(paths: Sequence[Path], pretrained: Pretrained | None) -> Batch:
     import transformers
 
     if pretrained is None:
-        raise ConfigError("this model has no image processor", place="inputs.images", mend="Give data or tensors.")
+        raise ConfigError("this model has no image processor", location="inputs.images", hint="Give data or tensors.")
     read = [_image(path) for path in paths]
     try:
         processor = pretrained.image_processor or transformers.AutoImageProcessor.from_pretrained(
@@ -280,26 +284,26 @@ def _from_images(paths: Sequence[Path], pretrained: Pretrained | None) -> Batch:
         )
         return dict(processor(images=read, return_tensors="pt"))
     except Exception as error:  # transformers raises many kinds
-        raise ConfigError(f"it cannot be processed: {first_line(error)}", place="inputs.images") from error
+        raise ConfigError(f"it cannot be processed: {first_line(error)}", location="inputs.images") from error
 
 
 def _image(path: Path) -> Any:
     try:
         return images.read(path)
     except ConfigError as error:
-        raise ConfigError(error.cause, place=f"inputs.images: {path.name}", mend=error.mend) from error
+        raise ConfigError(error.message, location=f"inputs.images: {path.name}", hint=error.hint) from error
 
 
 def _from_file(path: Path, model: nn.Module, pretrained: Pretrained | None, max_length: int | None) -> Batch:
-    place = f"inputs.data: {path.name}"
-    batch = _read(path, place, model, pretrained, max_length)
+    location = f"inputs.data: {path.name}"
+    batch = _read(path, location, model, pretrained, max_length)
     if not batch or any(not tensor.numel() for tensor in batch.values()):
-        raise ConfigError("it holds no numbers" if batch else "it holds no inputs", place=place)
-    dtypes.check(batch, place)
+        raise ConfigError("it holds no numbers" if batch else "it holds no inputs", location=location)
+    dtypes.check(batch, location)
     return batch
 
 
-def _read(path: Path, place: str, model: nn.Module, pretrained: Pretrained | None, max_length: int | None) -> Batch:
+def _read(path: Path, location: str, model: nn.Module, pretrained: Pretrained | None, max_length: int | None) -> Batch:
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -308,35 +312,35 @@ def _read(path: Path, place: str, model: nn.Module, pretrained: Pretrained | Non
         if path.suffix == ".npz":
             if not zipfile.is_zipfile(path):
                 raise ValueError("it is no archive of arrays")
-            _check_memory(path, place)
+            _check_memory(path, location)
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         if path.suffix == ".jsonl":
-            records = read_lines(path.read_text(encoding="utf-8-sig"), place)
-            texts = texts_of(records, place)
+            records = read_lines(path.read_text(encoding="utf-8-sig"), location)
+            texts = texts_of(records, location)
             if texts is not None:
-                return _from_texts(texts, model, pretrained, max_length, place)
-            return stack_records(records, model, place)
+                return _from_texts(texts, model, pretrained, max_length, location)
+            return stack_records(records, model, location)
     except ConfigError:
         raise
     except Exception as error:  # each format has errors of its own
-        raise ConfigError(f"it cannot be read: {first_line(error)}", place=place) from error
+        raise ConfigError(f"it cannot be read: {first_line(error)}", location=location) from error
     raise ConfigError(
         f"files of the kind {path.suffix or path.name} are not known",
-        place=place,
-        mend="Give .safetensors, .npz, or .jsonl.",
+        location=location,
+        hint="Give .safetensors, .npz, or .jsonl.",
     )
 
 
-def _check_memory(path: Path, place: str) -> None:
+def _check_memory(path: Path, location: str) -> None:
     """Checks that the arrays of an archive fit into memory: of zeros, a file of megabytes holds gigabytes."""
     with zipfile.ZipFile(path) as archive:
         needed = sum(info.file_size for info in archive.infolist())
     if (free := free_memory()) is not None and needed > free:
         raise ConfigError(
             f"its arrays take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free",
-            place=place,
-            mend="Give fewer rows.",
+            location=location,
+            hint="Give fewer rows.",
         )
 
 
@@ -349,7 +353,7 @@ def _from_specs(specs: Mapping[str, TensorConfig], dynamic: Mapping[str, list[in
     try:
         return {name: _random(name, spec, sizes, generator) for name, spec in specs.items()}
     except RuntimeError as error:  # more numbers than memory holds
-        raise ConfigError(f"they cannot be made: {first_line(error)}", place="inputs.tensors") from error
+        raise ConfigError(f"they cannot be made: {first_line(error)}", location="inputs.tensors") from error
 
 
 def _random(name: str, spec: TensorConfig, sizes: Mapping[str, int], generator: torch.Generator) -> torch.Tensor:
@@ -369,11 +373,11 @@ def _bounds(name: str, spec: TensorConfig, dtype: torch.dtype) -> tuple[float, f
     low = 0.0 if spec.low is None else spec.low
     high = (1.0 if dtype.is_floating_point else 2.0) if spec.high is None else spec.high
     if not low < high or (not dtype.is_floating_point and math.ceil(low) == math.ceil(high)):
-        raise ConfigError(f"high must be above low, which is {low:g}", place=f"inputs.tensors.{name}.high")
+        raise ConfigError(f"high must be above low, which is {low:g}", location=f"inputs.tensors.{name}.high")
     if dtype.is_floating_point:
         least, most = -torch.finfo(dtype).max, torch.finfo(dtype).max
     else:
         least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, min(torch.iinfo(dtype).max, 2**62))
     if low < least or math.ceil(high) - (not dtype.is_floating_point) > most:
-        raise ConfigError(f"{spec.dtype} holds no numbers from {low:g} to {high:g}", place=f"inputs.tensors.{name}")
+        raise ConfigError(f"{spec.dtype} holds no numbers from {low:g} to {high:g}", location=f"inputs.tensors.{name}")
     return low, high

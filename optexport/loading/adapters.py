@@ -30,22 +30,22 @@ def saved_weights(folder: Path) -> Collection[str]:
     Raises:
         SourceError: It is no adapter's folder, or holds its weights as a pickle.
     """
-    place = f"model.adapter: {folder.name}"
+    location = f"model.adapter: {folder.name}"
     if not (folder / CONFIG).is_file():
         raise SourceError(
-            f"it holds no {CONFIG}", place=place, mend="Give the folder that PeftModel.save_pretrained wrote."
+            f"it holds no {CONFIG}", location=location, hint="Give the folder that PeftModel.save_pretrained wrote."
         )
     if not (folder / _WEIGHTS).is_file():
         raise SourceError(
             f"it holds no {_WEIGHTS}; weights in a pickle are not loaded, which may run code",
-            place=place,
-            mend="Save it again with safe_serialization=True.",
+            location=location,
+            hint="Save it again with safe_serialization=True.",
         )
     try:
         with safe_open(folder / _WEIGHTS, "pt") as file:
             return {name.removeprefix(_PREFIX) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError) as error:
-        raise SourceError(f"{_WEIGHTS} cannot be read: {first_line(error)}", place=place) from error
+        raise SourceError(f"{_WEIGHTS} cannot be read: {first_line(error)}", location=location) from error
 
 
 def merge(model: nn.Module, folder: Path) -> nn.Module:
@@ -62,9 +62,9 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
         ConfigError: peft is not installed.
         SourceError: The adapter is none that can be merged into this model.
     """
-    place = f"model.adapter: {folder.name}"
+    location = f"model.adapter: {folder.name}"
     saved = saved_weights(folder)
-    check_extra("adapters", place)
+    check_extra("adapters", location)
     peft_patterns.check(folder / CONFIG)
     with transformers_exporter.quiet():
         import peft
@@ -74,21 +74,23 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
             adapted: Any = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
         known = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(adapted)}
     except Exception as error:  # peft raises many kinds
-        raise SourceError(f"peft could not load it: {first_line(error)}", place=place) from error
+        raise SourceError(f"peft could not load it: {first_line(error)}", location=location) from error
     if wrong := sorted(known ^ set(saved)):
         which = "is not in the folder" if wrong[0] in known else f"has no place in {type(model).__name__}"
         raise SourceError(
             f"{len(wrong)} weights do not fit, {wrong[0]} for one, which {which}",
-            place=place,
-            mend=f"It was trained for {settings.get('base_model_name_or_path')}: is that model.source, with its task?",
+            location=location,
+            hint=f"It was trained for {settings.get('base_model_name_or_path')}: is that model.source, with its task?",
         )
     if not hasattr(adapted, "merge_and_unload"):
         raise SourceError(
-            f"a {settings.get('peft_type')} adapter cannot be merged into weights", place=place, mend="Give a LoRA one."
+            f"a {settings.get('peft_type')} adapter cannot be merged into weights",
+            location=location,
+            hint="Give a LoRA one.",
         )
     try:
         with torch.no_grad(), transformers_exporter.quiet():
             merged: nn.Module = adapted.merge_and_unload(safe_merge=True)
     except Exception as error:  # peft raises many kinds; NaN among what it sums is one
-        raise SourceError(f"peft could not merge it: {first_line(error)}", place=place) from error
+        raise SourceError(f"peft could not merge it: {first_line(error)}", location=location) from error
     return merged

@@ -39,8 +39,8 @@ def check(name: str, options: Mapping[str, Any]) -> None:
             if count > _MOST[kind]:
                 raise SourceError(
                     f"{key} is {count:,}, and no model has more than {_MOST[kind]:,} {kind}",
-                    place=str(path),
-                    mend=f"Give the number of {kind} that the weights are of.",
+                    location=str(path),
+                    hint=f"Give the number of {kind} that the weights are of.",
                 )
 
 

@@ -33,14 +33,14 @@ class ImageScale:
     factor: torch.Tensor
 
 
-def image_scale(pretrained: Pretrained | None, place: str) -> tuple[ImageScale, Any]:
+def image_scale(pretrained: Pretrained | None, location: str) -> tuple[ImageScale, Any]:
     """Reads the scale off a model's image processor, and gives the processor without it.
 
     That the two together do what the processor does is tried on images: some processors normalise before they pad, or
     round between their steps, which no scale behind them gives.
 
     Args:
-        place: What errors name.
+        location: What errors name.
 
     Raises:
         ConfigError: There is no image processor, it scales nothing, or something else than by this scale.
@@ -48,20 +48,20 @@ def image_scale(pretrained: Pretrained | None, place: str) -> tuple[ImageScale, 
     import transformers
 
     if pretrained is None:
-        raise ConfigError("the model has no image processor", place=place, mend="Leave it out.")
+        raise ConfigError("the model has no image processor", location=location, hint="Leave it out.")
     options = {"local_files_only": True, **pretrained.options}
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(pretrained.name, backend="pil", **options)
     except Exception as error:  # transformers raises many kinds where it finds none
         raise ConfigError(
             f"its image processor cannot be loaded: {first_line(error)}",
-            place=place,
-            mend="Leave it out, or put the model's preprocessor_config.json beside it.",
+            location=location,
+            hint="Leave it out, or put the model's preprocessor_config.json beside it.",
         ) from error
     named = type(processor).__name__
     rescales, normalizes = (getattr(processor, key, None) for key in ("do_rescale", "do_normalize"))
     if not (rescales or normalizes):
-        raise ConfigError(f"{named} neither rescales nor normalises images", place=place, mend="Leave it out.")
+        raise ConfigError(f"{named} neither rescales nor normalises images", location=location, hint="Leave it out.")
     divisor = 1 / float(processor.rescale_factor) if rescales else 1.0
     mean, deviation = (processor.image_mean, processor.image_std) if normalizes else (0.0, 1.0)
     shift = torch.tensor(mean, dtype=torch.float64).reshape(-1, 1, 1) * divisor
@@ -72,8 +72,8 @@ def image_scale(pretrained: Pretrained | None, place: str) -> tuple[ImageScale, 
     if (why := _why_another(processor, plain, scale)) is not None:
         raise ConfigError(
             f"{named} does more with images than to resize, crop, rescale and normalise them: {why}",
-            place=place,
-            mend="Leave it out.",
+            location=location,
+            hint="Leave it out.",
         )
     return scale, plain
 

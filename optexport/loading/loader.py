@@ -188,24 +188,24 @@ def _from_factory(location: str, config: ModelConfig, folder: Path) -> Loaded:
     except (Exception, SystemExit) as error:  # code of the user's, which may raise anything, or leave
         raise SourceError(
             f"the factory raised {type(error).__name__}: {first_line(error)}",
-            place=f"model.source: python:{location}",
-            mend=f"It is called as {location.rpartition(':')[2]}{registry.parameters(factory)}.",
+            location=f"model.source: python:{location}",
+            hint=f"It is called as {location.rpartition(':')[2]}{registry.parameters(factory)}.",
         ) from error
     if not isinstance(model, nn.Module):
-        raise SourceError(f"the factory returned a {type(model).__name__}, not a module", place=f"python:{location}")
+        raise SourceError(f"the factory returned a {type(model).__name__}, not a module", location=f"python:{location}")
     training = next((name for name, part in model.named_modules() if part.training and _heeds_training(part)), None)
     if training and not model.training:
         raise SourceError(
             f"the factory returned a model in eval mode, and {training} in it is in training mode",
-            place=f"model.source: python:{location}",
-            mend="Call model.eval() at its end: dropout and batch norms compute something else in training.",
+            location=f"model.source: python:{location}",
+            hint="Call model.eval() at its end: dropout and batch norms compute something else in training.",
         )
     tensors = (*model.named_parameters(), *model.named_buffers())
     if (unfilled := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
         raise SourceError(
             f"the factory returned a model whose {unfilled} holds no values: it is on the meta device",
-            place=f"model.source: python:{location}",
-            mend="Call model.to_empty(device='cpu') and load_state_dict, or make it outside of torch.device('meta').",
+            location=f"model.source: python:{location}",
+            hint="Call model.to_empty(device='cpu') and load_state_dict, or make it outside of torch.device('meta').",
         )
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return Loaded(model.eval(), pretrained=Pretrained(name, {}) if name else None)
@@ -226,10 +226,10 @@ def _in_package(rest: str) -> tuple[Path, str | None]:
     name, _, inner = rest.partition("/")
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        raise SourceError(f"the package {name} is not installed", place="model.source", mend="pip install it.")
+        raise SourceError(f"the package {name} is not installed", location="model.source", hint="pip install it.")
     path = Path(next(iter(spec.submodule_search_locations))) / inner
     if not path.exists():
-        raise SourceError(f"the package {name} has no {inner}", place="model.source")
+        raise SourceError(f"the package {name} has no {inner}", location="model.source")
     distributions = importlib.metadata.packages_distributions().get(name, [])
     revision = f"{distributions[0]} {importlib.metadata.version(distributions[0])}" if distributions else None
     return path, revision
@@ -243,7 +243,7 @@ def _from_path(path: Path, config: ModelConfig, revision: str | None) -> Loaded:
     if path.suffix in TORCHSCRIPT_SUFFIXES:
         return Loaded(torchscript.load(path), revision=revision)
     if (missing := missing_model(path)) is not None:
-        raise SourceError(f"it {missing[0]}", place=str(path), mend=missing[1])
+        raise SourceError(f"it {missing[0]}", location=str(path), hint=missing[1])
     loaded = _from_pretrained(str(path), config, local=True)
     return Loaded(loaded.model, revision=revision, pretrained=loaded.pretrained)
 
@@ -283,13 +283,13 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
         if "Weights only load failed" in str(error):  # torch advises to run the code
             raise SourceError(
                 "its weights are a pickle that calls code, which is not run",
-                place=f"model.source: {config.source}",
-                mend="Save them as safetensors, on a machine that may run that code: model.save_pretrained(folder).",
+                location=f"model.source: {config.source}",
+                hint="Save them as safetensors, on a machine that may run that code: model.save_pretrained(folder).",
             ) from error
         raise SourceError(
             f"transformers could not load it: {first_line(error)}",
-            place=f"model.source: {config.source}",
-            mend=f"Check the folder, and model.task{trained_for}."
+            location=f"model.source: {config.source}",
+            hint=f"Check the folder, and model.task{trained_for}."
             if local
             else f"There is no folder {name} beside the config, so that it is looked for on the hub. "
             "Check the path, or the name and the network.",
@@ -300,8 +300,8 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     if missing := [key for key in absent if key not in brought]:
         raise SourceError(
             f"{len(missing)} weights are not in the checkpoint, {missing[0]} for one: they would be random numbers",
-            place=f"model.source: {config.source} as {type(model).__name__}",
-            mend=f"Choose the task that it was trained for; its config names {model_config.architectures}.",
+            location=f"model.source: {config.source} as {type(model).__name__}",
+            hint=f"Choose the task that it was trained for; its config names {model_config.architectures}.",
         )
     if adapter is not None:
         model = adapters.merge(model, adapter)
@@ -313,8 +313,8 @@ def _from_sentence_transformers(name: str, config: ModelConfig, options: Mapping
     if config.adapter is not None:
         raise SourceError(
             "an adapter is not merged into the modules of sentence-transformers",
-            place=f"model.adapter: {Path(config.adapter).name}",
-            mend='Merge it before saving the model, or export the transformer alone: task = "feature-extraction".',
+            location=f"model.adapter: {Path(config.adapter).name}",
+            hint='Merge it before saving the model, or export the transformer alone: task = "feature-extraction".',
         )
     given = {"dtype": config.dtype and getattr(torch, config.dtype), "attn_implementation": config.attn_implementation}
     with transformers_exporter.quiet(), hub_kernels.refused(options):

@@ -52,17 +52,17 @@ def check(path: Path) -> None:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(settings, dict) and settings.get("megatron_config") is not None:
             raise SourceError(
-                "megatron_config has peft import a module that the file names, which is not done", place=str(path)
+                "megatron_config has peft import a module that the file names, which is not done", location=str(path)
             )
         for key, text in _texts(settings):
             if any(_ways_of(form.format(text)) > _MOST * _ways_of(form.format("")) for form in _FORMS):
                 raise SourceError(
                     f"{key} holds a pattern that could take for ever: a repetition of repetitions, or too many",
-                    place=str(path),
-                    mend='Write it without, such as ".*\\.(q|v)_proj", or give the names of the layers as a list.',
+                    location=str(path),
+                    hint='Write it without, such as ".*\\.(q|v)_proj", or give the names of the layers as a list.',
                 )
     except (ValueError, OSError, RecursionError) as error:
-        raise SourceError(f"it is no JSON: {first_line(error)}", place=str(path)) from error
+        raise SourceError(f"it is no JSON: {first_line(error)}", location=str(path)) from error
 
 
 def _texts(value: Any, key: str = "it") -> Iterator[tuple[str, str]]:
@@ -109,11 +109,11 @@ def _ways(sequence: Any) -> float:
     return ways
 
 
-def _ways_of_branches(branches: Any) -> float:
+def _ways_of_branches(variants: Any) -> float:
     """Those that start with different letters cannot both be tried at the same place."""
     starting: defaultdict[Any, float] = defaultdict(float)
     anywhere = 0.0
-    for branch in branches:
+    for branch in variants:
         first = branch[0] if len(branch) else None
         if first is not None and first[0] is _parser.LITERAL:
             starting[first[1]] += _ways(branch)

@@ -161,15 +161,15 @@ def _save(processor: Any, folder: Path) -> None:
         if odd := [path.name for path in files if path.suffix not in _SUFFIXES]:
             raise ValueError(f"it is kept in {', '.join(odd)}, which may hold code")
         for path in files:
-            place = folder / path.relative_to(scratch)
-            place.parent.mkdir(parents=True, exist_ok=True)
+            location = folder / path.relative_to(scratch)
+            location.parent.mkdir(parents=True, exist_ok=True)
             if path.name.endswith("_config.json"):
                 settings = json.loads(path.read_text(encoding="utf-8"))
                 kept = {key: value for key, value in settings.items() if key not in _OF_THIS_MACHINE}
                 text = json.dumps(kept, indent=2, sort_keys=True, ensure_ascii=False)
-                place.write_text(f"{text}\n", encoding="utf-8")
+                location.write_text(f"{text}\n", encoding="utf-8")
             else:
-                shutil.copyfile(path, place)
+                shutil.copyfile(path, location)
 
 
 def load(folder: Path, kind: Kind) -> Any:
@@ -192,7 +192,7 @@ def load(folder: Path, kind: Kind) -> Any:
             )
     except Exception as error:  # transformers raises many kinds
         raise BundleError(
-            f"transformers cannot load it: {first_line(error)}", place=f"{FOLDER}, {kind.replace('_', ' ')}"
+            f"transformers cannot load it: {first_line(error)}", location=f"{FOLDER}, {kind.replace('_', ' ')}"
         ) from error
 
 

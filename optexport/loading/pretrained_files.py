@@ -61,14 +61,14 @@ def check_shards(name: str) -> None:
         try:
             index = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, OSError, RecursionError) as error:
-            raise SourceError(f"it is no JSON: {first_line(error)}", place=str(path)) from error
+            raise SourceError(f"it is no JSON: {first_line(error)}", location=str(path)) from error
         parts = index.get("weight_map") if isinstance(index, dict) else None
         for part in dict.fromkeys(map(str, parts.values())) if isinstance(parts, dict) else ():
             if PurePosixPath(part).is_absolute() or ".." in PurePosixPath(part).parts:
                 raise SourceError(
                     f"it names {part}, which lies outside of the model's folder",
-                    place=str(path),
-                    mend="Copy the file there, and name it alone.",
+                    location=str(path),
+                    hint="Copy the file there, and name it alone.",
                 )
 
 

@@ -61,8 +61,8 @@ class Classes:
         if self.function == "softmax" and (logits.dim() < 2 or logits.shape[axis] == 1):
             raise ConfigError(
                 f"the logits are {list(logits.shape)}, and softmax of one class is 1 whatever the input",
-                place=_OUTPUTS,
-                mend='Write outputs = "sigmoid".',
+                location=_OUTPUTS,
+                hint='Write outputs = "sigmoid".',
             )
         probabilities = torch.softmax(logits, axis) if self.function == "softmax" else torch.sigmoid(logits)
         if self.best is None:
@@ -71,14 +71,14 @@ class Classes:
             raise ConfigError(
                 f"labels are of logits [batch, classes], and these have {logits.dim()} axes: of many positions one is "
                 "nearly a tie, so that no file could be proven to give the same labels",
-                place=_OUTPUTS,
-                mend='Write outputs = "probabilities", and choose among them outside of the file.',
+                location=_OUTPUTS,
+                hint='Write outputs = "probabilities", and choose among them outside of the file.',
             )
         if self.best > logits.shape[-1]:
             raise ConfigError(
                 f"it is {self.best}, and there are {logits.shape[-1]} classes",
-                place="processing.k",
-                mend="Write a smaller one.",
+                location="processing.k",
+                hint="Write a smaller one.",
             )
         # Of the logits, since probabilities that are near 1 may be equal where logits are not.
         labels = logits.argmax(-1, keepdim=True) if self.alone else logits.topk(self.best, -1).indices
@@ -133,11 +133,11 @@ def _with_classes(outputs: Any, classes: Classes) -> dict[str, Any]:
     if not isinstance(given.get(_LOGITS), torch.Tensor):
         raise ConfigError(
             f"the model gives no logits, but {', '.join(flatten_outputs(outputs))}",
-            place=_OUTPUTS,
-            mend="Choose the model.task that its head is for, or leave it out.",
+            location=_OUTPUTS,
+            hint="Choose the model.task that its head is for, or leave it out.",
         )
     if taken := {PROBABILITIES, LABELS} & set(given):
-        raise ConfigError(f"the model has an output {taken.pop()} of its own", place=_OUTPUTS, mend="Leave it out.")
+        raise ConfigError(f"the model has an output {taken.pop()} of its own", location=_OUTPUTS, hint="Leave it out.")
     made: dict[str, Any] = {}
     for name, value in given.items():
         made |= classes.of(value) if name == _LOGITS else {name: value}
@@ -159,16 +159,18 @@ def built_in(loaded: Loaded, config: ProcessingConfig | None) -> Loaded:
     if config is None or not (config.normalize or config.outputs):
         return loaded
     model, pretrained = loaded.model, loaded.pretrained
-    place = _NORMALIZE if config.normalize else _OUTPUTS
+    location = _NORMALIZE if config.normalize else _OUTPUTS
     if loaded.program is not None or isinstance(model, torch.jit.ScriptModule | fx.GraphModule):
-        raise ConfigError("the source is a graph already, which is exported as it is", place=place)
+        raise ConfigError("the source is a graph already, which is exported as it is", location=location)
     if "forward" in vars(model):
-        raise ConfigError(f"{type(model).__name__} has had its forward replaced", place=place)
+        raise ConfigError(f"{type(model).__name__} has had its forward replaced", location=location)
     scale: ImageScale | None = None
     if config.normalize:
         if IMAGES not in call_signature(model).parameters:
-            raise ConfigError(f"{type(model).__name__} takes no images ({IMAGES})", place=place, mend="Leave it out.")
-        scale, processor = image_scale(pretrained, place)
+            raise ConfigError(
+                f"{type(model).__name__} takes no images ({IMAGES})", location=location, hint="Leave it out."
+            )
+        scale, processor = image_scale(pretrained, location)
         assert pretrained is not None
         pretrained = replace(pretrained, image_processor=processor)
     return replace(loaded, model=_joined(model, scale, _classes(config, model)), pretrained=pretrained)
@@ -194,7 +196,7 @@ def _function_of(model: nn.Module) -> Function:
     problem = getattr(config, "problem_type", None)
     if problem == "regression":
         raise ConfigError(
-            "the model is a regression, whose results are no classes", place=_OUTPUTS, mend="Leave it out."
+            "the model is a regression, whose results are no classes", location=_OUTPUTS, hint="Leave it out."
         )
     one = getattr(config, "num_labels", None) == 1
     return "sigmoid" if one or problem == "multi_label_classification" else "softmax"
@@ -235,6 +237,6 @@ def check_images(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
         raise ConfigError(
             f"it is {str(images.dtype).removeprefix('torch.')}, and with processing.normalize the files take images as "
             "they are, in uint8",
-            place=f"inputs: {IMAGES}",
-            mend='Give whole numbers from 0 to 255; of random ones dtype = "uint8", low = 0, high = 256.',
+            location=f"inputs: {IMAGES}",
+            hint='Give whole numbers from 0 to 255; of random ones dtype = "uint8", low = 0, high = 256.',
         )

@@ -100,17 +100,17 @@ def _kind(name: str, options: Mapping[str, Any]) -> str | None:
     try:
         return sentence_kind(path)
     except (ValueError, AttributeError) as error:
-        raise SourceError(f"it is no JSON object: {first_line(error)}", place=str(path)) from error
+        raise SourceError(f"it is no JSON object: {first_line(error)}", location=str(path)) from error
 
 
-def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any], place: str) -> Embedder:
+def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any], location: str) -> Embedder:
     """Loads a model with its modules.
 
     Args:
         name: A folder, or a hub id.
         options: ``trust_remote_code``, ``local_files_only`` and ``revision``.
         model_options: What else the transformer is to be loaded with: ``dtype`` and ``attn_implementation``.
-        place: What errors name.
+        location: What errors name.
 
     Raises:
         ConfigError: The library is not installed.
@@ -121,10 +121,10 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
         what = f"it is a {kind} of sentence-transformers" if kind else f"it holds no {MODULES}"
         raise SourceError(
             f"{what}, so it gives no sentence embeddings",
-            place=place,
-            mend=f'task = "{SENTENCES}" is for what SentenceTransformer.save_pretrained wrote.',
+            location=location,
+            hint=f'task = "{SENTENCES}" is for what SentenceTransformer.save_pretrained wrote.',
         )
-    check_extra("sentence-transformers", place, TRANSFORMER_ALONE)
+    check_extra("sentence-transformers", location, TRANSFORMER_ALONE)
     from sentence_transformers import SentenceTransformer
 
     sentence_settings.check(name, options)
@@ -137,42 +137,42 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     except Exception as error:  # sentence-transformers, transformers and the hub's client raise many kinds
         raise SourceError(
             f"sentence-transformers could not load it: {first_line(error)}",
-            place=place,
-            mend="The folder brings code of its own: read it, then model.trust_remote_code = true runs it."
+            location=location,
+            hint="The folder brings code of its own: read it, then model.trust_remote_code = true runs it."
             if "trust_remote_code" in str(error)
             else TRANSFORMER_ALONE,
         ) from error
     modules = list(sentences.children())
-    _check_transformer(modules[0], place)
-    _check_weights(modules, name, options, place)
+    _check_transformer(modules[0], location)
+    _check_weights(modules, name, options, location)
     prompt = sentences.prompts.get(sentences.default_prompt_name or "") or ""
     if prompt and any(getattr(module, "include_prompt", True) is False for module in modules):
         raise SourceError(
             "its pooling leaves out the tokens of the prompt, wherever a row's padding ends, which no graph holds",
-            place=place,
-            mend=TRANSFORMER_ALONE,
+            location=location,
+            hint=TRANSFORMER_ALONE,
         )
-    _check_modules(modules, probe, place)
+    _check_modules(modules, probe, location)
     return Embedder(SentenceEmbedder(modules, sentences.truncate_dim).eval(), sentences.tokenizer, prompt)
 
 
-def _check_transformer(module: nn.Module, place: str) -> None:
+def _check_transformer(module: nn.Module, location: str) -> None:
     if not isinstance(getattr(module, "model", None), PreTrainedModel):
         raise SourceError(
             f"it starts with a {type(module).__name__}, which no model of transformers is",
-            place=place,
-            mend="Models that start with a Transformer are exported; for others give a python: factory.",
+            location=location,
+            hint="Models that start with a Transformer are exported; for others give a python: factory.",
         )
     takes: Any = module.modality_config
     if "text" not in takes or "message" in takes:  # a message is what a chat is made of
         raise SourceError(
             f"it takes {', '.join(map(str, takes))}, and not plain texts",
-            place=place,
-            mend=TRANSFORMER_ALONE,
+            location=location,
+            hint=TRANSFORMER_ALONE,
         )
 
 
-def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str, Any], place: str) -> None:
+def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str, Any], location: str) -> None:
     """Refuses a checkpoint without some of the weights: sentence-transformers would go on with random numbers."""
     path = find(name, MODULES, options)
     assert path is not None
@@ -190,23 +190,23 @@ def _check_weights(modules: Sequence[nn.Module], name: str, options: Mapping[str
         if missing:
             raise SourceError(
                 f"{len(missing)} weights are not in the checkpoint, {missing[0]} for one: they would be random numbers",
-                place=f"{place}, {entry['path'] or type(model).__name__}",
+                location=f"{location}, {entry['path'] or type(model).__name__}",
             )
 
 
-def _check_modules(modules: Sequence[nn.Module], features: dict[str, Any], place: str) -> None:
+def _check_modules(modules: Sequence[nn.Module], features: dict[str, Any], location: str) -> None:
     """Runs the modules on what a graph takes, so that one which needs more is named."""
     features = {name: value for name, value in features.items() if name in ("input_ids", "attention_mask")}
     for module in modules:
-        what = f"{place}, {type(module).__name__}"
+        what = f"{location}, {type(module).__name__}"
         try:
             with torch.no_grad():
                 features = module(features)
         except Exception as error:  # a module's own code may raise anything
             raise SourceError(
                 f"it does not run on token ids and a mask alone: {type(error).__name__}: {first_line(error)}",
-                place=what,
-                mend=TRANSFORMER_ALONE,
+                location=what,
+                hint=TRANSFORMER_ALONE,
             ) from error
     if not isinstance(features.get(_OUTPUT), torch.Tensor):
-        raise SourceError(f"its modules give no {_OUTPUT}", place=place, mend=TRANSFORMER_ALONE)
+        raise SourceError(f"its modules give no {_OUTPUT}", location=location, hint=TRANSFORMER_ALONE)

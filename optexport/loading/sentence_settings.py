@@ -66,7 +66,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     modules = find(name, MODULES, options)
     listed = [] if modules is None else _read(modules)
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
-        raise SourceError("it is no list of JSON objects", place=str(modules))
+        raise SourceError("it is no list of JSON objects", location=str(modules))
     waiting = [("", ""), *((str(entry.get("path", "")), _known_class(entry.get("type"), modules)) for entry in listed)]
     seen: set[tuple[str, str]] = set()
     while waiting:
@@ -75,7 +75,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
             continue
         seen.add((subfolder, kind))
         if len(seen) > _MOST:
-            raise SourceError(f"it holds more than {_MOST} modules", place=name)
+            raise SourceError(f"it holds more than {_MOST} modules", location=name)
         inside = {**options, "subfolder": subfolder}
         for filename in _SETTINGS:
             if (path := find(name, filename, inside)) is not None:
@@ -95,7 +95,7 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise SourceError(f"it is no JSON: {first_line(error)}", place=str(path)) from error
+        raise SourceError(f"it is no JSON: {first_line(error)}", location=str(path)) from error
 
 
 def _known_class(kind: Any, path: Path | None) -> str:
@@ -104,8 +104,8 @@ def _known_class(kind: Any, path: Path | None) -> str:
     if not name or (kind.startswith(_OWN) and name not in _CLASSES):
         raise SourceError(
             f"a module is of the class {kind}, which is not known to read nothing but its own folder",
-            place=str(path),
-            mend=f"Known are {', '.join(sorted(_CLASSES))}. {TRANSFORMER_ALONE}",
+            location=str(path),
+            hint=f"Known are {', '.join(sorted(_CLASSES))}. {TRANSFORMER_ALONE}",
         )
     return name
 
@@ -121,33 +121,33 @@ def _check_dense(path: Path | None) -> None:
     if function is not None and not str(function).startswith("torch."):
         raise SourceError(
             f"its activation_function is {function}, which is none of torch's, and another would be taken for it",
-            place=str(path),
-            mend="Where that code may run: model.trust_remote_code = true.",
+            location=str(path),
+            hint="Where that code may run: model.trust_remote_code = true.",
         )
     if unknown := sorted(settings.keys() - inspect.signature(Dense).parameters.keys()):
         raise SourceError(
             f"its {unknown[0]} is unknown to sentence-transformers, which would leave it out",
-            place=str(path),
-            mend=f"Take that out of the file, if the model does without it. {TRANSFORMER_ALONE}",
+            location=str(path),
+            hint=f"Take that out of the file, if the model does without it. {TRANSFORMER_ALONE}",
         )
 
 
 def _check_settings(settings: Any, path: Path) -> None:
     if not isinstance(settings, dict):
-        raise SourceError("it is no JSON object", place=str(path))
+        raise SourceError("it is no JSON object", location=str(path))
     refused = [key for key in _ELSEWHERE if settings.get(key) is not None]
     for table, allowed in _ALLOWED.items():
         given = settings.get(table, {})
         if not isinstance(given, dict):
-            raise SourceError(f"{table} is no JSON object", place=str(path))
+            raise SourceError(f"{table} is no JSON object", location=str(path))
         for key, value in given.items():
             if key != _DROPPED and (key not in allowed or not _plain(value)):
                 refused.append(f"{table}.{key}")
     if refused:
         raise SourceError(
             f"it sets {refused[0]}, which may run code, or read other files than the folder's",
-            place=str(path),
-            mend=f"Take that out of the file, if the model does without it. {TRANSFORMER_ALONE}",
+            location=str(path),
+            hint=f"Take that out of the file, if the model does without it. {TRANSFORMER_ALONE}",
         )
 
 

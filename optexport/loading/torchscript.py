@@ -59,8 +59,8 @@ def convert(script: torch.jit.ScriptModule, args: tuple[Any, ...], kwargs: Mappi
     except Exception as error:  # the converter raises many kinds
         raise SourceError(
             f"torch.export's converter cannot turn the program into a graph: {_reason(made, error)}",
-            place=_name(script),
-            mend=_MEND,
+            location=_name(script),
+            hint=_MEND,
         ) from error
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for placeholder, parameter in zip(placeholders, signature.parameters.values(), strict=True):
@@ -87,8 +87,8 @@ def _check_runs(script: torch.jit.ScriptModule, converted: nn.Module, args: tupl
     if ours is not None and theirs is None:
         raise SourceError(
             f"the graph that torch.export's converter makes of it does not run: {first_line(ours)}",
-            place=_name(script),
-            mend=_MEND,
+            location=_name(script),
+            hint=_MEND,
         ) from ours
 
 
@@ -120,8 +120,8 @@ def _refuse_state(script: torch.jit.ScriptModule) -> None:
         if node.kind() == "prim::SetAttr":
             raise SourceError(
                 f"it changes its attribute {node.s('name')} when it is called (prim::SetAttr, {_line(str(node))})",
-                place=_name(script),
-                mend=_MEND,
+                location=_name(script),
+                hint=_MEND,
             )
 
 

@@ -37,6 +37,6 @@ def check(cls: Any, config: Any, folder: Path, *, trust_remote_code: bool) -> No
     if asked > _ALWAYS_ROOM_FOR + _WEIGHTS_OF_A_BYTE * held:
         raise SourceError(
             f"its config asks for {asked:,} weights, and all files beside it are {held:,} bytes",
-            place=str(folder),
-            mend="Give the sizes that the weights are of.",
+            location=str(folder),
+            hint="Give the sizes that the weights are of.",
         )

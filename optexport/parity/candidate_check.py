@@ -10,7 +10,7 @@ from torch import nn
 from optexport.cache import results, store
 from optexport.config.schema import ParityConfig
 from optexport.parity import perturbation, search
-from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.reference import Call, Reference
 from optexport.runtime.runners import Run
 from optexport.signature.signature import Signature
@@ -18,7 +18,7 @@ from optexport.signature.signature import Signature
 _FOUND = "found by search: "
 
 
-class Suspects:
+class CandidateChecker:
     """Checks each place of a run.
 
     Args:
@@ -33,7 +33,7 @@ class Suspects:
 
     def __init__(
         self,
-        proof: Proof,
+        proof: ParityChecker,
         run: Call,
         model: nn.Module,
         signature: Signature,
@@ -44,17 +44,17 @@ class Suspects:
         self.signature, self.vocabularies, self.config = signature, vocabularies, config
         self.kept: list[str] = []
         self._measured = dict(proof.bounds)
-        self._failing: tuple[PlaceParity, Callable[[], Run], Signature] | None = None
+        self._failing: tuple[TargetParity, Callable[[], Run], Signature] | None = None
 
     def check(
         self,
-        place: str,
+        target: str,
         open_candidate: Callable[[], Run],
         *,
         content: str | None = None,
         traced_shape_only: bool = False,
         precision: str | None = None,
-    ) -> PlaceParity:
+    ) -> TargetParity:
         """Checks a place on the cases; with exhaustive effort, on others too, and one that fails joins them.
 
         Of lower precision there is none to look for: no single input fails a gate.
@@ -64,16 +64,16 @@ class Suspects:
             content: A digest of what the candidate is; None where its results are not kept.
         """
         at = self.proof.reference.at_traced_shape() if traced_shape_only else self.proof.reference
-        entry = self._entry(place, content, at)
+        entry = self._entry(target, content, at)
         stored = results.read(entry) if entry else None
         if stored is not None:
-            self.kept.append(place)
-            parity = self.proof.take(place, stored[0], traced_shape_only=traced_shape_only, precision=precision)
+            self.kept.append(target)
+            parity = self.proof.take(target, stored[0], traced_shape_only=traced_shape_only, precision=precision)
         else:
             candidate = open_candidate()
-            parity = self.proof.check(place, candidate, traced_shape_only=traced_shape_only, precision=precision)
+            parity = self.proof.check(target, candidate, traced_shape_only=traced_shape_only, precision=precision)
             if entry and parity.passed:
-                results.write(entry, self.proof.results(place))
+                results.write(entry, self.proof.results(target))
             del candidate
         if precision is not None:
             return parity
@@ -86,7 +86,7 @@ class Suspects:
             self._failing = self._failing or (parity, open_candidate, signature)
         return parity
 
-    def _look_closer(self, parity: PlaceParity, *, traced_shape_only: bool) -> PlaceParity:
+    def _look_closer(self, parity: TargetParity, *, traced_shape_only: bool) -> TargetParity:
         """Compares a place that failed anew, where the original itself is no nearer to float64 by rounding alone."""
         proof, config = self.proof, self.config
         found = perturbation.bounds(proof, parity, self.run, self.model, config.multiple, config.seed, self._measured)
@@ -95,17 +95,17 @@ class Suspects:
         cases = dict.fromkeys(case.case for output in parity.outputs for case in output.cases if case.failure)
         ways = (*proof.reference.ways, f"with weights moved by half their last bit at {' and '.join(cases)}")
         proof.reference, proof.bounds = replace(proof.reference, ways=ways), found
-        return proof.take(parity.place, proof.results(parity.place), traced_shape_only=traced_shape_only)
+        return proof.take(parity.target, proof.results(parity.target), traced_shape_only=traced_shape_only)
 
-    def _entry(self, place: str, content: str | None, reference: Reference) -> str:
+    def _entry(self, target: str, content: str | None, reference: Reference) -> str:
         """What the results of a place are kept under; empty where they are not."""
         if content is None or not reference.name or not store.enabled():
             return ""
-        return store.name("results", reference.name, [case.name for case in reference.cases], place, content)
+        return store.name("results", reference.name, [case.name for case in reference.cases], target, content)
 
     def _search(
-        self, parity: PlaceParity, candidate: Run, signature: Signature, *, traced_shape_only: bool
-    ) -> PlaceParity:
+        self, parity: TargetParity, candidate: Run, signature: Signature, *, traced_shape_only: bool
+    ) -> TargetParity:
         """Looks for more inputs at which a place that passed fails, and checks it there too."""
         # Of random values an integer may be a tie, which says nothing of the candidate.
         outputs = [spec.name for spec in signature.outputs if spec.torch_dtype.is_floating_point]
@@ -116,13 +116,13 @@ class Suspects:
         if measured is None:
             return parity
         self.proof.extend(*measured)
-        return self.proof.check(parity.place, candidate, traced_shape_only=traced_shape_only)
+        return self.proof.check(parity.target, candidate, traced_shape_only=traced_shape_only)
 
     def smallest(self) -> str | None:
         """The smallest input that was found at which the first place that failed still fails."""
         assert self._failing is not None
-        place, open_candidate, signature = self._failing
-        outputs = [output for output in place.outputs if not output.passed]
+        target, open_candidate, signature = self._failing
+        outputs = [output for output in target.outputs if not output.passed]
         if not outputs:  # it is the decisions at all cases together that fail
             return None
         name = next(case.case for case in outputs[0].cases if case.failure is not None)

@@ -48,7 +48,7 @@ def cases(
     example: Batch,
     real: Sequence[Batch],
     signature: Signature,
-    doubtful: Sequence[Mapping[str, int]] = (),
+    suspect_sizes: Sequence[Mapping[str, int]] = (),
     effort: Effort = "standard",
 ) -> list[Case]:
     """The batches to check on: the traced one, the user's data, and at least three sizes that were never traced.
@@ -56,7 +56,7 @@ def cases(
     Fewer only where the declared ranges hold fewer sizes.
 
     Args:
-        doubtful: Sizes to check on whatever else is, since the trace may not hold there; of those dimensions that the
+        suspect_sizes: Sizes to check on whatever else is, since the trace may not hold there; of those dimensions that the
             doubt is about.
         effort: With "quick", of the data only the first batch, and of the declared ranges not every end. With
             "exhaustive", many more sizes, none of them cut for being large.
@@ -73,7 +73,7 @@ def cases(
     seen = [signature.sizes(case.batch) for case in found]
     ends, between = _untraced_sizes(signature, traced, effort)
     most_in_doubt = math.inf if effort == "exhaustive" else max(budget, _BUDGET_IN_DOUBT)
-    in_doubt = [_around(sizes, example, signature, most_in_doubt) for sizes in doubtful]
+    in_doubt = [_around(sizes, example, signature, most_in_doubt) for sizes in suspect_sizes]
     given, preferred = len(found), [*in_doubt, *ends, *between]
     for index, sizes in enumerate(map(dict, itertools.chain(preferred, _nearby_sizes(signature, traced)))):
         if index >= len(preferred) and len(found) - given >= _LEAST_UNTRACED:
@@ -105,8 +105,8 @@ def _around(doubt: Mapping[str, int], example: Batch, signature: Signature, most
         raise TraceError(
             f"at {', '.join(f'{name} {size}' for name, size in doubt.items())} the model may go another way than it "
             f"was traced in, and even the smallest batch there holds {numbers:,} numbers, too many to try unasked",
-            place="inputs.dynamic",
-            mend=f'End the range of {names} below that, or set parity.effort = "exhaustive" to have it tried.',
+            location="inputs.dynamic",
+            hint=f'End the range of {names} below that, or set parity.effort = "exhaustive" to have it tried.',
         )
     return sizes
 
@@ -267,8 +267,8 @@ def traceable(batch: Batch, dynamic: Dynamic) -> Batch:
             if batch[name].shape[axis] == 0:
                 raise ConfigError(
                     f"axis {axis} holds nothing, and is declared dynamic",
-                    place=f"inputs: {name}",
-                    mend="Give at least one element along it, or leave it out of the dynamic axes.",
+                    location=f"inputs: {name}",
+                    hint="Give at least one element along it, or leave it out of the dynamic axes.",
                 )
             dim = given if isinstance(given, Dim) else Dim(given)
             size = max(batch[name].shape[axis], dim.min, 2)

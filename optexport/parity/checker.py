@@ -12,7 +12,7 @@ from optexport._utils.platform import is_of_memory
 from optexport.errors import ExportError, first_line
 from optexport.parity import distances
 from optexport.parity.gates import Decision, Gate, judge
-from optexport.parity.noise_floor import Bound, of_lower_precision
+from optexport.parity.noise_floor import Tolerance, of_lower_precision
 from optexport.parity.reference import Outputs, Reference, kept
 from optexport.runtime.runners import Run
 
@@ -86,7 +86,7 @@ class OutputParity:
 
 
 @dataclass(frozen=True)
-class PlaceParity:
+class TargetParity:
     """How a candidate compares at one place of the pipeline.
 
     Attributes:
@@ -96,7 +96,7 @@ class PlaceParity:
         precision: What it was lowered to, so that its decisions are held to gates, and not its distances to the floor.
     """
 
-    place: str
+    target: str
     outputs: tuple[OutputParity, ...]
     made_from: str
     decisions: tuple[Decision, ...] = ()
@@ -105,7 +105,7 @@ class PlaceParity:
     @property
     def title(self) -> str:
         """The place, and its precision where that is not the original's."""
-        return self.place if self.precision is None else f"{self.place} ({self.precision})"
+        return self.target if self.precision is None else f"{self.target} ({self.precision})"
 
     @property
     def passed(self) -> bool:
@@ -117,36 +117,36 @@ class PlaceParity:
         return all(output.passed for output in self.outputs)
 
 
-class Proof:
+class ParityChecker:
     """Compares what comes out at each place of the pipeline with the original, and with the place before.
 
     Attributes:
-        places: How each place compares, in the order in which they were checked; the original comes first.
+        targets: How each place compares, in the order in which they were checked; the original comes first.
     """
 
-    def __init__(self, reference: Reference, bounds: Mapping[str, Bound], gates: Sequence[Gate] = ()) -> None:
+    def __init__(self, reference: Reference, bounds: Mapping[str, Tolerance], gates: Sequence[Gate] = ()) -> None:
         self.reference = reference
         self.bounds = bounds
         self.gates = tuple(gates)
-        self.places: list[PlaceParity] = []
+        self.targets: list[TargetParity] = []
         self._results: dict[str, dict[str, Outputs | str]] = {}
         self._add(ORIGINAL, list(reference.outputs), reference)
 
     @property
     def passed(self) -> bool:
-        return all(place.passed for place in self.places)
+        return all(target.passed for target in self.targets)
 
-    def result(self, place: str, case: str) -> Outputs | str:
+    def result(self, target: str, case: str) -> Outputs | str:
         """What a place gave at a case; where it raised, what."""
-        return self._results[place][case]
+        return self._results[target][case]
 
-    def results(self, place: str) -> list[Outputs]:
+    def results(self, target: str) -> list[Outputs]:
         """What a place that raised nowhere gave at each of its cases."""
-        return [result for result in self._results[place].values() if not isinstance(result, str)]
+        return [result for result in self._results[target].values() if not isinstance(result, str)]
 
     def check(
-        self, place: str, run: Run, *, traced_shape_only: bool = False, precision: str | None = None
-    ) -> PlaceParity:
+        self, target: str, run: Run, *, traced_shape_only: bool = False, precision: str | None = None
+    ) -> TargetParity:
         """Compares a candidate on all cases, or on those shaped as the traced one.
 
         A candidate that raises fails with what it raised: a size that was baked in shows in this way. A place that is
@@ -166,25 +166,25 @@ class Proof:
                     result = run(case.batch)
                 except Exception as error:  # each runtime raises kinds of its own
                     if is_of_memory(error):
-                        raise _memory_error(place, case.name) from error
+                        raise _memory_error(target, case.name) from error
                     results.append(f"it raised {type(error).__name__}: {first_line(error)[:200]}")
                 else:
                     results.append(kept(case, result))
-        return self.take(place, results, traced_shape_only=traced_shape_only, precision=precision)
+        return self.take(target, results, traced_shape_only=traced_shape_only, precision=precision)
 
     def take(
         self,
-        place: str,
+        target: str,
         results: Sequence[Outputs | str],
         *,
         traced_shape_only: bool = False,
         precision: str | None = None,
-    ) -> PlaceParity:
+    ) -> TargetParity:
         """The same, of a candidate that was run: what it gave at each case, or what it raised."""
         reference = self.reference.at_traced_shape() if traced_shape_only else self.reference
-        return self._add(place, list(results), reference, precision)
+        return self._add(target, list(results), reference, precision)
 
-    def extend(self, found: Reference, bounds: Mapping[str, Bound]) -> None:
+    def extend(self, found: Reference, bounds: Mapping[str, Tolerance]) -> None:
         """Adds cases with bounds of their own, for some of the outputs; places are checked there too from now on."""
         self.reference = self.reference.followed_by(found)
         extended = {}
@@ -195,18 +195,18 @@ class Proof:
         self.bounds = extended
 
     def _add(
-        self, place: str, results: list[Outputs | str], reference: Reference, precision: str | None = None
-    ) -> PlaceParity:
+        self, target: str, results: list[Outputs | str], reference: Reference, precision: str | None = None
+    ) -> TargetParity:
         graphs = [name for name in self._results if name.startswith(GRAPH)]
-        if _MADE_FROM.get(place) in self._results:
-            made_from = _MADE_FROM[place]
-        elif place.startswith(GRAPH) and precision is not None:  # a graph that was cast is made from the one before
+        if _MADE_FROM.get(target) in self._results:
+            made_from = _MADE_FROM[target]
+        elif target.startswith(GRAPH) and precision is not None:  # a graph that was cast is made from the one before
             made_from = graphs[-1]
-        elif place.startswith(GRAPH) or not graphs:  # a bundle holds none
+        elif target.startswith(GRAPH) or not graphs:  # a bundle holds none
             made_from = ORIGINAL
         else:
             made_from = graphs[-1]  # files are checked right after the graph that they are made of
-        self._results[place] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
+        self._results[target] = {case.name: result for case, result in zip(reference.cases, results, strict=True)}
         before = [self._results[made_from].get(case.name, "") for case in reference.cases]
         bounds = self.bounds if precision is None else of_lower_precision(self.bounds, reference)
         empty = {name for name in bounds if not any(given[name].numel() for given in self.reference.outputs)}
@@ -216,9 +216,9 @@ class Proof:
             for name, bound in bounds.items()
         )
         decided = tuple(judge(gate, results, reference) for gate in self.gates)
-        self.places = [checked for checked in self.places if checked.place != place]
-        self.places.append(PlaceParity(place, tuple(outputs), made_from, decided, precision))
-        return self.places[-1]
+        self.targets = [checked for checked in self.targets if checked.target != target]
+        self.targets.append(TargetParity(target, tuple(outputs), made_from, decided, precision))
+        return self.targets[-1]
 
     def _uncounted(self, reference: Reference) -> frozenset[str]:
         """The ordinary cases that gates leave alone, since they are on the user's data."""
@@ -240,11 +240,11 @@ def _largest(name: str, reference: Reference) -> float:
     return max(distances.largest(distances.finite(output).abs()) for output in ordinary)
 
 
-def _memory_error(place: str, case: str) -> ExportError:
+def _memory_error(target: str, case: str) -> ExportError:
     return ExportError(
         f"there was not enough memory to run it at {case}, where the original ran",
-        place=place,
-        mend='Free memory, or prove less at a time: parity.effort = "quick", or smaller ranges in inputs.dynamic.',
+        location=target,
+        hint='Free memory, or prove less at a time: parity.effort = "quick", or smaller ranges in inputs.dynamic.',
     )
 
 
@@ -253,7 +253,7 @@ def _compare(
     results: Sequence[Outputs | str],
     results_before: Sequence[Outputs | str],
     reference: Reference,
-    bound: Bound,
+    bound: Tolerance,
     *,
     always_empty: bool,
     uncounted: Collection[str] = (),

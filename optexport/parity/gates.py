@@ -54,7 +54,7 @@ from optexport.parity.metrics import (
     real_positions,
     wilson,
 )
-from optexport.parity.noise_floor import Bound, rounding
+from optexport.parity.noise_floor import Tolerance, rounding
 from optexport.parity.reference import Outputs, Reference
 from optexport.transformations import registry
 
@@ -151,10 +151,10 @@ def load_metrics(gates: Mapping[str, DecisionConfig] | None, folder: Path) -> di
     """
     metrics: dict[str, Metric] = {}
     for name in (name for name in gates or () if name.startswith(METRIC)):
-        place = f"parity.decisions.{name}"
-        metrics[name] = registry.import_from(name.removeprefix(METRIC), folder, place)
+        target = f"parity.decisions.{name}"
+        metrics[name] = registry.import_from(name.removeprefix(METRIC), folder, target)
         if not callable(metrics[name]):
-            raise ConfigError(f"it is a {type(metrics[name]).__name__}, not a function", place=place)
+            raise ConfigError(f"it is a {type(metrics[name]).__name__}, not a function", location=target)
     return metrics
 
 
@@ -162,7 +162,7 @@ def make_gates(
     demanded: Mapping[str, DecisionConfig] | None,
     metrics: Mapping[str, Metric],
     reference: Reference,
-    bounds: Mapping[str, Bound],
+    bounds: Mapping[str, Tolerance],
     multiple: float,
 ) -> tuple[Gate, ...]:
     """The gates that a config demands; without an output named, of every output that a measure is defined on.
@@ -179,12 +179,12 @@ def make_gates(
             gates.append(Gate(measure, None, config.min, cases, real, metric=metrics[measure]))
             continue
         k = (config.k or DEFAULT_K) if measure == "top_k_agreement" else 1
-        known, place = list(bounds), f"parity.decisions.{measure}"
+        known, target = list(bounds), f"parity.decisions.{measure}"
         if config.output is not None and config.output not in known:
             raise ConfigError(
                 f'there is no output "{config.output}"',
-                place=f"{place}.output",
-                mend=f"{did_you_mean(config.output, known)} The outputs are {', '.join(known)}.",
+                location=f"{target}.output",
+                hint=f"{did_you_mean(config.output, known)} The outputs are {', '.join(known)}.",
             )
         fitting = [n for n in known if any(_is_defined(measure, o[n], k) for o in reference.outputs)]
         chosen = [name for name in fitting if config.output in (None, name)]
@@ -192,8 +192,8 @@ def make_gates(
             shapes = {name: list(reference.outputs[0][name].shape) for name in known}
             raise ConfigError(
                 f"it is defined on {_needs(measure, k)}",
-                place=place,
-                mend="The outputs are " + "; ".join(f"{name} {shape}" for name, shape in shapes.items()) + ".",
+                location=target,
+                hint="The outputs are " + "; ".join(f"{name} {shape}" for name, shape in shapes.items()) + ".",
             )
         for name in chosen:
             slack = rounding(name, reference, bounds[name], multiple)
@@ -231,7 +231,7 @@ def check_usable(decisions: Iterable[Decision]) -> None:
         if decision.failure is not None:
             raise ConfigError(
                 f"the original itself does not pass: {decision.failure}",
-                place=f"parity.decisions.{decision.gate.measure}",
+                location=f"parity.decisions.{decision.gate.measure}",
             )
 
 

@@ -28,5 +28,5 @@ def _mapped(tensor: torch.Tensor) -> torch.Tensor:
     with tempfile.NamedTemporaryFile(prefix="optexport-") as file:
         file.write(bytes_of(tensor).numpy().data)
         file.flush()
-        place = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
-    return place.view(tensor.dtype).view(tensor.shape)
+        target = torch.from_file(file.name, shared=True, size=tensor.nbytes, dtype=torch.uint8)
+    return target.view(tensor.dtype).view(tensor.shape)

@@ -42,8 +42,8 @@ def run_in_own_precision(run: Call, model: nn.Module, cases: Sequence[Case], *, 
                 continue
             raise TraceError(
                 f"the model itself fails at {case.name}: {type(error).__name__}: {first_line(error)}",
-                place=type(model).__name__,
-                mend="Declare in inputs.dynamic only the sizes that it takes."
+                location=type(model).__name__,
+                hint="Declare in inputs.dynamic only the sizes that it takes."
                 if checked
                 else "Give inputs of the dtypes, ranges and sizes that it takes.",
             ) from error
@@ -81,18 +81,18 @@ def _repeated(run: Call, model: nn.Module, batch: Batch) -> Outputs:
     with buffers_kept(model) as changed:
         first = run(model, batch)
         state = " and ".join(changed())
-    place = type(model).__name__
+    target = type(model).__name__
     if other := _other(first, run(model, batch)):
         raise TraceError(
             f"the model gives other results when it is run again on the same input ({other})",
-            place=place,
-            mend="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
+            location=target,
+            hint="It draws random numbers, or keeps state between calls; neither can be exported and proven.",
         )
     if state and (other := _other(first, run(model, batch))):
         raise TraceError(
             f"the model gives other results at the next call ({other}), by the state that it keeps in {state}",
-            place=place,
-            mend=f"A proof is of single calls: have the model take {state} as input and give its next value as output; "
+            location=target,
+            hint=f"A proof is of single calls: have the model take {state} as input and give its next value as output; "
             "or leave out what depends on it (keep-outputs).",
         )
     return first

@@ -31,7 +31,7 @@ LARGEST_LIMIT = 0.1
 
 
 @dataclass(frozen=True)
-class Bound:
+class Tolerance:
     """How far an output may be from what it is compared with.
 
     Attributes:
@@ -67,7 +67,7 @@ def bounds(
     rtol: float | None = None,
     *,
     always_empty: Collection[str] = (),
-) -> dict[str, Bound]:
+) -> dict[str, Tolerance]:
     """Sets the limit of every output at a multiple of its noise floor.
 
     Outputs that are not floating point must be equal. Where float64 could not be had, the floor is unknown, and
@@ -85,25 +85,27 @@ def bounds(
         if name not in always_empty and not any(outputs[name].numel() for outputs in ordinary):
             raise ParityError(
                 "nothing can be proven: the model gives no element of it on any of the inputs",
-                place=f"output {name}",
-                mend="Give inputs on which it gives some, as inputs.data, or leave the output out (keep-outputs).",
+                location=f"output {name}",
+                hint="Give inputs on which it gives some, as inputs.data, or leave the output out (keep-outputs).",
             )
         if name not in always_empty and not any(bool(torch.isfinite(outputs[name]).any()) for outputs in ordinary):
             raise ParityError(
                 "nothing can be proven: the model itself gives nothing but NaN or infinity on all of the inputs",
-                place=f"output {name}",
-                mend="Look for NaN, or numbers that are too large, in the inputs and the weights.",
+                location=f"output {name}",
+                hint="Look for NaN, or numbers that are too large, in the inputs and the weights.",
             )
     return {name: _bound(name, reference, multiple, atol, rtol) for name in reference.outputs[0]}
 
 
-def _bound(name: str, reference: Reference, multiple: float, atol: float | None, rtol: float | None) -> Bound:
+def _bound(name: str, reference: Reference, multiple: float, atol: float | None, rtol: float | None) -> Tolerance:
     dtype = reference.outputs[0][name].dtype
     extreme = [index for index, case in enumerate(reference.cases) if case.extreme]
     if not dtype.is_floating_point:
         # Where float64 gives others, what the original gives hangs on rounding.
         unsure = [i for i in extreme if not torch.equal(reference.outputs[i][name], reference.exact[i][name])]
-        return Bound(0.0, 0.0, extremes={reference.cases[i].name: math.inf if i in unsure else 0.0 for i in extreme})
+        return Tolerance(
+            0.0, 0.0, extremes={reference.cases[i].name: math.inf if i in unsure else 0.0 for i in extreme}
+        )
     noise = [of_case[name] for of_case in reference.noise]
     scales = [distances.scale(o[name], e[name]) for o, e in zip(reference.outputs, reference.exact, strict=True)]
     ordinary, outliers = _apart(reference, scales)
@@ -115,8 +117,8 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
         fewer = f"Set parity.multiple to {provable:g}, or parity" if provable >= 1 else "Set parity"
         raise ParityError(
             f"nothing can be proven: {multiple:g} times the noise floor is {limit:.2g}, the largest value {scale:.2g}",
-            place=f"output {name}",
-            mend=f"{fewer}.atol and parity.rtol to what the task allows, or export in a higher precision.",
+            location=f"output {name}",
+            hint=f"{fewer}.atol and parity.rtol to what the task allows, or export in a higher precision.",
         )
     extremes = {}
     if scale == 0:  # of nothing but zeros elsewhere, extreme cases are the whole evidence, and are held as others are
@@ -133,10 +135,10 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
             extremes[reference.cases[index].name] = own
     else:
         limit = (atol or 0.0) + (rtol or 0.0) * scale
-    return Bound(floor, limit, atol, rtol, extremes)
+    return Tolerance(floor, limit, atol, rtol, extremes)
 
 
-def of_lower_precision(given: Mapping[str, Bound], reference: Reference) -> dict[str, Bound]:
+def of_lower_precision(given: Mapping[str, Tolerance], reference: Reference) -> dict[str, Tolerance]:
     """The bounds of a file in fewer bits than the original: only atol and rtol, or else none, as its gates decide.
 
     What is not floating point must be equal all the same.
@@ -149,7 +151,7 @@ def of_lower_precision(given: Mapping[str, Bound], reference: Reference) -> dict
     }
 
 
-def rounding(name: str, reference: Reference, bound: Bound, multiple: float) -> float:
+def rounding(name: str, reference: Reference, bound: Tolerance, multiple: float) -> float:
     """How far rounding alone may move a value of an output: its limit, whatever atol and rtol allow."""
     dtype = reference.outputs[0][name].dtype
     if not bound.fixed or not dtype.is_floating_point:

@@ -20,8 +20,8 @@ from torch import nn
 
 from optexport._utils import memory
 from optexport.parity import distances
-from optexport.parity.checker import PlaceParity, Proof
-from optexport.parity.noise_floor import LARGEST_LIMIT, Bound
+from optexport.parity.checker import ParityChecker, TargetParity
+from optexport.parity.noise_floor import LARGEST_LIMIT, Tolerance
 from optexport.parity.reference import Call, Reference
 
 _ORIGINALS = 32
@@ -36,14 +36,14 @@ _Where = tuple[str, str]
 
 
 def bounds(
-    proof: Proof,
-    place: PlaceParity,
+    proof: ParityChecker,
+    target: TargetParity,
     run: Call,
     model: nn.Module,
     multiple: float,
     seed: int,
-    measured: Mapping[str, Bound],
-) -> dict[str, Bound] | None:
+    measured: Mapping[str, Tolerance],
+) -> dict[str, Tolerance] | None:
     """Bounds with which a place passes that failed by little, at few cases; None where rounding does not explain it.
 
     Each of these cases has a limit of its own, by the farthest that the original was seen to be from float64 there.
@@ -54,7 +54,7 @@ def bounds(
         measured: The bounds before any case got a limit here.
     """
     failing = {
-        (output.output, case.case): case.distance for output in place.outputs for case in output.cases if case.failure
+        (output.output, case.case): case.distance for output in target.outputs for case in output.cases if case.failure
     }
     cases = {case for _, case in failing}
     raised = {
@@ -63,7 +63,7 @@ def bounds(
         for case, limit in bound.extremes.items()
         if limit != measured[output].extremes.get(case)
     }
-    tried = {case.case for output in place.outputs for case in output.cases}
+    tried = {case.case for output in target.outputs for case in output.cases}
     ordinary = {case.name for case in proof.reference.cases if not case.extreme}
     if not failing or len(cases | raised) > _LARGEST_SHARE * len(tried & ordinary) or memory.is_large(model):
         return None

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 
 from optexport.bundle.manifest import (
-    BoundRecord,
     CaseDecisionRecord,
     CaseRecord,
     DecisionRecord,
     GateRecord,
     OutputRecord,
     ParityRecord,
-    PlaceRecord,
+    TargetRecord,
+    ToleranceRecord,
 )
 from optexport.parity import distances
-from optexport.parity.checker import OutputParity, Proof
+from optexport.parity.checker import OutputParity, ParityChecker
 from optexport.parity.gates import Decision
-from optexport.parity.noise_floor import Bound
+from optexport.parity.noise_floor import Tolerance
 from optexport.parity.reference import Reference
 
 
-def parity_record(proof: Proof) -> ParityRecord:
+def parity_record(proof: ParityChecker) -> ParityRecord:
     """The proof as the manifest holds it; distances to three digits."""
     return ParityRecord(
         cases=[case.name for case in proof.reference.cases],
@@ -44,25 +44,25 @@ def parity_record(proof: Proof) -> ParityRecord:
             )
             for gate in proof.gates
         ],
-        places=[
-            PlaceRecord(
-                place=place.place,
-                made_from=place.made_from,
-                outputs=[_output(output) for output in place.outputs],
-                decisions=[_decision(decision) for decision in place.decisions],
-                precision=place.precision,
+        targets=[
+            TargetRecord(
+                target=target.target,
+                made_from=target.made_from,
+                outputs=[_output(output) for output in target.outputs],
+                decisions=[_decision(decision) for decision in target.decisions],
+                precision=target.precision,
             )
-            for place in proof.places
+            for target in proof.targets
         ],
     )
 
 
-def _bound(name: str, bound: Bound, reference: Reference) -> BoundRecord:
+def _bound(name: str, bound: Tolerance, reference: Reference) -> ToleranceRecord:
     extremes = {case: limit if math.isfinite(limit) else None for case, limit in bound.extremes.items()}
     cases = zip(reference.cases, reference.outputs, strict=True)
     ordinary = [outputs[name] for case, outputs in cases if case.name not in bound.extremes]
     largest = max((distances.largest(distances.finite(tensor).abs()) for tensor in ordinary), default=0.0)
-    return BoundRecord(
+    return ToleranceRecord(
         floor=bound.floor,
         limit=bound.limit,
         atol=bound.atol,

@@ -254,8 +254,8 @@ def _run_on(device: Device, run: Call, model: nn.Module, reference: Reference) -
     except Exception as error:  # a model's own code may raise anything
         raise TraceError(
             f"the model itself fails on {device}: {type(error).__name__}: {first_line(error)}",
-            place=type(model).__name__,
-            mend="Have it make its tensors where its inputs are; or export for the CPU: leave out model.device.",
+            location=type(model).__name__,
+            hint="Have it make its tensors where its inputs are; or export for the CPU: leave out model.device.",
         ) from error
     return replace(reference, ways=(*reference.ways, f"on {device}"), other_noise=tuple(noise))
 

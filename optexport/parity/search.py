@@ -20,8 +20,8 @@ from optexport._utils import signals
 from optexport._utils.module_state import buffers_kept
 from optexport.parity import distances
 from optexport.parity.cases import Case, cut_to, is_padding_mask, with_padding
-from optexport.parity.checker import Proof
-from optexport.parity.noise_floor import FALLBACK_ULPS, LARGEST_LIMIT, Bound
+from optexport.parity.checker import ParityChecker
+from optexport.parity.noise_floor import FALLBACK_ULPS, LARGEST_LIMIT, Tolerance
 from optexport.parity.reference import Call, Reference
 from optexport.parity.reference_run import in_double
 from optexport.runtime.runners import Run
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 Fails = Callable[[Batch], bool]
-Measure = Callable[[Case], tuple[Reference, dict[str, Bound]] | None]
+Measure = Callable[[Case], tuple[Reference, dict[str, Tolerance]] | None]
 
 # What a search may take: so many seconds to make a failing input small, so many inputs to look for one.
 _SECONDS = 30.0
@@ -115,7 +115,7 @@ def find_failing(
 
 
 def measurer(
-    run: Call, model: nn.Module, bounds: Mapping[str, Bound], multiple: float, *, fallback: bool = False
+    run: Call, model: nn.Module, bounds: Mapping[str, Tolerance], multiple: float, *, fallback: bool = False
 ) -> Measure:
     """A function that says what the original computes on a batch, and how far from that a candidate may be.
 
@@ -136,7 +136,7 @@ def measurer(
             warnings.simplefilter("ignore", FutureWarning)  # torch deprecates how it copies its output trees
             double = copy.deepcopy(model).double()
 
-    def measure(case: Case) -> tuple[Reference, dict[str, Bound]] | None:
+    def measure(case: Case) -> tuple[Reference, dict[str, Tolerance]] | None:
         with torch.no_grad(), buffers_kept(model):
             try:
                 outputs = run(model, case.batch)
@@ -157,12 +157,12 @@ def failure_test(measure: Measure, candidate: Run) -> Fails:
 
     def fails(batch: Batch) -> bool:
         measured = measure(Case("found", batch))
-        return measured is not None and not Proof(*measured).check("candidate", candidate).passed
+        return measured is not None and not ParityChecker(*measured).check("candidate", candidate).passed
 
     return fails
 
 
-def _own(bound: Bound, original: torch.Tensor, noise: float, multiple: float) -> Bound:
+def _own(bound: Tolerance, original: torch.Tensor, noise: float, multiple: float) -> Tolerance:
     if bound.fixed or not original.is_floating_point():
         return bound
     scale = distances.largest(distances.finite(original).abs())

@@ -101,12 +101,12 @@ def _with_boundary_ids(ids: torch.Tensor, count: int) -> torch.Tensor:
     """
     boundary = torch.tensor(sorted({0, min(1, count - 1), max(0, count - 2), count - 1}), dtype=ids.dtype)
     length = ids.shape[-1] if ids.dim() else 1
-    places = torch.arange(ids.numel())
-    row, column = places // max(1, length), places % max(1, length)
+    targets = torch.arange(ids.numel())
+    row, column = targets // max(1, length), targets % max(1, length)
     rows = ids.numel() // max(1, length)
     every_second = length >= 2 * len(boundary) or (length > 1 and rows >= len(boundary))
-    chosen = boundary[(column // 2 + row if every_second else places) % len(boundary)]
-    kept = (column % 2 == 0) if every_second else torch.zeros_like(places, dtype=torch.bool)
+    chosen = boundary[(column // 2 + row if every_second else targets) % len(boundary)]
+    kept = (column % 2 == 0) if every_second else torch.zeros_like(targets, dtype=torch.bool)
     return torch.where(kept, ids.flatten(), chosen).reshape(ids.shape)
 
 
@@ -128,8 +128,10 @@ def _turned(example: Batch, name: str, *, is_added: bool) -> list[Case]:
     neighbour.
     """
     mask = example[name]
-    places = sum(torch.arange(size).reshape(-1, *[1] * (mask.dim() - axis - 1)) for axis, size in enumerate(mask.shape))
-    turns = torch.as_tensor(places).expand(mask.shape) % 2 == (mask.numel() > 1)
+    targets = sum(
+        torch.arange(size).reshape(-1, *[1] * (mask.dim() - axis - 1)) for axis, size in enumerate(mask.shape)
+    )
+    turns = torch.as_tensor(targets).expand(mask.shape) % 2 == (mask.numel() > 1)
     made: dict[str, torch.Tensor] = {}
     if bool(((mask == 0) | (mask == 1)).all()):
         # Of truths every second place is tried anyway.
@@ -192,8 +194,8 @@ def _truths(example: Batch, name: str) -> list[Case]:
     Not of false alone: what is selected where nothing is left may be any, as of scores that are all minus infinity.
     """
     tensor = example[name]
-    places = torch.arange(tensor.numel()).reshape(tensor.shape)
-    made = {"every second": places % 2 == 0}
+    targets = torch.arange(tensor.numel()).reshape(tensor.shape)
+    made = {"every second": targets % 2 == 0}
     if "mask" not in name:
         made["all true"] = torch.ones_like(tensor)
     return [

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from optexport.bundle import digests
 from optexport.bundle.layout import MANIFEST, REFERENCE, as_path
-from optexport.bundle.manifest import BoundRecord, GateRecord, Manifest
+from optexport.bundle.manifest import GateRecord, Manifest, ToleranceRecord
 from optexport.config.metrics import MEASURES, METRIC
 from optexport.errors import BundleError, ExportError
-from optexport.parity.checker import Proof
+from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import CaseDecision, Gate, pooled
-from optexport.parity.noise_floor import Bound
+from optexport.parity.noise_floor import Tolerance
 from optexport.parity.reference_file import read_reference
 from optexport.runtime import runners
 
 
-def verify(folder: str | Path) -> Proof:
+def verify(folder: str | Path) -> ParityChecker:
     """Runs a bundle's files on its stored inputs and compares them with its stored outputs.
 
     The gates on decisions are checked again too, on the stored cases. A gate on a user's own metric is not: its code is
@@ -38,7 +38,7 @@ def verify(folder: str | Path) -> Proof:
     return prove(folder, digests.read_manifest(folder))
 
 
-def prove(folder: Path, manifest: Manifest) -> Proof:
+def prove(folder: Path, manifest: Manifest) -> ParityChecker:
     """The same of a bundle whose files are known to be those of its manifest.
 
     Raises:
@@ -48,16 +48,16 @@ def prove(folder: Path, manifest: Manifest) -> Proof:
     _check_precisions(manifest)
     outputs = [output.name for output in manifest.outputs]
     reference = read_reference(folder / REFERENCE, manifest.reference_cases, outputs, manifest.parity.extreme_cases)
-    bounds = {name: bound_of(record) for name, record in manifest.parity.bounds.items()}
-    proof = Proof(reference, bounds, gates_of(manifest))
+    bounds = {name: tolerance_of(record) for name, record in manifest.parity.bounds.items()}
+    proof = ParityChecker(reference, bounds, gates_of(manifest))
     try:
         for artifact in manifest.artifacts:
-            for place, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
+            for target, run in runners.open_file(folder / artifact.path, artifact.format, outputs, artifact.device):
                 precision = None if artifact.precision is None else artifact.precision.precision
-                proof.check(place, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
+                proof.check(target, run, traced_shape_only=artifact.fixed_shape is not None, precision=precision)
                 del run  # before the next is opened: each holds the weights
     except ExportError as error:  # whose mends are for those who export
-        raise BundleError(error.cause, place=error.place) from error
+        raise BundleError(error.message, location=error.location) from error
     _check_cases(proof, manifest)
     return proof
 
@@ -77,29 +77,29 @@ def _check_precisions(manifest: Manifest) -> None:
     Raises:
         BundleError: One is, or no gate is demanded of it.
     """
-    proven = {place.place: place.precision for place in manifest.parity.places}
+    proven = {target.target: target.precision for target in manifest.parity.targets}
     for artifact in manifest.artifacts:
         precision = None if artifact.precision is None else artifact.precision.precision
         if proven.get(artifact.format) != precision or (precision is not None and not manifest.parity.gates):
             told = "of the model's own precision" if precision is None else precision
-            raise BundleError(f"it calls {artifact.format} {told}, and holds no proof of that", place=MANIFEST)
+            raise BundleError(f"it calls {artifact.format} {told}, and holds no proof of that", location=MANIFEST)
 
 
-def _check_cases(proof: Proof, manifest: Manifest) -> None:
+def _check_cases(proof: ParityChecker, manifest: Manifest) -> None:
     """Refuses a file that the bundle has no proof of, or that is called of fixed shape where that has other sizes too.
 
     Raises:
         BundleError: One is.
     """
-    proven = {place.place: place for place in manifest.parity.places}
-    for place in proof.places[1:]:
-        now = {case.case for output in place.outputs for case in output.cases}
-        if (record := proven.get(place.place)) is None:
-            raise BundleError(f"it holds no proof of {place.place}", place=MANIFEST)
+    proven = {target.target: target for target in manifest.parity.targets}
+    for target in proof.targets[1:]:
+        now = {case.case for output in target.outputs for case in output.cases}
+        if (record := proven.get(target.target)) is None:
+            raise BundleError(f"it holds no proof of {target.target}", location=MANIFEST)
         then = {case.case for output in record.outputs for case in output.cases}
         if missing := sorted(then.intersection(manifest.reference_cases) - now):
-            told = f"it calls {place.place} of fixed shape, and its proof has {missing[0]}"
-            raise BundleError(told, place=MANIFEST)
+            told = f"it calls {target.target} of fixed shape, and its proof has {missing[0]}"
+            raise BundleError(told, location=MANIFEST)
 
 
 def gates_of(manifest: Manifest) -> list[Gate]:
@@ -111,15 +111,15 @@ def gates_of(manifest: Manifest) -> list[Gate]:
     outputs = [output.name for output in manifest.outputs]
     records = [record for record in manifest.parity.gates if not record.measure.startswith(METRIC)]
     if not all(record.measure in MEASURES and record.output in outputs for record in records):
-        raise BundleError("it has a gate on what is no measure, or no output", place=MANIFEST)
+        raise BundleError("it has a gate on what is no measure, or no output", location=MANIFEST)
     gates = [_gate(record, manifest) for record in records]
     return [gate for gate in gates if gate is not None]
 
 
-def bound_of(record: BoundRecord) -> Bound:
+def tolerance_of(record: ToleranceRecord) -> Tolerance:
     """The bound that a manifest holds."""
     extremes = {case: math.inf if limit is None else limit for case, limit in record.extremes.items()}
-    return Bound(record.floor, record.limit, record.atol, record.rtol, extremes)
+    return Tolerance(record.floor, record.limit, record.atol, record.rtol, extremes)
 
 
 def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
@@ -128,8 +128,8 @@ def _gate(record: GateRecord, manifest: Manifest) -> Gate | None:
     A share of all cases may be higher than that of the stored ones; then these must do as well as they did.
     """
     least = record.min
-    for place in manifest.parity.places:
-        for decision in place.decisions:
+    for target in manifest.parity.targets:
+        for decision in target.decisions:
             if (decision.measure, decision.output) == (record.measure, record.output):
                 stored = [
                     CaseDecision(c.case, c.total, math.inf if c.smallest is None else c.smallest, c.count)

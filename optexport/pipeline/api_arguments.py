@@ -35,8 +35,8 @@ def named_rules(transformations: Transformation | Iterable[Transformation] | Non
         if not isinstance(transformation, Transformation):
             raise ConfigError(
                 f"{transformation!r} is no transformation",
-                place="transformations",
-                mend="Give instances, such as optexport.transformations.MergeLinears().",
+                location="transformations",
+                hint="Give instances, such as optexport.transformations.MergeLinears().",
             )
     return NamedRule.of(listed)
 
@@ -53,10 +53,10 @@ def check_arguments(model: Any, **mappings: Any) -> None:
         ConfigError: The model is none, or another argument is no mapping.
     """
     if not isinstance(model, nn.Module | ExportedProgram):
-        raise ConfigError(f"it is a {type(model).__name__}, not a module", place="model")
+        raise ConfigError(f"it is a {type(model).__name__}, not a module", location="model")
     for name, given in mappings.items():
         if given is not None and not isinstance(given, Mapping):
-            raise ConfigError(f"{given!r} is no mapping", place=name, mend=f"Write {_WRITTEN[name]}.")
+            raise ConfigError(f"{given!r} is no mapping", location=name, hint=f"Write {_WRITTEN[name]}.")
     for name, axes in (mappings.get("dynamic") or {}).items():
         if not isinstance(axes, Mapping):
-            raise ConfigError(f"{axes!r} is no mapping", place=f"dynamic: {name}", mend='Write {0: "batch"}.')
+            raise ConfigError(f"{axes!r} is no mapping", location=f"dynamic: {name}", hint='Write {0: "batch"}.')

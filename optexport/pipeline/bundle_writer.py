@@ -27,7 +27,7 @@ from optexport.bundle.manifest import (
 )
 from optexport.config.schema import Config
 from optexport.errors import printable
-from optexport.job import Made
+from optexport.job import VariantResult
 from optexport.loading.loader import Loaded
 from optexport.redaction import redact
 from optexport.signature.arguments import Constant
@@ -58,7 +58,7 @@ def manifest(
     config: Config,
     loaded: Loaded,
     traced: Traced,
-    made: Sequence[Made],
+    made: Sequence[VariantResult],
     nodes_before: int,
     parity: ParityRecord,
     reference_cases: Sequence[str],

@@ -84,7 +84,7 @@ def write(lock: Lock, config: Path) -> Path:
         draft.write_text(json.dumps(lock.model_dump(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        raise ConfigError(f"it cannot be written: {error}", place=str(path)) from error
+        raise ConfigError(f"it cannot be written: {error}", location=str(path)) from error
     finally:
         draft.unlink(missing_ok=True)
     return path
@@ -103,12 +103,12 @@ def read(config: Path) -> Lock:
         return Lock.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ConfigError(
-            "there is no such file", place=path.name, mend=f"optexport lock {config} writes it."
+            "there is no such file", location=path.name, hint=f"optexport lock {config} writes it."
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         cause = f"{error.errors()[0]['msg']}" if isinstance(error, ValidationError) else first_line(error)
         raise ConfigError(
-            f"it cannot be read: {cause}", place=path.name, mend=f"optexport lock {config} writes it anew."
+            f"it cannot be read: {cause}", location=path.name, hint=f"optexport lock {config} writes it anew."
         ) from error
 
 
@@ -156,7 +156,7 @@ def check_model(lock: Lock, job: Job, path: Path) -> None:
 def _refuse(differences: list[str], path: Path) -> None:
     if differences:
         told = "".join(f"\n  {difference}" for difference in differences)
-        raise ConfigError(f"what was locked is no more{told}", place=lock_path(path).name, mend=_MEND.format(path))
+        raise ConfigError(f"what was locked is no more{told}", location=lock_path(path).name, hint=_MEND.format(path))
 
 
 def _differences(was: Mapping[str, str], now: Mapping[str, str], shown: int | None = None) -> list[str]:
@@ -189,7 +189,7 @@ def _code(job: Job, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The lock's ``imports`` and ``packages``."""
     made = [*job.loaded.model.modules(), *(rule.transformation for rule in job.rules)]
     called = [job.config.model.source, *(job.config.parity.decisions or ())]
-    named = [place.removeprefix(METRIC).partition(":")[0] for place in called if place.startswith(METRIC)]
+    named = [location.removeprefix(METRIC).partition(":")[0] for location in called if location.startswith(METRIC)]
     modules = {*named, *(type(each).__module__ for each in made)}
     imported = imports_of(modules, folder)
     imported |= set() if job.loaded.pretrained is None else {"tokenizers"}
@@ -225,9 +225,9 @@ def _named(config: Config, folder: Path) -> list[str]:
     if source_kind(source, folder) in (SourceKind.FOLDER, SourceKind.PT2, SourceKind.TORCHSCRIPT):
         named.append(source)
     called = [source, *(rule.use for rule in config.rules()), *(config.parity.decisions or ())]
-    for place in called:
-        if place.startswith(METRIC):
-            module = place.removeprefix(METRIC).partition(":")[0].partition(".")[0]
+    for location in called:
+        if location.startswith(METRIC):
+            module = location.removeprefix(METRIC).partition(":")[0].partition(".")[0]
             named += [name for name in (f"{module}.py", module) if (folder / name).exists()]
     return list(dict.fromkeys(named))
 

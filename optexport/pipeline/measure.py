@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bench import gates
 from optexport.bench.artifact import exported
-from optexport.bench.measure import Duel, Report, measure
+from optexport.bench.measure import PairwiseComparison, Report, measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload, from_signature
 from optexport.bundle.manifest import ArtifactRecord, ParityRecord
@@ -34,7 +34,7 @@ def measure_exports(
     draft: Path,
     scratch: Path,
     proof: ParityRecord,
-    stages: Stages,
+    progress: Progress,
     *,
     tuned: bool,
 ) -> Report | None:
@@ -63,10 +63,10 @@ def measure_exports(
             if tuned or (gate.min_speedup is not None and gate.min_speedup.of(name) is not None)
         ]
         settings = Settings(bench.threads, max(LEAST_ROUNDS, bench.rounds) if compared else bench.rounds)
-        with stages.stage("measure"):
+        with progress.step("measure"):
             if compared:
                 records, refused = variant.export_plain(job, compared, scratch)
-                without_plain = {name: error.cause for name, error in refused.items()}
+                without_plain = {name: error.message for name, error in refused.items()}
                 plain = exported(records, inputs, scratch, "plain ", proven=False)
             pairs = [(ours, theirs) for ours in files for theirs in plain if ours.format == theirs.format]
             found = measure([*files, *plain], given, pairs, settings)
@@ -76,7 +76,7 @@ def measure_exports(
             ]
             found = replace(found, notes=(*found.notes, *lacking))
 
-            def again(duel: Duel) -> Duel:
+            def again(duel: PairwiseComparison) -> PairwiseComparison:
                 pair = (duel.artifact, duel.baseline)
                 return measure(pair, [duel.workload], [pair], settings).duels[0]
 

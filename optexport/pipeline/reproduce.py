@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from optexport._utils import packages, signals, torch_settings
 from optexport._utils.platform import processor
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import Measured, read_measured
 from optexport.cache import store
 from optexport.config import tracking_uri
-from optexport.config.custom_code import check_foreign_code
+from optexport.config.custom_code import check_custom_code
 from optexport.config.load import checked_settings
 from optexport.config.schema import Config
 from optexport.config.source import SourceKind, check_beside_source, check_module, check_source, source_kind
@@ -34,7 +34,7 @@ from optexport.transformations.registry import PLUGIN
 _SHOWN = 5
 
 
-def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
+def reproduce(bundle: Path, folder: Path, progress: Progress) -> list[str]:
     """Runs a bundle again, without tuning and measuring: what a tuning chose stands in the bundle's config.
 
     Args:
@@ -51,23 +51,23 @@ def reproduce(bundle: Path, folder: Path, stages: Stages) -> list[str]:
     if manifest.config.get("generation") is not None:
         raise ConfigError(
             "it is a part of a generative model, which is made as a whole",
-            place=str(bundle),
-            mend="Run its config again, and compare: optexport diff",
+            location=str(bundle),
+            hint="Run its config again, and compare: optexport diff",
         )
     if not (bundle / "config.toml").is_file():
         raise ConfigError(
             "it was made of a model in Python, and not by a config, so that nothing says how to make that model again",
-            place=str(bundle),
-            mend="Call optexport.export again, and compare: optexport diff",
+            location=str(bundle),
+            hint="Call optexport.export again, and compare: optexport diff",
         )
     config = _in_order(unmeasured(checked_settings(manifest.config, str(bundle))), manifest)
-    check_foreign_code(config, str(bundle))
+    check_custom_code(config, str(bundle))
     config = _with_store(config, bundle, folder)
     _check_named(config, bundle, folder)
     devices.check(config.model.device, config.export.formats, str(bundle))
     with store.off(), torch_settings.put_back(), signals.temporary_folder() as scratch:
-        job = run.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, stages)
-        made = run.produce(replace(job, beside=bundle.resolve()), stages).manifest
+        job = run.prepare(config, folder, rules_of(config, folder, ()), scratch / "bundle", scratch, progress)
+        made = run.produce(replace(job, beside=bundle.resolve()), progress).manifest
         differences = list(_differences(bundle, manifest, scratch / "bundle", made))
         around = _surroundings(read_measured(bundle)) if differences else ()
         return [*_reasons(manifest, made), *around, *differences]
@@ -85,8 +85,8 @@ def _with_store(config: Config, bundle: Path, folder: Path) -> Config:
         return config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
     raise ConfigError(
         f"its model is {config.model.source}, and a bundle does not say which MLflow may be asked for it",
-        place=str(bundle),
-        mend=f"Set MLFLOW_TRACKING_URI; its config says {config.tracking.uri}.",
+        location=str(bundle),
+        hint=f"Set MLFLOW_TRACKING_URI; its config says {config.tracking.uri}.",
     )
 
 
@@ -109,9 +109,9 @@ def _check_named(config: Config, bundle: Path, folder: Path) -> None:
         mistakes.tell()
     except ConfigError as error:
         raise ConfigError(
-            error.cause,
-            place=(error.place or "").replace(str(path), str(bundle), 1),
-            mend=f"What its config names is looked for in {folder.resolve()}: give the folder of that config with "
+            error.message,
+            location=(error.location or "").replace(str(path), str(bundle), 1),
+            hint=f"What its config names is looked for in {folder.resolve()}: give the folder of that config with "
             "--folder, and install the packages that it names.",
         ) from error
 

@@ -13,7 +13,7 @@ import torch
 from optexport import tracking
 from optexport._utils import atomic_dir, signals, torch_settings
 from optexport._utils.packages import versions
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bench import report
 from optexport.bundle import contents, digests, layout
 from optexport.bundle.git import checkout
@@ -33,8 +33,8 @@ from optexport.loading import loader
 from optexport.loading.loader import Loaded
 from optexport.loading.processing import built_in
 from optexport.parity import gates, noise_floor
-from optexport.parity.candidate_check import Suspects
-from optexport.parity.checker import Proof
+from optexport.parity.candidate_check import CandidateChecker
+from optexport.parity.checker import ParityChecker
 from optexport.parity.record import parity_record
 from optexport.parity.reference import Reference
 from optexport.parity.reference_file import write_reference
@@ -61,7 +61,7 @@ def run(
     baseline: bool = False,
     dump: str | Path | None = None,
     locked: bool = False,
-    stages: Stages | None = None,
+    progress: Progress | None = None,
     keep: bool = True,
 ) -> Result:
     """Runs a config file.
@@ -72,13 +72,13 @@ def run(
         baseline: Whether to write the untransformed export too, to ``<output>-baseline``.
         dump: A folder to write the graph to, before and after every transformation.
         locked: Whether to refuse packages, a model or files other than those in the config's lock.
-        stages: Is told of every stage.
+        progress: Is told of every stage.
         keep: Whether the bundle stays and the run is tracked; else it is only proven.
 
     Raises:
         OptexportError: One of its kinds, with the exit code of what went wrong.
     """
-    stages = stages or Stages()
+    progress = progress or Progress()
     path, dump = layout.as_path(path, "path"), None if dump is None else layout.as_path(dump, "dump")
     config, folder = load_config(path, without), path.parent
     # As it is now: the work takes its time. A tracking URI may hold a password.
@@ -86,8 +86,8 @@ def run(
     if config.generation is not None:
         raise ConfigError(
             "it exports the parts of a generative model, of which there is no single result",
-            place=f"{path}: generation",
-            mend="Call optexport.run_generation(path), or: optexport run",
+            location=f"{path}: generation",
+            hint="Call optexport.run_generation(path), or: optexport run",
         )
     check_extras(config, path)
     devices.check(config.model.device, config.export.formats, f"{path}: model.device")
@@ -106,14 +106,14 @@ def run(
     plain = layout.beside(output, "baseline")
     if dump is not None:
         layout.check_outside("--dump", dump, layout.kept(output), is_file=False)
-    for place in ((output, plain) if baseline else (output,)) if keep else ():
-        contents.check_output(place)
+    for target in ((output, plain) if baseline else (output,)) if keep else ():
+        contents.check_output(target)
     if dump is not None:
         try:
             dump.mkdir(parents=True, exist_ok=True)
             dump = dump.resolve()  # a model's code may change the working directory
         except OSError as error:
-            raise ConfigError(f"nothing can be written there: {error}", place=f"--dump {dump}") from error
+            raise ConfigError(f"nothing can be written there: {error}", location=f"--dump {dump}") from error
     settings, origin = bundle_writer.portable(config), Origin(git=checkout(folder))
     tags = run_params.tags(settings["model"]["source"], versions(), origin)
     with (
@@ -121,7 +121,7 @@ def run(
         contextlib.ExitStack() as until_sent,
         tracking.tracking(config.tracking, path, output, settings, tags) as tracker,
     ):
-        job = prepare(config, folder, rules, output, downloads, stages)
+        job = prepare(config, folder, rules, output, downloads, progress)
         if lock is not None:
             lockfile.check_model(lock, job, path)
         job = replace(job, config_text=text, dump=dump, origin=origin)
@@ -130,12 +130,12 @@ def run(
         if baseline:
             produce(
                 replace(job, config=resolved(unmeasured(config), (), plain), rules=(), output=plain, dump=None),
-                Stages(lambda name, seconds: stages.announce(f"baseline: {name}", seconds)),
+                Progress(lambda name, seconds: progress.announce(f"baseline: {name}", seconds)),
             )
         held = None if lock is None else digests.sha256(lockfile.lock_path(path))
         origin = origin.model_copy(update={"lock_sha256": held, "mlflow_run": tracker.run_id})
-        result = produce(replace(job, origin=origin), stages, until_sent)
-        with stages.stage("track"):
+        result = produce(replace(job, origin=origin), progress, until_sent)
+        with progress.step("track"):
             tracker.send()
     return replace(
         result,
@@ -153,7 +153,7 @@ def prepare(
     rules: tuple[NamedRule, ...],
     output: Path,
     downloads: Path,
-    stages: Stages,
+    progress: Progress,
 ) -> Job:
     """Loads what a config names: the model, its inputs, and metrics of the user's own.
 
@@ -162,9 +162,9 @@ def prepare(
         downloads: A folder for what is fetched from elsewhere.
     """
     metrics = gates.load_metrics(config.parity.decisions, folder)
-    with stages.stage("load"):
+    with progress.step("load"):
         loaded = load_model(config, folder, downloads)
-    with stages.stage("inputs"):
+    with progress.step("inputs"):
         given = preparation.prepare(
             config.inputs, folder, loaded.model, loaded.pretrained, config.parity.seed, loaded.program
         )
@@ -177,7 +177,7 @@ def prepare(
     )
 
 
-def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) -> Result:
+def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = None) -> Result:
     """Traces, transforms, exports and proves. The bundle appears when all of it is proven, and not before.
 
     Args:
@@ -188,7 +188,7 @@ def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) 
         torch.random.fork_rng(devices=[]),
         signals.temporary_folder() as scratch,
     ):
-        with stages.stage("trace"):
+        with progress.step("trace"):
             traced, call = trace_original(job)
             job = job.holding(traced.held)
             signature = traced.signature
@@ -196,27 +196,29 @@ def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) 
                 triton.check(signature, job.config.export.formats)
             workloads = measure.workloads(job, signature, scratch)
             nodes_before = bundle_writer.write_graph(draft / "graph_before.txt", traced.graph_module)
-        with stages.stage("reference"):
+        with progress.step("reference"):
             ids = vocabularies(traced.graph_module, signature)
-            proof = make_proof(job, run_reference(job, traced, call, ids), signature)
+            proof = make_checker(job, run_reference(job, traced, call, ids), signature)
         tuned: tuple[Outcome, ...] = ()
         if job.config.tune is not None:
-            job, tuned = tuner.tune(job, traced, call, proof, workloads, job.config.tune.seconds, scratch, stages)
-        graphs = [variant.apply(each, traced.graph_module, job, stages) for each in job.branches]
-        with stages.stage("other sizes"):
-            if doubtful := sizes_apart(job, traced, graphs, call):
+            job, tuned = tuner.tune(job, traced, call, proof, workloads, job.config.tune.seconds, scratch, progress)
+        graphs = [variant.apply(each, traced.graph_module, job, progress) for each in job.variants]
+        with progress.step("other sizes"):
+            if suspect_sizes := sizes_apart(job, traced, graphs, call):
                 traced, call = trace_original(job)
-                proof = make_proof(job, run_reference(job, traced, call, ids, doubtful), signature)
-        suspects = Suspects(proof, call, job.loaded.model, signature, ids, job.config.parity)
+                proof = make_checker(job, run_reference(job, traced, call, ids, suspect_sizes), signature)
+        candidate_checker = CandidateChecker(proof, call, job.loaded.model, signature, ids, job.config.parity)
         made = [
-            variant.produce(each, graph, signature, call, suspects, job, draft, stages)
-            for each, graph in zip(job.branches, graphs, strict=True)
+            variant.produce(each, graph, signature, call, candidate_checker, job, draft, progress)
+            for each, graph in zip(job.variants, graphs, strict=True)
         ]
         artifacts = [artifact for each in made for artifact in each.artifacts]
-        kept = [f"export {name}" for each in made for name in each.kept] + [f"check {p}" for p in suspects.kept]
+        kept = [f"export {name}" for each in made for name in each.kept] + [
+            f"check {p}" for p in candidate_checker.kept
+        ]
         found = parity_record(proof)
-        bench = measure.measure_exports(job, workloads, artifacts, draft, scratch, found, stages, tuned=bool(tuned))
-        with stages.stage("bundle"):
+        bench = measure.measure_exports(job, workloads, artifacts, draft, scratch, found, progress, tuned=bool(tuned))
+        with progress.step("bundle"):
             stored = write_reference(draft / layout.REFERENCE, proof.reference)
             if job.config_text is not None:
                 (draft / "config.toml").write_text(job.config_text, encoding="utf-8")
@@ -234,11 +236,11 @@ def produce(job: Job, stages: Stages, held: contextlib.ExitStack | None = None) 
         measured |= {"tune": outcome.as_json(tuned)} if tuned else {}
         measured |= {"kept": kept} if kept else {}
         measured |= {"origin": job.origin.model_dump(exclude_none=True)}
-        contents.write_measurements(draft, bundle_writer.measurements(stages.seconds, measured))
-        with stages.stage("report"):
+        contents.write_measurements(draft, bundle_writer.measurements(progress.seconds, measured))
+        with progress.step("report"):
             page.write(draft)
     reproduction.remove(job.failure)
-    return Result(job.output, tuple(proof.places), manifest, bench=bench, tuned=tuned, kept=tuple(kept))
+    return Result(job.output, tuple(proof.targets), manifest, bench=bench, tuned=tuned, kept=tuple(kept))
 
 
 def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
@@ -253,13 +255,13 @@ def load_model(config: Config, folder: Path, downloads: Path) -> Loaded:
     return built_in(loader.load(config.model, folder, downloaded), config.processing)
 
 
-def make_proof(job: Job, reference: Reference, signature: Signature) -> Proof:
+def make_checker(job: Job, reference: Reference, signature: Signature) -> ParityChecker:
     """What every artifact is held to: the answers of the original, a bound for each output, and the decisions."""
     parity = job.config.parity
     always_empty = [spec.name for spec in signature.outputs if 0 in spec.shape]
     bounds = noise_floor.bounds(reference, parity.multiple, parity.atol, parity.rtol, always_empty=always_empty)
-    proof = Proof(
+    proof = ParityChecker(
         reference, bounds, gates.make_gates(parity.decisions, job.metrics, reference, bounds, parity.multiple)
     )
-    gates.check_usable(proof.places[0].decisions)
+    gates.check_usable(proof.targets[0].decisions)
     return proof

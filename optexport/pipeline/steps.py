@@ -60,7 +60,7 @@ def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: C
     effort, model = job.config.parity.effort, job.loaded.model
     if effort == "quick" or memory.weight_bytes(model) >= _TOO_LARGE:
         return []
-    found = [*traced.doubtful]
+    found = [*traced.suspect_sizes]
     for graph in graphs:
         found += size_probe.parting_sizes(
             graph_runner(model, call),
@@ -71,19 +71,19 @@ def sizes_apart(job: Job, traced: Traced, graphs: Sequence[Transformed], call: C
             times=_TIMES_EXHAUSTIVE if effort == "exhaustive" else 1,
             rounded_anew=any(applied.report.changes for applied in graph.applied),
         )
-    return found[len(traced.doubtful) :]
+    return found[len(traced.suspect_sizes) :]
 
 
 def run_reference(
-    job: Job, traced: Traced, call: Call, ids: Mapping[str, int], doubtful: Sequence[dict[str, int]] = ()
+    job: Job, traced: Traced, call: Call, ids: Mapping[str, int], suspect_sizes: Sequence[dict[str, int]] = ()
 ) -> Reference:
     """Runs the original on all that is checked; how much that is depends on the effort.
 
     Args:
-        doubtful: Sizes to check on beside those that the trace has doubts about.
+        suspect_sizes: Sizes to check on beside those that the trace has doubts about.
     """
     signature, effort = traced.signature, job.config.parity.effort
-    checked = cases(job.example, job.real, signature, [*traced.doubtful, *doubtful], effort)
+    checked = cases(job.example, job.real, signature, [*traced.suspect_sizes, *suspect_sizes], effort)
     checked += special_cases(
         job.example,
         ids,

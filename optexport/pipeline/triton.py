@@ -85,8 +85,8 @@ def check(signature: Signature, formats: Collection[str]) -> None:
             if cause is not None:
                 raise ExportError(
                     cause,
-                    place=f"export.layout: {name}",
-                    mend=f'Leave "{file_format}" out of export.formats, or leave out the layout.',
+                    location=f"export.layout: {name}",
+                    hint=f'Leave "{file_format}" out of export.formats, or leave out the layout.',
                 )
 
 

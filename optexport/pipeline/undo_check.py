@@ -41,8 +41,8 @@ def check_undo(
     if difference := _difference(undone, earlier, example):
         raise TransformationError(
             f"undoing what was applied last does not give back the graph before: {difference}",
-            place=", ".join(rule.name for rule in rules),
-            mend="Mend its restore, or derive it from Rule or Transformation, as one that cannot be undone.",
+            location=", ".join(rule.name for rule in rules),
+            hint="Mend its restore, or derive it from Rule or Transformation, as one that cannot be undone.",
         )
 
 

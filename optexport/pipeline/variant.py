@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from optexport._utils import memory, signals
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bundle.manifest import ArtifactRecord, PrecisionRecord
 from optexport.cache import exports
 from optexport.config.schema import Format
@@ -20,8 +20,8 @@ from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.diagnosis.bisect_rules import blame_rules
 from optexport.errors import ExportError
 from optexport.exporters.writer import Writer
-from optexport.job import Branch, Job, Made
-from optexport.parity.candidate_check import Suspects
+from optexport.job import Job, Variant, VariantResult
+from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.checker import GRAPH, ONNX, ONNX_FLOAT32
 from optexport.parity.reference import Call, graph_runner
 from optexport.pipeline import bundle_writer
@@ -33,7 +33,7 @@ from optexport.signature.signature import Signature
 from optexport.transformations.apply import Transformed, sharing_copy, transform
 
 
-def apply(branch: Branch, graph_module: fx.GraphModule, job: Job, stages: Stages) -> Transformed:
+def apply(branch: Variant, graph_module: fx.GraphModule, job: Job, progress: Progress) -> Transformed:
     """Transforms a trace by the rules of a branch.
 
     Args:
@@ -43,8 +43,8 @@ def apply(branch: Branch, graph_module: fx.GraphModule, job: Job, stages: Stages
         TransformationError, GateError: As for `optexport.transformations.apply.transform`.
     """
     formats, title = _names(branch, job)
-    with stages.stage(f"transform{formats}"):
-        given = graph_module if len(job.branches) == 1 else sharing_copy(graph_module)
+    with progress.step(f"transform{formats}"):
+        given = graph_module if len(job.variants) == 1 else sharing_copy(graph_module)
         transformed = transform(given, branch.rules, job.dump, title and f"{title}-")
     if memory.is_large(job.loaded.model):
         memory.collect()
@@ -54,69 +54,69 @@ def apply(branch: Branch, graph_module: fx.GraphModule, job: Job, stages: Stages
 
 
 def produce(
-    branch: Branch,
+    branch: Variant,
     transformed: Transformed,
     signature: Signature,
     call: Call,
-    suspects: Suspects,
+    candidate_checker: CandidateChecker,
     job: Job,
     draft: Path,
-    stages: Stages,
-) -> Made:
+    progress: Progress,
+) -> VariantResult:
     """Exports a transformed graph in the formats of a branch, and proves every step.
 
     Args:
-        suspects: Checks the graph and the files.
+        candidate_checker: Checks the graph and the files.
 
     Raises:
         ParityError: The graph, or a file, does not compute the same.
         OptexportError: Another of its kinds, as for `pipeline.run`.
     """
     formats, title = _names(branch, job)
-    proof, graph_module = suspects.proof, transformed.graph_module
-    with stages.stage(f"check graph{formats}"):
-        place, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
-        if not suspects.check(place, runner, content=exports.of_graph(graph_module)).passed:
+    proof, graph_module = candidate_checker.proof, transformed.graph_module
+    with progress.step(f"check graph{formats}"):
+        target, runner = f"{GRAPH}{formats}", partial(graph_runner, graph_module, call)
+        if not candidate_checker.check(target, runner, content=exports.of_graph(graph_module)).passed:
             find = partial(blame_rules, lambda: trace_original(job), branch.rules, proof, job.loaded.model)
-            raise reproduction.error(proof, job.failure, job.config_text, find, suspects.smallest)
+            raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.smallest)
     lowered: PrecisionRecord | None = None
     if branch.precision is not None:
-        with stages.stage(f"lower{formats}"):
+        with progress.step(f"lower{formats}"):
             cast, applied, lowered = lower_precision.cast_graph(transformed.graph_module, branch, job, call, proof)
-        with stages.stage(f"check graph{formats}"):
-            place = f"{GRAPH}, cast{formats}"
+        with progress.step(f"check graph{formats}"):
+            target = f"{GRAPH}, cast{formats}"
             runner = partial(graph_runner, cast, call)
-            lower_precision.check_passed(suspects.check(place, runner, precision=branch.precision), proof)
+            lower_precision.check_passed(candidate_checker.check(target, runner, precision=branch.precision), proof)
         transformed = replace(transformed, graph_module=cast, applied=(*transformed.applied, applied))
     bundle_writer.write_graph(draft / f"graph_after{title and f'.{title}'}.txt", transformed.graph_module)
     device = job.config.model.device
     writer = Writer(
         transformed.graph_module, signature, job.example, job.loaded.weights_sha256, transformed.applied, device
     )
-    artifacts, kept = _write(branch, writer, suspects, job, draft, stages)
+    artifacts, kept = _write(branch, writer, candidate_checker, job, draft, progress)
     if lowered is not None:
         artifacts = [artifact.model_copy(update={"precision": lowered}) for artifact in artifacts]
-    with stages.stage("undo"):
+    with progress.step("undo"):
         check_undo(graph_module, transformed.undoable, transformed.earlier, job.example)
-    return Made(branch, transformed, tuple(artifacts), tuple(kept))
+    return VariantResult(branch, transformed, tuple(artifacts), tuple(kept))
 
 
-def _names(branch: Branch, job: Job) -> tuple[str, str]:
+def _names(branch: Variant, job: Job) -> tuple[str, str]:
     """What stages and files of a branch are told apart by, where there are several."""
-    if len(job.branches) == 1:
+    if len(job.variants) == 1:
         return "", ""
     return f" for {', '.join(branch.formats)}", "-".join(branch.formats)
 
 
 def _write(
-    branch: Branch, writer: Writer, suspects: Suspects, job: Job, draft: Path, stages: Stages
+    branch: Variant, writer: Writer, candidate_checker: CandidateChecker, job: Job, draft: Path, progress: Progress
 ) -> tuple[list[ArtifactRecord], list[str]]:
     """Writes the files of a graph and checks them; an ONNX file of lower precision is made of one that passed.
 
     Returns:
         What the manifest says of them, and the formats of those that an earlier run kept.
     """
-    proof, outputs = suspects.proof, writer.signature.output_names
+    proof, outputs = candidate_checker.proof, writer.signature.output_names
     precision = job.precision_of("onnx") if "onnx" in branch.formats else None
     files: dict[str, Path] = {}
     artifacts: list[ArtifactRecord] = []
@@ -124,7 +124,7 @@ def _write(
     with signals.temporary_folder() as scratch:
         for name in branch.formats:
             later = name == "onnx" and precision is not None
-            with stages.stage(f"export {name}"):
+            with progress.step(f"export {name}"):
                 folder = scratch if later else draft
                 lowerings = job.config.export.lowerings.get(name, [])
                 artifact, is_kept = exports.export(writer, name, folder, lowerings, job.config.export.opset)
@@ -132,25 +132,25 @@ def _write(
             files[name] = folder / artifact.path
             artifacts.append(artifact)
             kept += [name] * is_kept
-            with stages.stage(f"check {name}"):
+            with progress.step(f"check {name}"):
                 fixed = artifact.fixed_shape is not None
-                for place, opened in runners.ways_to_open(files[name], name, outputs, writer.device):
-                    place = place.replace(ONNX, ONNX_FLOAT32, 1) if later else place
-                    parity = suspects.check(
-                        place, opened, content=content, traced_shape_only=fixed, precision=branch.precision
+                for target, opened in runners.ways_to_open(files[name], name, outputs, writer.device):
+                    target = target.replace(ONNX, ONNX_FLOAT32, 1) if later else target
+                    parity = candidate_checker.check(
+                        target, opened, content=content, traced_shape_only=fixed, precision=branch.precision
                     )
                     lower_precision.check_passed(parity, proof)
                     if memory.is_large(job.loaded.model):
                         memory.collect()
         if not proof.passed:
             find = partial(blame_files, writer.flat, files, proof, writer.device)
-            raise reproduction.error(proof, job.failure, job.config_text, find, suspects.smallest)
+            raise reproduction.error(proof, job.failure, job.config_text, find, candidate_checker.smallest)
         if precision is not None:
-            with stages.stage("lower onnx"):
+            with progress.step("lower onnx"):
                 record = lower_precision.quantize_file(files["onnx"], draft, precision, job, proof, writer.flat)
-            with stages.stage("check onnx"):
-                for place, opened in runners.ways_to_open(draft / files["onnx"].name, "onnx", outputs):
-                    lower_precision.check_passed(suspects.check(place, opened, precision=precision), proof)
+            with progress.step("check onnx"):
+                for target, opened in runners.ways_to_open(draft / files["onnx"].name, "onnx", outputs):
+                    lower_precision.check_passed(candidate_checker.check(target, opened, precision=precision), proof)
             artifacts = [a.model_copy(update={"precision": record}) if a.format == "onnx" else a for a in artifacts]
     return artifacts, kept
 

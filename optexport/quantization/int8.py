@@ -117,8 +117,8 @@ def quantize(source: Path, target: Path, nodes: Collection[str], precision: str,
     except Exception as error:  # it raises kinds of many
         raise ExportError(
             f"onnxruntime could not quantise it: {first_line(error)}",
-            place=f"precision.onnx: {precision}",
-            mend='Leave "onnx" out of [precision].',
+            location=f"precision.onnx: {precision}",
+            hint='Leave "onnx" out of [precision].',
         ) from error
 
 

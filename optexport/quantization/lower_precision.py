@@ -9,8 +9,8 @@ from torch import fx
 
 from optexport.bundle.manifest import PrecisionRecord
 from optexport.errors import ParityError
-from optexport.job import Branch, Job
-from optexport.parity.checker import PlaceParity, Proof
+from optexport.job import Job, Variant
+from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.record import parity_record
 from optexport.parity.reference import Call, graph_runner
 from optexport.quantization import int8
@@ -24,7 +24,7 @@ from optexport.transformations.merge_linears import parts_in_name
 
 
 def cast_graph(
-    graph_module: fx.GraphModule, branch: Branch, job: Job, call: Call, proof: Proof
+    graph_module: fx.GraphModule, branch: Variant, job: Job, call: Call, proof: ParityChecker
 ) -> tuple[fx.GraphModule, Applied, PrecisionRecord]:
     """A copy of a graph with its layers and products in half precision, but for those that the gates keep.
 
@@ -57,7 +57,7 @@ def cast_graph(
 
 
 def quantize_file(
-    source: Path, folder: Path, precision: str, job: Job, proof: Proof, graph_module: fx.GraphModule
+    source: Path, folder: Path, precision: str, job: Job, proof: ParityChecker, graph_module: fx.GraphModule
 ) -> PrecisionRecord:
     """Writes an ONNX file with its layers in int8, but for those that the gates keep.
 
@@ -92,18 +92,18 @@ def quantize_file(
     return choice.record()
 
 
-def check_passed(place: PlaceParity, proof: Proof) -> None:
+def check_passed(target: TargetParity, proof: ParityChecker) -> None:
     """Refuses a place of lower precision that does not pass on all cases; others have their own way to fail.
 
     Raises:
         ParityError: It does not.
     """
-    if place.precision is not None and not place.passed:
-        told = "".join(f"\n  {failure}" for failure in failures(place))
+    if target.precision is not None and not target.passed:
+        told = "".join(f"\n  {failure}" for failure in failures(target))
         raise ParityError(
-            f"in {place.precision} it does not give what is demanded, though it did where the layers were chosen{told}",
-            place=place.place,
-            mend="Name more layers in precision.keep, or leave its format out of [precision].",
+            f"in {target.precision} it does not give what is demanded, though it did where the layers were chosen{told}",
+            location=target.target,
+            hint="Name more layers in precision.keep, or leave its format out of [precision].",
             proof=parity_record(proof),
         )
 

@@ -16,7 +16,7 @@ from optexport.bundle.manifest import GateValueRecord, LayerRecord, PrecisionRec
 from optexport.config.metrics import beside_gate
 from optexport.errors import ConfigError, ParityError, did_you_mean
 from optexport.parity.cases import Case
-from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.gates import Decision
 from optexport.parity.record import parity_record
 from optexport.runtime.runners import Run
@@ -49,10 +49,10 @@ class Choice:
     precision: str
     units: Sequence[str]
     asked: Collection[str]
-    everything: PlaceParity
-    chosen: PlaceParity
+    everything: TargetParity
+    chosen: TargetParity
     measured: list[str] = field(default_factory=list)
-    alone: Mapping[str, PlaceParity] = field(default_factory=dict)
+    alone: Mapping[str, TargetParity] = field(default_factory=dict)
 
     @property
     def kept(self) -> list[str]:
@@ -93,12 +93,12 @@ def within(layer: str, names: Collection[str]) -> bool:
 
 
 def choose(
-    place: str, precision: str, layers: Collection[str], keep: Collection[str], make: Make, proof: Proof
+    target: str, precision: str, layers: Collection[str], keep: Collection[str], make: Make, proof: ParityChecker
 ) -> Choice:
     """Finds what has to stay in float32 for the gates to pass, on the cases that these count.
 
     Args:
-        place: What is lowered, for messages.
+        target: What is lowered, for messages.
         layers: Those that can be, in the order of the model.
         keep: Names of layers, and of modules with all layers in them, that stay in any case.
         make: Makes a candidate.
@@ -112,9 +112,9 @@ def choose(
         if not any(within(layer, [name]) for layer in layers):
             merged = any(one.rstrip("-").endswith("-merged") for one in (name, *layers))
             raise ConfigError(
-                f'{place} has no layer "{name}" that could be lowered',
-                place="precision.keep",
-                mend=did_you_mean(name, layers) + (_MERGED if merged else ""),
+                f'{target} has no layer "{name}" that could be lowered',
+                location="precision.keep",
+                hint=did_you_mean(name, layers) + (_MERGED if merged else ""),
             )
     units = units_of(layers)
     asked = [
@@ -123,15 +123,15 @@ def choose(
     free = [unit for unit in units if unit not in asked]
     if not free:
         raise ConfigError(
-            f"{place} has no layer to lower",
-            place="precision",
-            mend=f"Keep less, or leave {precision} out." if asked else f"Leave {precision} out.",
+            f"{target} has no layer to lower",
+            location="precision",
+            hint=f"Keep less, or leave {precision} out." if asked else f"Leave {precision} out.",
         )
     small = _on_gated_cases(proof)
-    own = small.places[0].decisions
+    own = small.targets[0].decisions
 
-    def measure(lowered: Collection[str]) -> PlaceParity:
-        return small.check(place, make([unit for unit in units if unit not in lowered]), precision=precision)
+    def measure(lowered: Collection[str]) -> TargetParity:
+        return small.check(target, make([unit for unit in units if unit not in lowered]), precision=precision)
 
     found = measure(free)
     choice = Choice(precision, units, asked, found, found)
@@ -141,7 +141,7 @@ def choose(
     order = sorted(free, key=lambda unit: harm(choice.alone[unit], own), reverse=True)
     choice.chosen, choice.measured = choice.alone[order[-1]], order[:-1]
     if not choice.chosen.passed:
-        raise _nothing_passes(place, choice, order[-1], proof)
+        raise _nothing_passes(target, choice, order[-1], proof)
 
     def passes(kept: Sequence[str]) -> bool:
         attempt = measure([unit for unit in free if unit not in kept])
@@ -163,17 +163,17 @@ def layers_in(unit: str, layers: Collection[str]) -> list[str]:
     return [layer for layer in layers if within(layer, [unit])]
 
 
-def harm(place: PlaceParity, own: Sequence[Decision]) -> float:
+def harm(target: TargetParity, own: Sequence[Decision]) -> float:
     """The largest share of what a gate, or a fixed tolerance, leaves open that a candidate uses up; above 1 it fails.
 
     Args:
         own: How the original decides.
     """
     shares = [0.0]
-    for decision, original in zip(place.decisions, own, strict=True):
+    for decision, original in zip(target.decisions, own, strict=True):
         lost, room = original.value - decision.value, original.value - decision.gate.min
         shares.append(math.inf if math.isnan(lost) else lost / room if room > 0 else math.inf if lost > 0 else 0.0)
-    for case in (case for output in place.outputs for case in output.cases):
+    for case in (case for output in target.outputs for case in output.cases):
         if case.distance == math.inf:  # nothing to compare
             shares.append(math.inf)
         elif math.isfinite(case.limit) and case.distance > 0:
@@ -181,37 +181,37 @@ def harm(place: PlaceParity, own: Sequence[Decision]) -> float:
     return max(shares)
 
 
-def gated_cases(proof: Proof) -> list[Case]:
+def gated_cases(proof: ParityChecker) -> list[Case]:
     """The cases that the gates count: the user's data, or else what was made up."""
     names = {name for gate in proof.gates for name in gate.cases}
     return [case for case in proof.reference.cases if case.name in names]
 
 
-def _on_gated_cases(proof: Proof) -> Proof:
+def _on_gated_cases(proof: ParityChecker) -> ParityChecker:
     names = [case.name for case in gated_cases(proof)]
     indices = [index for index, case in enumerate(proof.reference.cases) if case.name in names]
-    return Proof(proof.reference.only(indices), proof.bounds, proof.gates)
+    return ParityChecker(proof.reference.only(indices), proof.bounds, proof.gates)
 
 
-def failures(place: PlaceParity) -> list[str]:
+def failures(target: TargetParity) -> list[str]:
     """Why a place does not pass."""
-    outputs = [f"{output.output}, {output.failure}" for output in place.outputs if output.failure is not None]
-    return outputs + [decision.failure for decision in place.decisions if decision.failure is not None]
+    outputs = [f"{output.output}, {output.failure}" for output in target.outputs if output.failure is not None]
+    return outputs + [decision.failure for decision in target.decisions if decision.failure is not None]
 
 
-def _nothing_passes(place: str, choice: Choice, least: str, proof: Proof) -> ParityError:
+def _nothing_passes(target: str, choice: Choice, least: str, proof: ParityChecker) -> ParityError:
     lines = [f"all lowered: {'; '.join(failures(choice.everything))}"]
     if len(choice.alone) > 1:
         lines.append(f"nearest, {least} alone lowered: {'; '.join(failures(choice.chosen))}")
     return ParityError(
         f"{choice.precision} passes the gates with no choice of layers\n  " + "\n  ".join(lines),
-        place=place,
-        mend=f"Lower the gates in parity.decisions, or leave {choice.precision} out of [precision].",
+        location=target,
+        hint=f"Lower the gates in parity.decisions, or leave {choice.precision} out of [precision].",
         proof=parity_record(proof),
     )
 
 
-def _values(place: PlaceParity) -> list[GateValueRecord]:
+def _values(target: TargetParity) -> list[GateValueRecord]:
     return [
         GateValueRecord(
             measure=decision.gate.measure,
@@ -219,5 +219,5 @@ def _values(place: PlaceParity) -> list[GateValueRecord]:
             value=float(beside_gate(decision.value, decision.gate.min)) if math.isfinite(decision.value) else None,
             min=decision.gate.min,
         )
-        for decision in place.decisions
+        for decision in target.decisions
     ]

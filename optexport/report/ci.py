@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from optexport.bundle.layout import NO_ROOM, check_outside, check_written_over
-from optexport.bundle.manifest import DecisionRecord, OutputRecord, ParityRecord, PlaceRecord
+from optexport.bundle.manifest import DecisionRecord, OutputRecord, ParityRecord, TargetRecord
 from optexport.config.metrics import beside_gate
 from optexport.errors import ConfigError, OptexportError, on_one_line, printable
 
@@ -27,17 +27,17 @@ _MEANT = 0.1
 def junit(proof: ParityRecord) -> str:
     """JUnit XML with one test case for each output, place and case of the proof."""
     cases = []
-    for place, output in _outputs(proof):
+    for target, output in _outputs(proof):
         for case in output.cases:
             element = ElementTree.Element(
-                "testcase", classname=f"{_SUITE}.{place.title}", name=f"{output.output} at {case.case}"
+                "testcase", classname=f"{_SUITE}.{target.title}", name=f"{output.output} at {case.case}"
             )
             if case.failure is not None:
                 failure = ElementTree.SubElement(element, "failure", message=case.failure, type="ParityError")
                 failure.text = _explained(proof, output)
             cases.append(element)
-    for place, decision in _decisions(proof):
-        element = ElementTree.Element("testcase", classname=f"{_SUITE}.{place.title}", name=_measured(decision))
+    for target, decision in _decisions(proof):
+        element = ElementTree.Element("testcase", classname=f"{_SUITE}.{target.title}", name=_measured(decision))
         if decision.failure is not None:
             ElementTree.SubElement(element, "failure", message=decision.failure, type="GateError")
         cases.append(element)
@@ -47,7 +47,7 @@ def junit(proof: ParityRecord) -> str:
 def junit_of_error(error: OptexportError) -> str:
     """JUnit XML of a run that ended before anything could be compared."""
     element = ElementTree.Element("testcase", classname=_SUITE, name="run")
-    failure = ElementTree.SubElement(element, "error", message=error.cause, type=type(error).__name__)
+    failure = ElementTree.SubElement(element, "error", message=error.message, type=type(error).__name__)
     failure.text = str(error)
     return _suite([element])
 
@@ -74,7 +74,7 @@ def _printable(text: str) -> str:
 
 def markdown(proof: ParityRecord, title: str) -> str:
     """A summary as Markdown: the verdict, one row for each place and output, and why each fails that does."""
-    failures = [(place, output) for place, output in _outputs(proof) if _failure(output) is not None]
+    failures = [(target, output) for target, output in _outputs(proof) if _failure(output) is not None]
     gates = [decision for _, decision in _decisions(proof) if decision.failure is not None]
     where = f"{len(proof.cases)} batches: {_literal(batches(proof.cases))}"
     lines = [
@@ -85,30 +85,30 @@ def markdown(proof: ParityRecord, title: str) -> str:
         "| place | output | distance | floor | limit | from the place before | would pass | |",
         "|---|---|---:|---:|---:|---:|---|---|",
     ]
-    for place, output in _outputs(proof):
+    for target, output in _outputs(proof):
         bound = proof.bounds[output.output]
         limit = _number(bound.limit)
-        if place.precision is not None and all(case.limit is None for case in output.cases):
-            limit = "gates" if any(d.output in (None, output.output) for d in place.decisions) else "none"
-        cells = [place.title, _literal(output.output), _number(output.max_abs), _number(bound.floor)]
+        if target.precision is not None and all(case.limit is None for case in output.cases):
+            limit = "gates" if any(d.output in (None, output.output) for d in target.decisions) else "none"
+        cells = [target.title, _literal(output.output), _number(output.max_abs), _number(bound.floor)]
         cells += [limit, _number(output.step), _tolerance(output)]
         cells.append("passed" if _failure(output) is None else "**failed**")
         lines.append(f"| {' | '.join(cells)} |")
-    if any(place.decisions for place in proof.places):
+    if any(target.decisions for target in proof.targets):
         lines += [
             "",
             "| place | decision | value | 95 % interval | of | at least | |",
             "|---|---|---:|---|---:|---:|---|",
         ]
-    for place, decision in _decisions(proof):
+    for target, decision in _decisions(proof):
         interval = "-" if decision.low is None else f"{decision.low:.6g} to {decision.high:.6g}"
         value = "-" if decision.value is None else beside_gate(decision.value, decision.min)
-        cells = [place.title, _literal(_measured(decision)), value, interval]
+        cells = [target.title, _literal(_measured(decision)), value, interval]
         cells += [str(decision.count), f"{decision.min:.15g}", "passed" if decision.failure is None else "**failed**"]
         lines.append(f"| {' | '.join(cells)} |")
-    for place, output in failures:
+    for target, output in failures:
         told = _literal(f"{_failure(output)}. {_explained(proof, output)}")
-        lines += ["", f"- **{place.place}, {_literal(output.output)}**: {told}"]
+        lines += ["", f"- **{target.target}, {_literal(output.output)}**: {told}"]
     return "\n".join(lines) + "\n"
 
 
@@ -129,12 +129,12 @@ def _literal(text: str) -> str:
 def error_lines(proof: ParityRecord) -> list[str]:
     """A line for each output that fails, in the form that GitHub shows as an error of the job."""
     return [
-        _annotation(f"{_SUITE}: {place.place}, {output.output}", f"{_failure(output)}. {_explained(proof, output)}")
-        for place, output in _outputs(proof)
+        _annotation(f"{_SUITE}: {target.target}, {output.output}", f"{_failure(output)}. {_explained(proof, output)}")
+        for target, output in _outputs(proof)
         if _failure(output) is not None
     ] + [
-        _annotation(f"{_SUITE}: {place.place}, {_measured(decision)}", decision.failure)
-        for place, decision in _decisions(proof)
+        _annotation(f"{_SUITE}: {target.target}, {_measured(decision)}", decision.failure)
+        for target, decision in _decisions(proof)
         if decision.failure is not None
     ]
 
@@ -148,12 +148,12 @@ def _annotation(title: str, message: str) -> str:
     return f"::error title={escape(title).replace(':', '%3A').replace(',', '%2C')}::{escape(message)}"
 
 
-def _outputs(proof: ParityRecord) -> Iterator[tuple[PlaceRecord, OutputRecord]]:
-    return ((place, output) for place in proof.places for output in place.outputs)
+def _outputs(proof: ParityRecord) -> Iterator[tuple[TargetRecord, OutputRecord]]:
+    return ((target, output) for target in proof.targets for output in target.outputs)
 
 
-def _decisions(proof: ParityRecord) -> Iterator[tuple[PlaceRecord, DecisionRecord]]:
-    return ((place, decision) for place in proof.places for decision in place.decisions)
+def _decisions(proof: ParityRecord) -> Iterator[tuple[TargetRecord, DecisionRecord]]:
+    return ((target, decision) for target in proof.targets for decision in target.decisions)
 
 
 def _measured(decision: DecisionRecord) -> str:
@@ -210,12 +210,12 @@ def start(junit_file: Path | None, kept: Iterable[Path]) -> None:
         raise _unwritable(junit_file, problem) from problem
 
 
-def _unwritable(junit_file: Path, problem: OSError, mend: str | None = None) -> ConfigError | OSError:
+def _unwritable(junit_file: Path, problem: OSError, hint: str | None = None) -> ConfigError | OSError:
     """What the program fails with; a full disk is no mistake of its call, and does not say itself which file it is."""
     if problem.errno in NO_ROOM:
         problem.filename = str(junit_file)
         return problem
-    return ConfigError(f"it cannot be written: {problem}", place=f"--junit {junit_file}", mend=mend)
+    return ConfigError(f"it cannot be written: {problem}", location=f"--junit {junit_file}", hint=hint)
 
 
 def publish(title: str, proof: ParityRecord | None, error: OptexportError | None, junit_file: Path | None) -> None:

@@ -16,7 +16,7 @@ from optexport.bench import report
 from optexport.bundle.manifest import ChangeRecord, GateValueRecord, Manifest, TensorRecord
 from optexport.config.metrics import beside_gate
 from optexport.errors import on_one_line
-from optexport.parity.checker import PlaceParity
+from optexport.parity.checker import TargetParity
 from optexport.report import ci
 from optexport.result import Result
 from optexport.tuning import outcome
@@ -93,9 +93,9 @@ def _where(change: ChangeRecord) -> str:
     return change.target if change.target and not is_function else (change.nodes or change.replaced)[0]
 
 
-def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Console) -> None:
+def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: Console) -> None:
     proof = manifest.parity
-    verdict = "[bold green]passed[/]" if all(place.passed for place in places) else "[bold red]failed[/]"
+    verdict = "[bold green]passed[/]" if all(target.passed for target in targets) else "[bold red]failed[/]"
     batches = escape(ci.batches(proof.cases))
     console.print(
         f"\n[bold]Parity[/] {verdict}, on {len(proof.cases)} batches: {batches}", soft_wrap=True, highlight=False
@@ -122,9 +122,9 @@ def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Con
         )
     for what in proof.left_out:
         console.print(f"  not checked: {escape(what)}", soft_wrap=True, highlight=False)
-    console.print(parity_table(places, wide=console.width >= _WIDE))
-    if any(place.decisions for place in places):
-        console.print(decision_table(places))
+    console.print(parity_table(targets, wide=console.width >= _WIDE))
+    if any(target.decisions for target in targets):
+        console.print(decision_table(targets))
     for artifact in manifest.artifacts:
         if artifact.fixed_shape is not None:
             console.print(f"  {artifact.format}: [bold]fixed shape[/], since {escape(artifact.fixed_shape)}")
@@ -132,37 +132,37 @@ def _show_parity(manifest: Manifest, places: Sequence[PlaceParity], console: Con
         console.print(f"  fixed by the model: {escape(axis)}", highlight=False)
 
 
-def parity_table(places: Sequence[PlaceParity], *, wide: bool) -> Table:
+def parity_table(targets: Sequence[TargetParity], *, wide: bool) -> Table:
     """One row for every output at every place: its distance beside the floor; the rest where there is room."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("place", "output"):
         table.add_column(heading, no_wrap=True)
     for heading in ("distance", "floor", "multiple", *(("limit", "step", "argmax", "would pass") if wide else ())):
         table.add_column(heading, justify="right", no_wrap=True)
-    for place in places:
-        for o in place.outputs:
+    for target in targets:
+        for o in target.outputs:
             cells = [f"{value:.2g}" for value in (o.max_abs, o.floor, o.multiple)]
             if wide:
-                gated = any(decision.gate.output in (None, o.output) for decision in place.decisions)
+                gated = any(decision.gate.output in (None, o.output) for decision in target.decisions)
                 limit = f"{o.limit:.2g}" if math.isfinite(o.limit) else "gates" if gated else "none"
                 cells += [limit, f"{o.step:.2g}", f"{o.argmax_agreement:.2%}", f"atol={o.tolerance:.2g}"]
-            table.add_row(place.title, escape(on_one_line(o.output)), *cells, style=None if o.passed else "red")
+            table.add_row(target.title, escape(on_one_line(o.output)), *cells, style=None if o.passed else "red")
     return table
 
 
-def decision_table(places: Sequence[PlaceParity]) -> Table:
+def decision_table(targets: Sequence[TargetParity]) -> Table:
     """One row for every gate at every place: the value that it is on, and what that was counted over."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("place", "decisions"):
         table.add_column(heading, no_wrap=True)
     for heading in ("value", "gate", "mean (95 % interval)", "count", "ties"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for place in places:
-        for d in place.decisions:
+    for target in targets:
+        for d in target.decisions:
             interval = "" if d.low is None else f" ({d.low:.6g} to {d.high:.6g})"
             value, least = beside_gate(d.value, d.gate.min), f"{d.gate.min:.15g}"
             cells = [value, least, f"{d.mean:.6g}{interval}", f"{d.count}", f"{d.ties}"]
-            table.add_row(place.title, escape(d.gate.name), *cells, style=None if d.passed else "red")
+            table.add_row(target.title, escape(d.gate.name), *cells, style=None if d.passed else "red")
     return table
 
 

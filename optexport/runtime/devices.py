@@ -31,18 +31,18 @@ _MEND_ONNX = (
 )
 
 
-def check(device: Device, formats: Collection[str], place: str) -> None:
+def check(device: Device, formats: Collection[str], location: str) -> None:
     """Checks that a model, and files of these formats, can be run on a device here.
 
     Raises:
         DeviceError: They cannot.
     """
-    check_torch(device, place)
+    check_torch(device, location)
     if "onnx" in formats:
-        _check_onnx_runtime(device, place)
+        _check_onnx_runtime(device, location)
 
 
-def check_torch(device: Device, place: str) -> None:
+def check_torch(device: Device, location: str) -> None:
     """Checks that torch can run what is made for a device.
 
     Raises:
@@ -54,16 +54,16 @@ def check_torch(device: Device, place: str) -> None:
 
     if not torch.cuda.is_available():
         built = "is built for the CPU alone" if torch.version.cuda is None else f"has CUDA {torch.version.cuda}"
-        raise DeviceError(f"torch {torch.__version__} sees no CUDA device; it {built}", place=place, mend=_MEND)
+        raise DeviceError(f"torch {torch.__version__} sees no CUDA device; it {built}", location=location, hint=_MEND)
 
 
-def _check_onnx_runtime(device: Device, place: str) -> None:
+def _check_onnx_runtime(device: Device, location: str) -> None:
     if device == "cpu":
         return
     import onnxruntime
 
     if _CUDA not in onnxruntime.get_available_providers():
-        raise DeviceError(f"this ONNX Runtime has no {_CUDA}", place=place, mend=_MEND_ONNX)
+        raise DeviceError(f"this ONNX Runtime has no {_CUDA}", location=location, hint=_MEND_ONNX)
 
 
 def onnx_session(path: Path, options: Any, device: Device) -> Any:
@@ -93,7 +93,7 @@ def onnx_session(path: Path, options: Any, device: Device) -> Any:
     return session
 
 
-def check_session(providers: Sequence[str], device: Device, place: str) -> None:
+def check_session(providers: Sequence[str], device: Device, location: str) -> None:
     """Refuses a session that ONNX Runtime has put on the CPU, as it does where it cannot load its CUDA provider.
 
     Raises:
@@ -102,8 +102,8 @@ def check_session(providers: Sequence[str], device: Device, place: str) -> None:
     if device == "cuda" and providers[:1] != [_CUDA]:
         raise DeviceError(
             f"ONNX Runtime could not load its {_CUDA}, and took {', '.join(providers)}",
-            place=place,
-            mend="See that CUDA and cuDNN are those that this onnxruntime-gpu was built for.",
+            location=location,
+            hint="See that CUDA and cuDNN are those that this onnxruntime-gpu was built for.",
         )
 
 

@@ -36,8 +36,8 @@ def open_file(
         ExportError: As for `ways_to_open`, and so the other.
         DeviceError: There is no such device here.
     """
-    for place, opened in ways_to_open(path, file_format, outputs, device):
-        yield place, opened()
+    for target, opened in ways_to_open(path, file_format, outputs, device):
+        yield target, opened()
 
 
 def ways_to_open(
@@ -62,17 +62,17 @@ def ways_to_open(
             ways = [("torchscript", partial(open_torchscript, path, outputs, device))]
         case "pt2":
             ways = [("pt2", partial(open_pt2, path, outputs, device))]
-    return [(place, partial(_opened, open_it, path, file_format)) for place, open_it in ways]
+    return [(target, partial(_opened, open_it, path, file_format)) for target, open_it in ways]
 
 
 def _opened(open_it: Callable[[], Run], path: Path, file_format: str) -> Run:
     try:
         return open_it()
     except (ExportError, SourceError) as error:
-        place = path.name if error.place is None else error.place.replace(str(path), path.name)
-        cause = error.cause.replace(f"{path.parent}{os.sep}", "")
-        mend = f'Leave "{file_format}" out of export.formats.' if isinstance(error, SourceError) else error.mend
-        raise ExportError(cause, place=place, mend=mend) from error
+        target = path.name if error.location is None else error.location.replace(str(path), path.name)
+        cause = error.message.replace(f"{path.parent}{os.sep}", "")
+        hint = f'Leave "{file_format}" out of export.formats.' if isinstance(error, SourceError) else error.hint
+        raise ExportError(cause, location=target, hint=hint) from error
 
 
 def open_onnx(
@@ -102,8 +102,8 @@ def open_onnx(
     except Exception as error:  # the runtime's exceptions share no base class
         raise ExportError(
             f"ONNX Runtime refuses the file: {first_line(error)}",
-            place=path.name,
-            mend='Try another export.opset or model.dtype, or leave "onnx" out of export.formats.',
+            location=path.name,
+            hint='Try another export.opset or model.dtype, or leave "onnx" out of export.formats.',
         ) from error
     wanted = [given.name for given in session.get_inputs()]
 

@@ -101,8 +101,8 @@ def flat_inputs(model: nn.Module, inputs: Any) -> tuple[dict[str, torch.Tensor],
     except TypeError as error:
         raise ConfigError(
             f"{_title(model)} cannot be called so: {error}",
-            place="inputs",
-            mend=f"It takes {', '.join(str(p) for p in parameters.values())}.",
+            location="inputs",
+            hint=f"It takes {', '.join(str(p) for p in parameters.values())}.",
         ) from error
     return _flattened(bound, parameters)
 
@@ -131,11 +131,11 @@ def _flattened(
         else:
             raise ConfigError(
                 f"it is a {type(leaf).__name__}, which is neither a tensor nor a constant",
-                place=f"inputs: {name}",
-                mend="Give tensors, numbers, texts, or dicts, lists and tuples of them.",
+                location=f"inputs: {name}",
+                hint="Give tensors, numbers, texts, or dicts, lists and tuples of them.",
             )
     if not tensors:
-        raise ConfigError("they hold no tensor", place="inputs", mend=f"The model takes {', '.join(parameters)}.")
+        raise ConfigError("they hold no tensor", location="inputs", hint=f"The model takes {', '.join(parameters)}.")
     filled = pytree.tree_unflatten(slots, pytree.tree_structure(named))
     for name, value in bound.arguments.items():
         if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -174,7 +174,7 @@ def nested(names: Iterable[str], constants: Mapping[str, Constant], parameters: 
             if not isinstance(inner, dict):
                 break
         if not isinstance(inner, dict) or last in inner:
-            raise ConfigError("another input has this place", place=f"inputs: {name}")
+            raise ConfigError("another input has this place", location=f"inputs: {name}")
         inner[last] = constants[name] if name in constants else _Slot(name)
     return {name: _sequences(value, name) for name, value in tree.items()}
 
@@ -187,7 +187,7 @@ def _sequences(value: Any, place: str) -> Any:
     if not all(key.isdecimal() for key in made):
         return made
     if sorted(map(int, made)) != list(range(len(made))):
-        raise ConfigError(f"{place}.{len(made) - 1} is missing", place=f"inputs: {place}")
+        raise ConfigError(f"{place}.{len(made) - 1} is missing", location=f"inputs: {place}")
     return tuple(made[key] for key in sorted(made, key=int))
 
 
@@ -211,7 +211,7 @@ def arguments_of(model: nn.Module, names: Sequence[str], constants: Mapping[str,
         elif name in tree:
             bound.arguments[name] = tree[name]
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            raise ConfigError("it is missing", place=f"inputs: {name}", mend=f"{_title(model)} takes it.")
+            raise ConfigError("it is missing", location=f"inputs: {name}", hint=f"{_title(model)} takes it.")
     leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
     return Arguments(tuple(leaves), spec, constants)
 

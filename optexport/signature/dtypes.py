@@ -14,7 +14,7 @@ _TAKEN = (
 )
 
 
-def check(batch: Mapping[str, torch.Tensor], place: str) -> None:
+def check(batch: Mapping[str, torch.Tensor], location: str) -> None:
     """Checks the dtypes of inputs.
 
     Raises:
@@ -23,8 +23,10 @@ def check(batch: Mapping[str, torch.Tensor], place: str) -> None:
     for name, tensor in batch.items():
         if tensor.dtype in _TAKEN:
             continue
-        mend = "Give it as a dtype that holds its numbers, such as int64 or float32."
+        hint = "Give it as a dtype that holds its numbers, such as int64 or float32."
         if tensor.dtype.is_complex:
-            mend = "Give complex64, or the real and the imaginary part as inputs of their own."
+            hint = "Give complex64, or the real and the imaginary part as inputs of their own."
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise ConfigError(f"{name} is of {dtype}, which the files of a bundle do not hold", place=place, mend=mend)
+        raise ConfigError(
+            f"{name} is of {dtype}, which the files of a bundle do not hold", location=location, hint=hint
+        )

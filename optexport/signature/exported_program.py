@@ -70,8 +70,8 @@ def check_ranks(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -
             shapes = [f"[{', '.join(map(str, tensor.shape))}]" for tensor in (given, taken)]
             raise ConfigError(
                 f"it is {shapes[0]}, of {given.dim()} axes, and the program takes {shapes[1]}",
-                place=f"inputs: {name}",
-                mend="In a data file each line holds one row, without the axis of the batch.",
+                location=f"inputs: {name}",
+                hint="In a data file each line holds one row, without the axis of the batch.",
             )
 
 
@@ -99,7 +99,7 @@ def named_tensors(program: ExportedProgram, inputs: Any) -> dict[str, torch.Tens
     if set(tensors) != set(names):
         raise ConfigError(
             f"the program takes {', '.join(names)}, and is given {', '.join(tensors) or 'something else'}",
-            place="inputs",
+            location="inputs",
         )
     return {name: tensors[name] for name in names}
 

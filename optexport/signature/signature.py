@@ -143,7 +143,7 @@ def call_signature(model: nn.Module) -> inspect.Signature:
         forward: Any = model.forward
         schema = forward.schema
     except (AttributeError, RuntimeError) as error:
-        raise SourceError("the TorchScript program has no forward", place=str(model.original_name)) from error
+        raise SourceError("the TorchScript program has no forward", location=str(model.original_name)) from error
     kinds = {True: inspect.Parameter.KEYWORD_ONLY, False: inspect.Parameter.POSITIONAL_OR_KEYWORD}
     empty = inspect.Parameter.empty
     return inspect.Signature(
@@ -191,8 +191,8 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     if not all(isinstance(value, torch.Tensor) for value in given) or len(given) > len(names):
         raise ConfigError(
             "they must be tensors by input name, or a tuple of tensors",
-            place="inputs",
-            mend=f"{type(model).__name__} takes {', '.join(names)}.",
+            location="inputs",
+            hint=f"{type(model).__name__} takes {', '.join(names)}.",
         )
     return dict(zip(names, given, strict=False))
 

@@ -183,8 +183,8 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
     except SyntaxError as error:  # a module that is called as a keyword: torch exports it, and writes it bare
         raise TraceError(
             "one of its modules has a name that the code of a graph cannot hold",
-            place=(error.text or "").strip() or None,
-            mend="Name modules and parameters by no keyword, and export it again.",
+            location=(error.text or "").strip() or None,
+            hint="Name modules and parameters by no keyword, and export it again.",
         ) from error
     assert isinstance(module, fx.GraphModule)
     # A new GraphModule leaves behind the hook that insists on the way that inputs were given.
@@ -193,7 +193,7 @@ def unlift(program: ExportedProgram) -> fx.GraphModule:
     return graph_module
 
 
-def raise_graph(program: ExportedProgram) -> fx.GraphModule:
+def reconstruct_modules(program: ExportedProgram) -> fx.GraphModule:
     """Raises a program to a GraphModule over the same parameters; calls that cannot be raised stay ATen calls."""
     graph_module = unlift(program)
     graph = fx.Graph()

@@ -30,8 +30,8 @@ def check_none(graph_module: fx.GraphModule, names: Collection[str], kept: Colle
             where = f", at {line[-1][0]}:{line[-1][1]}: {line[-1][2]}" if line else ""
             raise TraceError(
                 f"its outputs depend on random numbers, which {node.target} draws{where}",
-                place="trace",
-                mend="Have it draw none in eval mode, or take them as an input; or leave out what depends on them "
+                location="trace",
+                hint="Have it draw none in eval mode, or take them as an input; or leave out what depends on them "
                 "(keep-outputs).",
             )
 

@@ -19,12 +19,12 @@ def check_writable(graph: fx.Graph) -> None:
         line = next((row.strip() for row in reversed((node.stack_trace or "").splitlines()) if "vmap(" in row), None)
         raise TraceError(
             f"it calls torch.vmap, which no file format holds{f': {line}' if line else ''}",
-            place="trace",
-            mend="Write it with an axis more, that of the batch, instead.",
+            location="trace",
+            hint="Write it with an axis more, that of the batch, instead.",
         )
     if graph.find_nodes(op="call_function", target=torch.sym_ite):
         raise TraceError(
             "it calls torch.sym_ite on sizes, which torch.export decides as if none were 1 when files are made",
-            place="trace",
-            mend="Write it as arithmetic of tensors, or as an if.",
+            location="trace",
+            hint="Write it as arithmetic of tensors, or as an if.",
         )

@@ -33,7 +33,7 @@ from optexport.tracing.fallbacks.caught_trace_errors import none_swallowed
 from optexport.tracing.fallbacks.dataclass_outputs import register_dataclasses
 from optexport.tracing.fallbacks.scalar_tensors import NumbersKnown
 from optexport.tracing.model_lines import line_of_model
-from optexport.tracing.module_reconstruction import raise_graph
+from optexport.tracing.module_reconstruction import reconstruct_modules
 from optexport.tracing.shapes.path_probe import find_other_ways, outcome
 from optexport.tracing.shapes.program_shapes import read_signature
 from optexport.tracing.shapes.size_expressions import LongSizeError, SizesWatched
@@ -54,14 +54,14 @@ class Traced:
         signature: Its inputs and outputs.
         fixed: Axes of inputs that the model holds to one size though nobody asked for it: ``pixel_values[1] = 3``; and
             the inputs that are held.
-        doubtful: Sizes at which the model may go another way than it was traced, of the dimensions that decide it.
+        suspect_sizes: Sizes at which the model may go another way than it was traced, of the dimensions that decide it.
         held: Inputs that the graph does not take, since it holds for these values of them alone.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     fixed: tuple[str, ...]
-    doubtful: tuple[dict[str, int], ...] = ()
+    suspect_sizes: tuple[dict[str, int], ...] = ()
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ def trace(
         signature, fixed, symbols = read_signature(model, dynamic, example)
         signature = _narrowed(signature, model, symbols, dynamic, signature.sizes(example))
         doubts = find_doubts(model, symbols, signature.dims, signature.sizes(example))
-        return _traced(raise_graph(model), signature, fixed, own_sizes(doubts))
+        return _traced(reconstruct_modules(model), signature, fixed, own_sizes(doubts))
     _check_names(model)
     try:
         return _trace_module(model, example, dynamic)
@@ -100,8 +100,8 @@ def _check_names(model: nn.Module) -> None:
         if re.search(r'["\\\n\r]', name) or any(map(keyword.iskeyword, name.split("."))):
             raise TraceError(
                 f"{name!r} is a name that the code of a graph cannot hold",
-                place=type(model).__name__,
-                mend="Name modules and parameters without quotes, backslashes and line breaks, and by no keyword.",
+                location=type(model).__name__,
+                hint="Name modules and parameters without quotes, backslashes and line breaks, and by no keyword.",
             )
 
 
@@ -109,20 +109,20 @@ def _trace_module(
     model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, free: Free | None = None
 ) -> Traced:
     program = _export(model, example, dynamic, free)
-    program, signature, fixed, doubtful = _settle(model, example, dynamic, program)
+    program, signature, fixed, suspect_sizes = _settle(model, example, dynamic, program)
     if isinstance(model, fx.GraphModule):
         graph_module = copy_graph_module(model)
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
-        graph_module = raise_graph(program)
-    return _traced(graph_module, signature, fixed, doubtful)
+        graph_module = reconstruct_modules(program)
+    return _traced(graph_module, signature, fixed, suspect_sizes)
 
 
 def _traced(
-    graph_module: fx.GraphModule, signature: Signature, fixed: tuple[str, ...], doubtful: Sequence[dict[str, int]]
+    graph_module: fx.GraphModule, signature: Signature, fixed: tuple[str, ...], suspect_sizes: Sequence[dict[str, int]]
 ) -> Traced:
-    unlike = tuple(sizes for index, sizes in enumerate(doubtful) if sizes not in doubtful[:index])
+    unlike = tuple(sizes for index, sizes in enumerate(suspect_sizes) if sizes not in suspect_sizes[:index])
     return Traced(graph_module, signature, fixed, unlike)
 
 
@@ -172,8 +172,8 @@ def _held_error(held: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError
     at = ", ".join(f"{name} {sizes[name]}" for name in held)
     return TraceError(
         f"traced at {at} the model goes a way that holds only where {next(iter(held.values()))}",
-        place="inputs.dynamic",
-        mend=f"Leave {names} out of inputs.dynamic to have them fixed, or trace with other sizes.",
+        location="inputs.dynamic",
+        hint=f"Leave {names} out of inputs.dynamic to have them fixed, or trace with other sizes.",
     )
 
 
@@ -181,8 +181,8 @@ def _long_size_error(model: nn.Module, error: LongSizeError) -> UntraceableError
     line = line_of_model(error)
     return UntraceableError(
         f"{error}{f', at {line}' if line else ''}, which torch.export would reason about without an end in sight",
-        place=type(model).__name__,
-        mend="Leave all dimensions but the batch out of inputs.dynamic to have them fixed.",
+        location=type(model).__name__,
+        hint="Leave all dimensions but the batch out of inputs.dynamic to have them fixed.",
     )
 
 
@@ -196,7 +196,7 @@ def _in_order(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> dic
     names = {as_argument(name): name for name in example}
     if set(wanted) != set(names):
         raise TraceError(
-            f"the graph takes {', '.join(wanted)}, and is given {', '.join(example)}", place=type(model).__name__
+            f"the graph takes {', '.join(wanted)}, and is given {', '.join(example)}", location=type(model).__name__
         )
     return {names[argument]: example[names[argument]] for argument in wanted}
 
@@ -218,8 +218,8 @@ def _export(
         if not isinstance(value, torch.Tensor):
             raise TraceError(
                 f"it is a {type(value).__name__}, not a tensor",
-                place=f"input {name}",
-                mend="Give tensors by input name; set other arguments in the model or its config.",
+                location=f"input {name}",
+                hint="Give tensors by input name; set other arguments in the model or its config.",
             )
     hints = {name: _hints(name, tensor, dynamic) for name, tensor in example.items()}
     if free is not None:
@@ -274,8 +274,8 @@ def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> No
     if missing:
         raise TraceError(
             f"it computes {', '.join(missing)} from the values of other inputs, which a graph cannot",
-            place=type(model).__name__,
-            mend="Give them as inputs: transformers.exporters.utils.precompute_export_inputs(model, inputs) adds them.",
+            location=type(model).__name__,
+            hint="Give them as inputs: transformers.exporters.utils.precompute_export_inputs(model, inputs) adds them.",
         )
 
 
@@ -302,8 +302,8 @@ def _explained(
         shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
         return TraceError(
             f"the model itself fails on the inputs {shapes}: {type(own).__name__}: {first_line(own)}",
-            place=name,
-            mend="Its hooks are given all inputs by name: register them with with_kwargs=True."
+            location=name,
+            hint="Its hooks are given all inputs by name: register them with with_kwargs=True."
             if model._forward_pre_hooks or model._forward_hooks
             else "Give inputs of the dtypes, ranges and sizes that it takes.",
         )
@@ -314,15 +314,15 @@ def _explained(
         return TraceError(
             f"what is traced, at {at}, does not hold at every size that is declared: it wants {wanted}"
             f"{_of_recurrent(model)}",
-            place="inputs.dynamic",
-            mend="Narrow the range, from below where the model goes another way at small sizes, or leave the dimension"
+            location="inputs.dynamic",
+            hint="Narrow the range, from below where the model goes another way at small sizes, or leave the dimension"
             " out to have it fixed.",
         )
     line = line_of_model(error)
     return UntraceableError(
         f"torch.export could not trace it{f', and stopped at {line}' if line else ''}: {first_line(error)}",
-        place=name,
-        mend="Change that line so that it depends on no values of its inputs, or export a part of the model without it."
+        location=name,
+        hint="Change that line so that it depends on no values of its inputs, or export a part of the model without it."
         if line
         else "Run again with --debug for the line of the model that it stopped at.",
     )

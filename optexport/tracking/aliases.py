@@ -38,7 +38,7 @@ def model_of(client: Any, name: str) -> Any:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         known = [model.name for model in client.search_registered_models()]
-        raise ConfigError("there is no such registered model", place=name, mend=did_you_mean(name, known)) from error
+        raise ConfigError("there is no such registered model", location=name, hint=did_you_mean(name, known)) from error
     # As databases may hold them: some find names whatever their case.
     if str(found.name).casefold() != name.casefold():
         raise ConnectionError(f"what answers is no MLflow: asked for the model {name}, it gave {str(found.name)!r}")

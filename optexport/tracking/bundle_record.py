@@ -40,7 +40,7 @@ class Asked(BaseModel):
 
 
 @dataclass(frozen=True)
-class Finished:
+class BundleRecord:
     """A bundle that is whole, which is all that a run needs to be told.
 
     Attributes:
@@ -57,7 +57,7 @@ class Finished:
     timestamp: int
 
     @classmethod
-    def read(cls, folder: Path) -> Finished:
+    def read(cls, folder: Path) -> BundleRecord:
         """Reads the two documents of a bundle; its other files are not checked.
 
         Raises:
@@ -65,15 +65,15 @@ class Finished:
         """
         manifest, document = digests.manifest_alone(folder), digest_json.read(folder / MEASUREMENTS)
         if document.get("manifest") != manifest.digest:
-            raise BundleError("it belongs to another bundle", place=str(folder / MEASUREMENTS))
+            raise BundleError("it belongs to another bundle", location=str(folder / MEASUREMENTS))
         asked = digest_json.validated(Asked, manifest.config, folder / MANIFEST)
         measured = digest_json.validated(Measured, document, folder / MEASUREMENTS)
         try:
             made = datetime.datetime.fromisoformat(measured.date).timestamp()
         except (ValueError, OverflowError, OSError) as error:
-            raise BundleError(f"its date is none: {error}", place=str(folder / MEASUREMENTS)) from error
+            raise BundleError(f"its date is none: {error}", location=str(folder / MEASUREMENTS)) from error
         if made < 0:  # which MLflow does not take
-            raise BundleError(f"its date is before 1970: {measured.date}", place=str(folder / MEASUREMENTS))
+            raise BundleError(f"its date is before 1970: {measured.date}", location=str(folder / MEASUREMENTS))
         lasting = {key: value for key, value in document.items() if key not in ("digest", "report_sha256")}
         digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()
         identity = {BUNDLE_TAG: measured.manifest, RUN_TAG: digest}

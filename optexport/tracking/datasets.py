@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 from optexport.bundle.layout import REFERENCE
-from optexport.tracking.bundle_record import BUNDLE, Finished
+from optexport.tracking.bundle_record import BUNDLE, BundleRecord
 
 # Numbers that NumPy has no dtype for.
 _NOT_NUMPYS = ("BF16", "F8_E4M3", "F8_E5M2")
 
 
-def datasets(finished: Finished) -> list[Any]:
+def datasets(finished: BundleRecord) -> list[Any]:
     """MLflow's inputs of a run, each with name, digest and shapes; the tensors themselves are in the bundle."""
     from mlflow.data.code_dataset_source import CodeDatasetSource
     from mlflow.data.numpy_dataset import from_numpy

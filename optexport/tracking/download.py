@@ -11,12 +11,12 @@ from optexport.errors import ConfigError, SourceError, first_line
 from optexport.tracking.store import import_mlflow, open_store
 
 
-def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path) -> Path:
+def download_model(uri: str, tracking: TrackingConfig, folder: Path, location: Path) -> Path:
     """Fetches a model from MLflow: a folder of transformers, or a ``.pt2`` file.
 
     Args:
         uri: ``models:/name@alias``, ``models:/name/version``, or ``runs:/id/path``.
-        place: The folder to put it in.
+        location: The folder to put it in.
 
     Raises:
         ConfigError: It stands for many models.
@@ -25,17 +25,17 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
     if is_template(f"mlflow:{uri}"):
         raise ConfigError(
             "it stands for the models of a registry, which a batch fills in",
-            place=f"model.source: mlflow:{uri}",
-            mend="Run: optexport batch CONFIG --from-registry FILTER",
+            location=f"model.source: mlflow:{uri}",
+            hint="Run: optexport batch CONFIG --from-registry FILTER",
         )
     mlflow = import_mlflow()
     try:
         open_store(tracking.uri, folder)
-        local = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(place)))
+        local = Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=str(location)))
         loaded = mlflow.models.Model.load(str(local)).flavors
         flavors = {str(name): dict(flavor or {}) for name, flavor in dict(loaded).items()}
     except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
-        raise SourceError(first_line(error), place=f"model.source: mlflow:{uri}") from error
+        raise SourceError(first_line(error), location=f"model.source: mlflow:{uri}") from error
     if "transformers" in flavors:
         model = _within(local, flavors["transformers"].get("model_binary", "model"), uri)
         for part in ("tokenizer", "processor", "image_processor", "feature_extractor"):
@@ -45,7 +45,7 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
                     shutil.copytree(local / "components" / part, model, dirs_exist_ok=True)
                 except OSError as error:  # as where it says that its weights are in one of them
                     told = f"its {part} cannot be laid beside its weights"
-                    raise SourceError(told, place=f"model.source: mlflow:{uri}") from error
+                    raise SourceError(told, location=f"model.source: mlflow:{uri}") from error
         return model
     pytorch = flavors.get("pytorch", {})
     if pytorch and pytorch.get("serialization_format", "pt2") == "pt2":
@@ -54,8 +54,8 @@ def download_model(uri: str, tracking: TrackingConfig, folder: Path, place: Path
             return saved[0]
     raise SourceError(
         f"it is kept as {', '.join(sorted(flavors))}, which only running its code could load",
-        place=f"model.source: mlflow:{uri}",
-        mend='Log it with mlflow.transformers, or with mlflow.pytorch and serialization_format="pt2".',
+        location=f"model.source: mlflow:{uri}",
+        hint='Log it with mlflow.transformers, or with mlflow.pytorch and serialization_format="pt2".',
     )
 
 
@@ -68,7 +68,7 @@ def _within(local: Path, part: object, uri: str) -> Path:
     try:
         folder = (local / str(part)).resolve()
     except ValueError as error:  # what no path can hold
-        raise SourceError(f"it names {part!r}: {error}", place=f"model.source: mlflow:{uri}") from error
+        raise SourceError(f"it names {part!r}: {error}", location=f"model.source: mlflow:{uri}") from error
     if not folder.is_relative_to(local.resolve()):
-        raise SourceError(f"it says that its weights are in {folder}", place=f"model.source: mlflow:{uri}")
+        raise SourceError(f"it says that its weights are in {folder}", location=f"model.source: mlflow:{uri}")
     return folder

@@ -7,13 +7,13 @@ from typing import Any
 
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 
 # More bars than this nobody reads; the tables have them all.
 _MOST_ROWS = 40
 
 
-def figures(finished: Finished) -> dict[str, Any]:
+def figures(finished: BundleRecord) -> dict[str, Any]:
     """Matplotlib figures by the name of the file; none where there is nothing to show."""
     found = {
         "parity.png": _parity(finished.manifest),
@@ -25,9 +25,9 @@ def figures(finished: Finished) -> dict[str, Any]:
 def _parity(manifest: Manifest) -> Any:
     """The distances as multiples of the noise floor; places without a floor are left out."""
     rows = [
-        (f"{place.title}: {output.output}", output.multiple)
-        for place in manifest.parity.places
-        for output in place.outputs
+        (f"{target.title}: {output.output}", output.multiple)
+        for target in manifest.parity.targets
+        for output in target.outputs
         if output.multiple
     ][:_MOST_ROWS]
     if not rows:
@@ -43,10 +43,10 @@ def _latency(bench: BenchRecord | None) -> Any:
         return None
     rows = bench.figures[:_MOST_ROWS]
     figure, axes = _drawn([f"{row.artifact} at {row.shape}" for row in rows], "ms of a call: p50, 95 % interval")
-    for place, row in enumerate(rows):
+    for target, row in enumerate(rows):
         if row.low_ms is not None and row.high_ms is not None:
-            axes.plot([row.low_ms, row.high_ms], [place, place], color="tab:blue", linewidth=4)
-        axes.plot([row.p50_ms], [place], "o", color="black", markersize=3)
+            axes.plot([row.low_ms, row.high_ms], [target, target], color="tab:blue", linewidth=4)
+        axes.plot([row.p50_ms], [target], "o", color="black", markersize=3)
     axes.set_xlim(left=0)
     return figure
 

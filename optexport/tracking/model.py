@@ -11,7 +11,7 @@ from typing import Any
 from optexport.bundle import digests
 from optexport.bundle.manifest import Manifest, TensorRecord
 from optexport.tracking import upload_check
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.store import made_once
 
 _NUMPY_NAMES = {"bool": "bool_"}
@@ -27,7 +27,7 @@ class OnnxModel:
     requirements: Sequence[str]
 
 
-def onnx_model(finished: Finished) -> OnnxModel | None:
+def onnx_model(finished: BundleRecord) -> OnnxModel | None:
     """The ONNX file of a bundle, as far as it can be sent as a model; None where it has none.
 
     One for a card is none: MLflow's models name providers, and not that these are to compute without TF32.
@@ -43,7 +43,7 @@ def onnx_model(finished: Finished) -> OnnxModel | None:
     return OnnxModel(path, onnx.load(path, load_external_data=False), signature(finished.manifest), requirements)
 
 
-def logged_model(client: Any, run_id: str, made: OnnxModel, finished: Finished) -> str:
+def logged_model(client: Any, run_id: str, made: OnnxModel, finished: BundleRecord) -> str:
     """The id of the run's model, which is logged, or completed, where that was not done yet."""
     import mlflow.onnx
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
@@ -93,7 +93,7 @@ def logged_model(client: Any, run_id: str, made: OnnxModel, finished: Finished) 
     return model_id
 
 
-def _proven(made: OnnxModel, finished: Finished) -> Any:
+def _proven(made: OnnxModel, finished: BundleRecord) -> Any:
     """The ONNX model with its weights, whose bytes are those that were proven.
 
     Raises:

@@ -11,7 +11,7 @@ from optexport._utils.plots import plot_file
 from optexport.bundle.layout import REPORT
 from optexport.errors import BundleError, first_line
 from optexport.tracking import run_params
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.datasets import datasets
 from optexport.tracking.figures import figures
 from optexport.tracking.model import OnnxModel, onnx_model
@@ -19,7 +19,7 @@ from optexport.tracking.tables import tables
 
 
 @dataclass(frozen=True)
-class Told:
+class RunPayload:
     """What is sent of a bundle, beside its files.
 
     Attributes:
@@ -29,7 +29,7 @@ class Told:
         model: None without an ONNX file.
     """
 
-    finished: Finished
+    finished: BundleRecord
     params: Mapping[str, str]
     metrics: Sequence[tuple[str, float, int]]
     datasets: Sequence[Any]
@@ -38,14 +38,14 @@ class Told:
     model: OnnxModel | None
 
 
-def tell(finished: Finished) -> Told:
+def build_payload(finished: BundleRecord) -> RunPayload:
     """Makes all that MLflow is to be told of a bundle.
 
     Raises:
         BundleError: It cannot be made: the bundle is at fault, and no store that will answer later.
     """
     try:
-        return Told(
+        return RunPayload(
             finished,
             run_params.params(finished.manifest.config),
             [
@@ -61,10 +61,10 @@ def tell(finished: Finished) -> Told:
         raise
     except Exception as error:  # documents that were sealed by others may hold anything that their form allows
         told = f"{type(error).__name__}: {first_line(error)}"
-        raise BundleError(f"MLflow cannot be told of it: {told}", place=str(finished.folder)) from error
+        raise BundleError(f"MLflow cannot be told of it: {told}", location=str(finished.folder)) from error
 
 
-def _others(finished: Finished) -> dict[str, bytes]:
+def _others(finished: BundleRecord) -> dict[str, bytes]:
     found = {name: plot_file(figure, "png") for name, figure in figures(finished).items()}
     copied = [name for name in ("config.toml", REPORT) if (finished.folder / name).is_file()]
     return found | {name: (finished.folder / name).read_bytes() for name in copied}

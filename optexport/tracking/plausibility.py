@@ -9,12 +9,12 @@ from pydantic import BaseModel
 
 from optexport.bundle import digest_json
 from optexport.bundle.layout import MANIFEST
-from optexport.bundle.manifest import Manifest, PlaceRecord
+from optexport.bundle.manifest import Manifest, TargetRecord
 from optexport.bundle.measurements import BenchRecord, FigureRecord
 from optexport.config.metrics import MEASURES
 from optexport.config.schema import ParityConfig
 from optexport.errors import BundleError, short_line
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 
 # Figures of a manifest have three digits.
 _ROUNDING = 1.01
@@ -26,7 +26,7 @@ class _Proven(BaseModel):
     parity: ParityConfig
 
 
-def check_possible(finished: Finished) -> None:
+def check_possible(finished: BundleRecord) -> None:
     """Checks that figures can be those of a bundle that passed its proof: whoever wrote its files may say others.
 
     Raises:
@@ -36,28 +36,28 @@ def check_possible(finished: Finished) -> None:
     digest_json.validated(_Proven, manifest.config, finished.folder / MANIFEST)
     bench = finished.measured.bench
     wrong = [
-        *(what for place in manifest.parity.places for what in _impossible(manifest, place)),
+        *(what for target in manifest.parity.targets for what in _impossible(manifest, target)),
         *(f"{row.artifact} at {row.shape}: {row.low_ms:g} to {row.high_ms:g} ms" for row in _reversed(bench)),
     ]
     if wrong:
         told = short_line(wrong[0])
-        raise BundleError(f"no bundle that passed says so: {told}", place=str(finished.folder / MANIFEST))
+        raise BundleError(f"no bundle that passed says so: {told}", location=str(finished.folder / MANIFEST))
 
 
-def _impossible(manifest: Manifest, place: PlaceRecord) -> Iterator[str]:
-    for output in place.outputs if place.precision is None else ():
+def _impossible(manifest: Manifest, target: TargetRecord) -> Iterator[str]:
+    for output in target.outputs if target.precision is None else ():
         # As far as any case, which may have a limit of its own.
         limit = max((math.inf if case.limit is None else case.limit for case in output.cases), default=math.inf)
         floor = manifest.parity.bounds[output.output].floor if output.output in manifest.parity.bounds else math.inf
         if (output.multiple or 0.0) * floor > _ROUNDING * limit or any(case.failure for case in output.cases):
-            yield f"{place.place}, {output.output}: {output.multiple} times a floor of {floor:g}, {limit:g} allowed"
-    for decision in place.decisions:
+            yield f"{target.target}, {output.output}: {output.multiple} times a floor of {floor:g}, {limit:g} allowed"
+    for decision in target.decisions:
         # The interval of a mean may reach beyond what a value can be. Of a metric of one's own nothing is known.
         least = MEASURES[decision.measure][0] if decision.measure in MEASURES else None
         if decision.failure is not None:
-            yield f"{place.title}, {decision.measure}: {decision.failure}"
+            yield f"{target.title}, {decision.measure}: {decision.failure}"
         elif least is not None and decision.mean is not None and not least <= decision.mean <= 1:
-            yield f"{place.title}, {decision.measure}: {decision.mean:g}"
+            yield f"{target.title}, {decision.measure}: {decision.mean:g}"
 
 
 def _reversed(bench: BenchRecord | None) -> Iterator[FigureRecord]:

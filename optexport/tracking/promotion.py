@@ -53,7 +53,7 @@ def _asking(uri: str, name: str) -> Iterator[tuple[Any, _Standing]]:
     try:
         model_name(name)
     except ValueError as error:
-        raise ConfigError(str(error), place="NAME") from error
+        raise ConfigError(str(error), location="NAME") from error
     store.check_not_new(uri, Path())
     standing = _Standing()
     try:

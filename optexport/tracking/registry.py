@@ -13,7 +13,7 @@ from optexport.config.registration import RegisterConfig
 from optexport.errors import BundleError, ConfigError, GateError, did_you_mean, first_line, short_line
 from optexport.redaction import redact
 from optexport.tracking import aliases, regression_gate
-from optexport.tracking.bundle_record import BUNDLE, BUNDLE_TAG, Finished
+from optexport.tracking.bundle_record import BUNDLE, BUNDLE_TAG, BundleRecord
 from optexport.tracking.regression_gate import Verdict
 from optexport.tracking.store import made_once
 
@@ -59,12 +59,12 @@ class Registered:
         reasons = "".join(f"\n  {reason}" for reason in self.why)
         return GateError(
             f"{self.told}{reasons}",
-            place="register",
-            mend=f"To move it all the same: {promoting(self.name, self.version, self.alias, self.uri)}",
+            location="register",
+            hint=f"To move it all the same: {promoting(self.name, self.version, self.alias, self.uri)}",
         )
 
 
-def register(client: Any, run_id: str, model_id: str, finished: Finished, config: RegisterConfig) -> Registered:
+def register(client: Any, run_id: str, model_id: str, finished: BundleRecord, config: RegisterConfig) -> Registered:
     """Makes a version of a run's model, and gives it the alias if it is as good as the version that holds it.
 
     What was done before is not done again.
@@ -116,7 +116,7 @@ def promote(client: Any, name: str, version: str, alias: str) -> str | None:
     before = aliases.holder_of(client, name, alias)
     known = aliases.versions(client, name)
     if version not in known:
-        raise ConfigError("there is no such version", place=f"{name} {version}", mend=did_you_mean(version, known))
+        raise ConfigError("there is no such version", location=f"{name} {version}", hint=did_you_mean(version, known))
     if before != version:
         aliases.move(client, name, alias, version, "promote", None)
     else:
@@ -140,7 +140,7 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
     """
     holder = aliases.holder_of(client, name, alias)
     if holder is None:
-        raise ConfigError("no version holds it", place=f"{name}@{alias}", mend="optexport promote gives it to one.")
+        raise ConfigError("no version holds it", location=f"{name}@{alias}", hint="optexport promote gives it to one.")
     history, known = aliases.history_of(client, name, alias), aliases.versions(client, name)
     if (begun := aliases.begun(client, name, alias)) is not None and begun[1] == holder:
         return _give_back(client, name, alias, begun, history)
@@ -149,8 +149,8 @@ def rollback(client: Any, name: str, alias: str) -> tuple[str, str]:
     if not held:
         raise ConfigError(
             f"version {holder} holds it, and nothing tells of one that did before",
-            place=f"{name}@{alias}",
-            mend=f"Versions are {', '.join(known)}: {promoting(name, 'VERSION', alias, client.tracking_uri)}",
+            location=f"{name}@{alias}",
+            hint=f"Versions are {', '.join(known)}: {promoting(name, 'VERSION', alias, client.tracking_uri)}",
         )
     history = history[: held[-1] + 1]
     step = (holder, history[-1]["version"])
@@ -188,7 +188,7 @@ def promoting(name: str, version: str, alias: str, uri: str | None) -> str:
     return shlex.join(["optexport", "promote", *given])
 
 
-def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, name: str) -> Any:
+def _version_of(client: Any, run_id: str, model_id: str, finished: BundleRecord, name: str) -> Any:
     """The version of a run's model, which is made where it is not there yet."""
 
     def model() -> Any:
@@ -211,7 +211,7 @@ def _version_of(client: Any, run_id: str, model_id: str, finished: Finished, nam
     return client.get_model_version(name, version)
 
 
-def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, champion: str | None) -> Verdict:
+def _verdict(client: Any, new: BundleRecord, config: RegisterConfig, version: str, champion: str | None) -> Verdict:
     if champion is None and (history := aliases.history_of(client, config.name, config.alias)):
         last = history[-1]["version"]
         if last in aliases.versions(client, config.name):
@@ -229,9 +229,9 @@ def _verdict(client: Any, new: Finished, config: RegisterConfig, version: str, c
     with tempfile.TemporaryDirectory(prefix="optexport-") as scratch:
         try:
             documents = [_downloaded(client, run_id, each, scratch) for each in (MANIFEST, MEASUREMENTS)]
-            return regression_gate.compare(new, Finished.read(Path(documents[0]).parent), config.ratchet)
+            return regression_gate.compare(new, BundleRecord.read(Path(documents[0]).parent), config.max_regression)
         except (BundleError, ValueError, ArithmeticError) as error:
-            told = f"{error.place}: {error.cause}" if isinstance(error, BundleError) else first_line(error)
+            told = f"{error.location}: {error.message}" if isinstance(error, BundleError) else first_line(error)
             why = f"version {champion} cannot be compared with: {told}".replace(f"{scratch}/", "")
             return Verdict((short_line(why),), ())
 

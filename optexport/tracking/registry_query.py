@@ -8,7 +8,7 @@ from typing import Any
 
 from optexport.errors import ConfigError, OptexportError, first_line
 from optexport.tracking import aliases, store
-from optexport.tracking.bundle_record import BUNDLE_TAG, Finished
+from optexport.tracking.bundle_record import BUNDLE_TAG, BundleRecord
 
 # Of a version: the bundle that was made of it.
 EXPORTED_TAG = "optexport.exported"
@@ -55,8 +55,8 @@ def wanted(uri: str, folder: Path, query: str) -> tuple[list[Version], list[str]
         if getattr(error, "error_code", None) == "INVALID_PARAMETER_VALUE":
             raise ConfigError(
                 f"MLflow does not understand it: {first_line(error)}",
-                place=f"--from-registry {query}",
-                mend="Write a filter of registered models, as in \"tags.export = 'true'\" or \"name LIKE 'bert%'\".",
+                location=f"--from-registry {query}",
+                hint="Write a filter of registered models, as in \"tags.export = 'true'\" or \"name LIKE 'bert%'\".",
             ) from error
         raise store.failure(error, uri, "Nothing was run.") from error
 
@@ -75,7 +75,7 @@ def mark(uri: str, folder: Path, version: Version, bundle: Path) -> None:
         TrackingError: The store cannot be reached.
     """
     try:
-        digest = Finished.read(bundle).identity[BUNDLE_TAG]
+        digest = BundleRecord.read(bundle).identity[BUNDLE_TAG]
         store.open_store(uri, folder).set_model_version_tag(version.name, version.version, EXPORTED_TAG, digest)
     except OptexportError:
         raise

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from optexport.bundle.manifest import (
     ArtifactRecord,
-    BoundRecord,
     DecisionRecord,
     DimRecord,
     Manifest,
     OutputRecord,
-    PlaceRecord,
+    TargetRecord,
     TensorRecord,
+    ToleranceRecord,
 )
 from optexport.bundle.measurements import FigureRecord, Measured
-from optexport.config.registration import RatchetConfig
+from optexport.config.registration import MaxRegressionConfig
 from optexport.errors import short_line
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.plausibility import check_possible
 
 # A dimension of which a manifest tells nothing.
@@ -45,7 +45,7 @@ class Verdict:
     not_compared: tuple[str, ...]
 
 
-def compare(new: Finished, champion: Finished, allowed: RatchetConfig) -> Verdict:
+def compare(new: BundleRecord, champion: BundleRecord, allowed: MaxRegressionConfig) -> Verdict:
     """Compares two bundles in whatever both of them have.
 
     Raises:
@@ -128,27 +128,27 @@ def _told(records: Sequence[TensorRecord]) -> str:
 
 
 def _parity(new: Manifest, champion: Manifest, allowed: float) -> Iterator[str]:
-    theirs = {place.place: place for place in champion.parity.places}
-    for place in new.parity.places:
-        if (other := theirs.get(place.place)) is None:
+    theirs = {target.target: target for target in champion.parity.targets}
+    for target in new.parity.targets:
+        if (other := theirs.get(target.target)) is None:
             continue
-        if place.precision is None and other.precision is None:
-            yield from _distances(place, other, allowed, new.parity.bounds)
-        elif place.precision == other.precision:
-            yield from _decisions(place, other)
+        if target.precision is None and other.precision is None:
+            yield from _distances(target, other, allowed, new.parity.bounds)
+        elif target.precision == other.precision:
+            yield from _decisions(target, other)
         else:
-            precisions = (each.precision or "full precision" for each in (place, other))
-            yield "parity: {} is of {}, the champion's of {}".format(place.place, *precisions)
+            precisions = (each.precision or "full precision" for each in (target, other))
+            yield "parity: {} is of {}, the champion's of {}".format(target.target, *precisions)
 
 
 def _distances(
-    new: PlaceRecord, champion: PlaceRecord, allowed: float, bounds: Mapping[str, BoundRecord]
+    new: TargetRecord, champion: TargetRecord, allowed: float, bounds: Mapping[str, ToleranceRecord]
 ) -> Iterator[str]:
     theirs: dict[str, OutputRecord] = {output.output: output for output in champion.outputs}
     for output in new.outputs:
         if (other := theirs.get(output.output)) is None:
             continue
-        where = f"parity: {new.place}, {output.output}"
+        where = f"parity: {new.target}, {output.output}"
         if output.multiple is not None and other.multiple is not None:
             if output.multiple > max(1.0, other.multiple * (1 + allowed)):
                 yield f"{where}: {output.multiple:.3g} times the floor, the champion's {other.multiple:.3g}"
@@ -160,7 +160,7 @@ def _distances(
                 yield f"{where}: {output.max_abs:.3g} away, the champion's {other.max_abs:.3g}"
 
 
-def _decisions(new: PlaceRecord, champion: PlaceRecord) -> Iterator[str]:
+def _decisions(new: TargetRecord, champion: TargetRecord) -> Iterator[str]:
     """A file of lower precision is held to what it decides, as its proof is: to every measure of the champion's."""
     known: dict[tuple[str, str | None], DecisionRecord] = {(d.measure, d.output): d for d in new.decisions}
     for other in champion.decisions:
@@ -215,7 +215,7 @@ def _incomparable_times(new: Measured, champion: Measured) -> str | None:
 def _pairs(new: Measured, champion: Measured) -> Iterator[tuple[FigureRecord, FigureRecord]]:
     """The figures of the same file at the same sizes, but for those without an interval."""
     ours, theirs = (_with_interval(each) for each in (new, champion))
-    yield from ((row, theirs[place]) for place, row in ours.items() if place in theirs)
+    yield from ((row, theirs[target]) for target, row in ours.items() if target in theirs)
 
 
 def _with_interval(measured: Measured) -> dict[tuple[str, str], FigureRecord]:

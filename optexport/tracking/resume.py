@@ -11,8 +11,8 @@ from optexport._utils import atomic_dir
 from optexport.bundle import digests, parts
 from optexport.errors import OptexportError, TrackingError
 from optexport.tracking import run_params, store
-from optexport.tracking.bundle_record import Finished
-from optexport.tracking.payload import tell
+from optexport.tracking.bundle_record import BundleRecord
+from optexport.tracking.payload import build_payload
 from optexport.tracking.plausibility import check_possible
 from optexport.tracking.registry import Registered
 from optexport.tracking.run import REASON_TAG, give_up, new_run, reason_of
@@ -59,9 +59,9 @@ def log_bundle(folder: Path, uri: str, experiment: str | None = None, beside: Pa
 def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> Logged:
     """As `log_bundle`, for whoever has locked the folder."""
     digests.read_manifest(folder)
-    finished = Finished.read(folder)
+    finished = BundleRecord.read(folder)
     check_possible(finished)  # a version of the registry that others would be held to
-    told = tell(finished)
+    told = build_payload(finished)
     run_id: str | None = None
     client: Any = None
     try:
@@ -83,8 +83,8 @@ def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> 
         failed = error
         if isinstance(error, Exception) and (isinstance(error, TrackingError) or not isinstance(error, OptexportError)):
             again = shlex.join(["optexport", "log", str(finished.folder)])
-            mend = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
-            failed = store.failure(error, uri, mend)
+            hint = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
+            failed = store.failure(error, uri, hint)
         if run_id is not None:
             give_up(client, run_id, reason_of(failed))
         if isinstance(error, KeyboardInterrupt):
@@ -94,7 +94,7 @@ def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> 
         raise failed from error
 
 
-def _started(client: Any, experiment: str, finished: Finished) -> str:
+def _started(client: Any, experiment: str, finished: BundleRecord) -> str:
     manifest = finished.manifest
     origin = run_params.tags(manifest.model.source, manifest.versions, finished.measured.origin)
     # The tags come with the run, so that it is found again whatever happens next.

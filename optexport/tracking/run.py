@@ -21,8 +21,8 @@ from optexport.config.schema import TrackingConfig
 from optexport.errors import BundleError, TrackingError
 from optexport.redaction import redact_error
 from optexport.tracking import run_params, store
-from optexport.tracking.bundle_record import Finished
-from optexport.tracking.payload import tell
+from optexport.tracking.bundle_record import BundleRecord
+from optexport.tracking.payload import build_payload
 from optexport.tracking.registry import Registered
 from optexport.tracking.run_lookup import FOLDER_TAG, START_TAG, folder_of, run_of
 from optexport.tracking.upload import send, send_params
@@ -74,11 +74,11 @@ class Tracker:
         """Sends the bundle, which is whole by now, and locked: no other run replaces it, and nobody else sends it."""
 
         def action() -> None:
-            finished = Finished.read(self._bundle)
+            finished = BundleRecord.read(self._bundle)
             if finished.measured.origin.mlflow_run not in (None, self.run_id):  # where file systems know no locks
-                raise BundleError("it is of another run, which has replaced this one's", place=str(self._bundle))
+                raise BundleError("it is of another run, which has replaced this one's", location=str(self._bundle))
             with self._saying_how_to_go_on():
-                self.registered = send(self._client, str(self.run_id), tell(finished))
+                self.registered = send(self._client, str(self.run_id), build_payload(finished))
 
         self._guarded(action)
 
@@ -101,8 +101,8 @@ class Tracker:
         try:
             action()
         except Exception as error:  # mlflow, SQLAlchemy, requests and the file system each raise their own
-            mend = f"The bundle is whole on disk. {store.when(error)}: {self._later()}"
-            self.failure = store.failure(error, self._config.uri, mend)
+            hint = f"The bundle is whole on disk. {store.when(error)}: {self._later()}"
+            self.failure = store.failure(error, self._config.uri, hint)
 
     @contextlib.contextmanager
     def _saying_how_to_go_on(self) -> Iterator[None]:
@@ -172,8 +172,8 @@ def end_left(client: Any, experiment: str, bundle: Path) -> None:
     ):
         if not free or again:
             return
-        run, place = run_of(client, experiment, Finished.read(bundle)), folder_of(bundle)
-        if run is not None and run.info.status == "RUNNING" and run.data.tags.get(FOLDER_TAG, place) == place:
+        run, location = run_of(client, experiment, BundleRecord.read(bundle)), folder_of(bundle)
+        if run is not None and run.info.status == "RUNNING" and run.data.tags.get(FOLDER_TAG, location) == location:
             give_up(client, run.info.run_id, "it ended before all was sent, and another run to its output began")
 
 

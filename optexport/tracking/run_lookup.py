@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from optexport.tracking.bundle_record import RUN_TAG, Finished
+from optexport.tracking.bundle_record import RUN_TAG, BundleRecord
 
 # Another one for each call that starts a run, by which it is found where the answer was lost.
 START_TAG = "optexport.start"
@@ -14,7 +14,7 @@ START_TAG = "optexport.start"
 FOLDER_TAG = "optexport.folder"
 
 
-def run_of(client: Any, experiment: str, finished: Finished) -> Any:
+def run_of(client: Any, experiment: str, finished: BundleRecord) -> Any:
     """The run that was started for the bundle, or that it was sent to before; None where there is none.
 
     Whoever writes a bundle may name any run in it: one that holds another bundle, or none of ours, is not believed.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord, Origin
 from optexport.redaction import redact
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield f"{prefix}{key}", text if len(text) <= _LONGEST_PARAM else f"{text[: _LONGEST_PARAM - 3]}..."
 
 
-def metrics(finished: Finished) -> dict[str, float]:
+def metrics(finished: BundleRecord) -> dict[str, float]:
     """All numbers of a bundle."""
     manifest, measured = finished.manifest, finished.measured
     found: dict[str, float] = {"nodes.before": manifest.nodes_before, "nodes.after": manifest.nodes_after}
@@ -96,13 +96,13 @@ def steps(manifest: Manifest) -> Iterator[tuple[str, float, int]]:
 
 
 def _parity(manifest: Manifest) -> Iterator[tuple[str, float]]:
-    for place in manifest.parity.places:
-        for output in place.outputs:
-            prefix = f"parity.{place.place}.{output.output}"
+    for target in manifest.parity.targets:
+        for output in target.outputs:
+            prefix = f"parity.{target.target}.{output.output}"
             values = output.model_dump(include={"max_abs", "multiple", "step", "cosine", "argmax_agreement"})
             yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)
-        for decision in place.decisions:
-            parts = ("decisions", place.place, decision.output, decision.measure)
+        for decision in target.decisions:
+            parts = ("decisions", target.target, decision.output, decision.measure)
             prefix = ".".join(part for part in parts if part)
             values = decision.model_dump(include={"value", "mean", "low", "high", "count", "ties"})
             yield from ((f"{prefix}.{key}", value) for key, value in values.items() if value is not None)

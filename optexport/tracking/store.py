@@ -152,7 +152,9 @@ def check_not_new(uri: str, folder: Path) -> None:
     if not (uri := resolved_uri(uri, folder)).startswith(_SQLITE):
         return
     if (database := _database(uri).resolve()).parent.is_dir() and _is_new(database):
-        raise ConfigError("there is no such database", place=redact(uri), mend="Name the store that holds the model.")
+        raise ConfigError(
+            "there is no such database", location=redact(uri), hint="Name the store that holds the model."
+        )
 
 
 def _make_tables(mlflow: Any, uri: str) -> None:
@@ -212,12 +214,12 @@ def page(uri: str, experiment: str, run_id: str) -> str:
     return f"{shlex.join([program, 'ui', '--backend-store-uri', redact(uri)])}\nhttp://127.0.0.1:5000/{path}"
 
 
-def failure(error: Exception, uri: str, mend: str) -> TrackingError:
+def failure(error: Exception, uri: str, hint: str) -> TrackingError:
     """What went wrong with a store, as one message: mlflow, SQLAlchemy and requests each raise their own."""
     raised = _of_driver(error)
     # Neither holds a secret that the cut could lay bare.
-    said = error.cause if isinstance(error, TrackingError) else f"{type(raised).__name__}: {first_line(raised)}"
-    told = TrackingError(said[:_LONGEST], place=f"tracking.uri: {uri}", mend=mend)
+    said = error.message if isinstance(error, TrackingError) else f"{type(raised).__name__}: {first_line(raised)}"
+    told = TrackingError(said[:_LONGEST], location=f"tracking.uri: {uri}", hint=hint)
     told.__cause__ = error
     return told
 

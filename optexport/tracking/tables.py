@@ -7,12 +7,12 @@ from typing import Any
 
 from optexport.bundle.manifest import Manifest
 from optexport.bundle.measurements import BenchRecord
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 
 Table = Mapping[str, Sequence[Any]]
 
 
-def tables(finished: Finished) -> dict[str, Table]:
+def tables(finished: BundleRecord) -> dict[str, Table]:
     """Columns and rows by the name of the file; none where there is nothing to tell."""
     found = {
         "transformed_nodes.json": _changes(finished.manifest),
@@ -35,7 +35,7 @@ def _parity(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
     bounds = manifest.parity.bounds
     return ["place", "output", "distance", "floor", "multiple", "limit", "step", "argmax_agreement", "worst_case"], [
         [
-            place.title,
+            target.title,
             output.output,
             output.max_abs,
             bounds[output.output].floor,
@@ -45,8 +45,8 @@ def _parity(manifest: Manifest) -> tuple[list[str], list[list[Any]]]:
             output.argmax_agreement,
             output.worst_case,
         ]
-        for place in manifest.parity.places
-        for output in place.outputs
+        for target in manifest.parity.targets
+        for output in target.outputs
     ]
 
 

@@ -11,14 +11,14 @@ from typing import Any
 from optexport.bundle import digests
 from optexport.errors import BundleError
 from optexport.tracking import upload_check
-from optexport.tracking.bundle_record import BUNDLE, Finished
+from optexport.tracking.bundle_record import BUNDLE, BundleRecord
 from optexport.tracking.model import logged_model
-from optexport.tracking.payload import Told
+from optexport.tracking.payload import RunPayload
 from optexport.tracking.registry import Registered, register
 from optexport.tracking.run_lookup import FOLDER_TAG, folder_of
 
 
-def send(client: Any, run_id: str, told: Told) -> Registered | None:
+def send(client: Any, run_id: str, told: RunPayload) -> Registered | None:
     """Sends a whole bundle; says what became of it in the registry, if the config names one."""
     from mlflow.entities import Metric, RunTag
     from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
@@ -39,11 +39,11 @@ def send(client: Any, run_id: str, told: Told) -> Registered | None:
             if (name, step) not in known
         ],
     )
-    with tempfile.TemporaryDirectory(prefix="optexport-") as place:
-        shown = Path(place)
+    with tempfile.TemporaryDirectory(prefix="optexport-") as location:
+        shown = Path(location)
         for name, content in (*told.tables.items(), *told.others.items()):
             (shown / name).write_bytes(content)
-        client.log_artifacts(run_id, place)
+        client.log_artifacts(run_id, location)
         # By this tag MLflow's page finds what it shows as tables; its log_table would append to one that is there.
         listed = [{"path": name, "type": "table"} for name in told.tables]
         client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(listed))
@@ -54,15 +54,15 @@ def send(client: Any, run_id: str, told: Told) -> Registered | None:
     return registered(client, run_id, told)
 
 
-def _check_unchanged(finished: Finished) -> None:
+def _check_unchanged(finished: BundleRecord) -> None:
     """Checks that what was sent file by file is the bundle that was read before, where file systems know no locks too.
 
     Raises:
         BundleError: It was changed, or another one has taken its place.
     """
     digests.read_manifest(finished.folder)
-    if Finished.read(finished.folder).identity != finished.identity:
-        raise BundleError("another one took its place while it was sent", place=str(finished.folder))
+    if BundleRecord.read(finished.folder).identity != finished.identity:
+        raise BundleError("another one took its place while it was sent", location=str(finished.folder))
 
 
 def send_params(client: Any, run_id: str, params: Mapping[str, str]) -> None:
@@ -76,7 +76,7 @@ def send_params(client: Any, run_id: str, params: Mapping[str, str]) -> None:
     client.log_batch(run_id, params=[Param(name, text) for name, text in params.items() if name not in known])
 
 
-def registered(client: Any, run_id: str, told: Told) -> Registered | None:
+def registered(client: Any, run_id: str, told: RunPayload) -> Registered | None:
     """Registers the model of a run that holds the whole bundle, unless that was done before."""
     asked = told.finished.asked.registering
     if asked is None:

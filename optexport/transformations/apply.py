@@ -22,7 +22,7 @@ class NamedRule:
     """A transformation under the name, and with the options, that the config gives it.
 
     Attributes:
-        least: In how many places it must find work.
+        min_matches: In how many places it must find work.
         in_python: Whether it was given from Python, where there are no switches.
         formats: The files that it is applied for; None for all.
     """
@@ -30,7 +30,7 @@ class NamedRule:
     name: str
     options: Mapping[str, Any]
     transformation: Transformation
-    least: int = 0
+    min_matches: int = 0
     in_python: bool = False
     formats: tuple[str, ...] | None = None
 
@@ -128,18 +128,18 @@ def transform(
         try:
             graph_module, report = run(rule.transformation, graph_module)
         except TransformationError as error:
-            if error.place != type(rule.transformation).__name__:
+            if error.location != type(rule.transformation).__name__:
                 raise
             raise TransformationError(
-                error.cause, place=rule.name, mend=error.mend
+                error.message, location=rule.name, hint=error.hint
             ) from error  # as the config names it
         except OptexportError:
             raise
         except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
             raise TransformationError(
                 f"it raised {type(error).__name__}: {first_line(error)}",
-                place=rule.name,
-                mend=f"To go on without it, {rule.leaving_it_out}; the traceback (--debug) has the line.",
+                location=rule.name,
+                hint=f"To go on without it, {rule.leaving_it_out}; the traceback (--debug) has the line.",
             ) from error
         applied.append(Applied(rule, report, nodes_before, len(graph_module.graph.nodes)))
         _check_expectation(rule, report)
@@ -155,10 +155,10 @@ def transform(
 
 
 def _check_expectation(rule: NamedRule, report: Report) -> None:
-    if len(report.changes) < rule.least:
+    if len(report.changes) < rule.min_matches:
         misses = "".join(f"\n  skipped at {miss.node}: {miss.reason}" for miss in report.near_misses)
         raise GateError(
-            f"it found work in fewer places than expected: {len(report.changes)} of at least {rule.least}{misses}",
-            place=rule.name,
-            mend="Mend the model, or lower expect.min of the rule.",
+            f"it found work in fewer places than expected: {len(report.changes)} of at least {rule.min_matches}{misses}",
+            location=rule.name,
+            hint="Mend the model, or lower expect.min of the rule.",
         )

@@ -72,7 +72,9 @@ class Transformation(ABC):
         """
         if reverse:
             raise IrreversibleError(
-                "it cannot be undone", place=self._irreversible(), mend="Leave reverse=True away, or keep a deepcopy."
+                "it cannot be undone",
+                location=self._irreversible(),
+                hint="Leave reverse=True away, or keep a deepcopy.",
             )
         return _call(self.transform, graph_module, lint_and_recompile)
 
@@ -88,8 +90,8 @@ class Transformation(ABC):
         except (TypeError, RecursionError) as error:
             raise TransformationError(
                 f"its attributes cannot tell it from others of its kind: {first_line(error)}",
-                place=type(self).__name__,
-                mend="Keep plain data in them, or define the property signature.",
+                location=type(self).__name__,
+                hint="Keep plain data in them, or define the property signature.",
             ) from error
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -71,8 +71,8 @@ class CastPrecision(Rule):
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
-            mend = did_you_mean(self.dtype, list(_DTYPES))
-            raise ConfigError(f'there is no precision "{self.dtype}"', place="cast-precision", mend=mend)
+            hint = did_you_mean(self.dtype, list(_DTYPES))
+            raise ConfigError(f'there is no precision "{self.dtype}"', location="cast-precision", hint=hint)
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:
         if node.op == "output":
@@ -116,7 +116,7 @@ class CastPrecision(Rule):
         for name in self.keep:
             if name not in known and not any(f"{product}.".startswith(f"{name}.") for product in products):
                 raise ConfigError(
-                    f'there is no module "{name}"', place="cast-precision.keep", mend=did_you_mean(name, known)
+                    f'there is no module "{name}"', location="cast-precision.keep", hint=did_you_mean(name, known)
                 )
 
     def _match_layer(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:

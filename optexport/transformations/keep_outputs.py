@@ -42,7 +42,9 @@ class KeepOutputs(Rule):
         names = list(_outputs(graph_module, node))
         for name in self.outputs:
             if name not in names:
-                raise ConfigError(f'there is no output "{name}"', place="keep-outputs", mend=did_you_mean(name, names))
+                raise ConfigError(
+                    f'there is no output "{name}"', location="keep-outputs", hint=did_you_mean(name, names)
+                )
         return Match((node,)) if len(set(self.outputs)) < len(names) else None
 
     def rewrite(self, graph_module: GraphModule, match: Match) -> list[tuple[Node, Any]]:

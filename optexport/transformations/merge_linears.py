@@ -139,7 +139,7 @@ class MergeLinears(ReversibleRule):
         shape = merged.in_features, merged.out_features, merged.bias is not None
         if shape != tuple(record["shape"]) or _REPLACED not in vars(merged):
             raise TransformationError(
-                f"{merged_target} was changed since", place="MergeLinears", mend="Undo later changes first."
+                f"{merged_target} was changed since", location="MergeLinears", hint="Undo later changes first."
             )
         parent, first = modules.parent_of(graph_module, record["targets"][0])
         if first not in parent._modules:
@@ -152,8 +152,8 @@ class MergeLinears(ReversibleRule):
         if len(users) != len(record["targets"]):
             raise TransformationError(
                 f"{node.name} was cut into {len(record['targets'])} results, of which {len(users)} are left",
-                place="MergeLinears",
-                mend="Undo it before the graph is freed of dead code.",
+                location="MergeLinears",
+                hint="Undo it before the graph is freed of dead code.",
             )
         x = modules.sole_input(node)
         assert x is not None
@@ -255,5 +255,5 @@ def _start(node: Node, user: Node) -> int:
             case (_, slice(start=int(start))):
                 return start
     raise TransformationError(
-        f"{node.name} is now used by {user.name} as a whole", place="MergeLinears", mend="Undo later changes first."
+        f"{node.name} is now used by {user.name} as a whole", location="MergeLinears", hint="Undo later changes first."
     )

@@ -34,11 +34,11 @@ class RuleInfo:
     """What is known of a built-in rule before it is imported.
 
     Attributes:
-        location: ``module:Class``.
+        spec: ``module:Class``.
         in_preset: Whether it is applied when a config names no transformations.
     """
 
-    location: str
+    spec: str
     summary: str
     reversible: bool
     preserves_computation: bool
@@ -209,7 +209,7 @@ def installed() -> Mapping[str, str]:
 def canonical_name(name: str) -> str | None:
     """The built-in rule that a name means, however it is spelled: ``merge-linears``, ``MergeLinears``."""
     by_letters = {_letters(known): known for known in RULES}
-    by_letters |= {_letters(info.location.rpartition(":")[2]): known for known, info in RULES.items()}
+    by_letters |= {_letters(info.spec.rpartition(":")[2]): known for known, info in RULES.items()}
     return by_letters.get(_letters(name))
 
 
@@ -218,14 +218,14 @@ def location_of(name: str) -> str | None:
     if name.startswith(PLUGIN):
         return name.removeprefix(PLUGIN)
     known = canonical_name(name)
-    return installed().get(name) if known is None else RULES[known].location
+    return installed().get(name) if known is None else RULES[known].spec
 
 
 def _letters(name: str) -> str:
     return name.replace("-", "").replace("_", "").lower()
 
 
-def check(name: str, options: Mapping[str, Any], place: str) -> None:
+def check(name: str, options: Mapping[str, Any], location: str) -> None:
     """Checks a rule's name and options as far as that goes without importing it.
 
     Raises:
@@ -233,32 +233,32 @@ def check(name: str, options: Mapping[str, Any], place: str) -> None:
     """
     if name.startswith(PLUGIN):
         if len([part for part in name.removeprefix(PLUGIN).split(":") if part]) != 2:
-            raise ConfigError(f'"{name}" is not of the form "python:module:Class"', place=f"{place}.use")
+            raise ConfigError(f'"{name}" is not of the form "python:module:Class"', location=f"{location}.use")
         return
     known = canonical_name(name)
     if known is None:
         if location_of(name) is None:
             names = [*RULES, *installed()]
-            raise ConfigError(f'there is no rule "{name}"', place=f"{place}.use", mend=did_you_mean(name, names))
+            raise ConfigError(f'there is no rule "{name}"', location=f"{location}.use", hint=did_you_mean(name, names))
         return  # of whose options only its class knows
     for option, value in options.items():
         if option not in (allowed := RULES[known].options):
             raise ConfigError(
                 f"{known} has no such option",
-                place=f"{place}.{option}",
-                mend=did_you_mean(option, allowed) if allowed else "It has no options.",
+                location=f"{location}.{option}",
+                hint=did_you_mean(option, allowed) if allowed else "It has no options.",
             )
         if type(value) is not allowed[option].type or (type(value) is tuple and not all(type(v) is str for v in value)):
             kind = "list of names" if allowed[option].type is tuple else allowed[option].type.__name__
             shown = list(value) if type(value) is tuple else value
-            raise ConfigError(f"it must be a {kind}, not {shown!r}", place=f"{place}.{option}")
+            raise ConfigError(f"it must be a {kind}, not {shown!r}", location=f"{location}.{option}")
         if (choices := allowed[option].choices) and value not in choices:
             raise ConfigError(
-                f'it cannot be "{value}"', place=f"{place}.{option}", mend=did_you_mean(str(value), choices)
+                f'it cannot be "{value}"', location=f"{location}.{option}", hint=did_you_mean(str(value), choices)
             )
 
 
-def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Transformation:
+def load(name: str, options: Mapping[str, Any], folder: Path, location: str) -> Transformation:
     """Imports a rule, built in, installed or a plugin, and makes it with its options.
 
     Args:
@@ -267,28 +267,28 @@ def load(name: str, options: Mapping[str, Any], folder: Path, place: str) -> Tra
     Raises:
         ConfigError: It cannot be imported, or does not take these options.
     """
-    location = location_of(name)
-    assert location is not None, "the config was checked"
+    spec = location_of(name)
+    assert spec is not None, "the config was checked"
     from optexport.transformations import Transformation
 
     def is_transformation(value: Any) -> bool:
         return isinstance(value, type) and issubclass(value, Transformation) and not inspect.isabstract(value)
 
-    cls = import_from(location, folder, place, is_transformation)
-    check_makes(Transformation, cls, location, place)
+    cls = import_from(spec, folder, location, is_transformation)
+    check_makes(Transformation, cls, spec, location)
     if inspect.isabstract(cls):
         missing = " and ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{cls.__name__} must define {missing}", place=place)
+        raise ConfigError(f"{cls.__name__} must define {missing}", location=location)
     try:
         made = cls(**options)
     except (Exception, SystemExit) as error:  # a plugin's own code may raise anything
         cause = str(error) if isinstance(error, TypeError) else f"it raised {type(error).__name__}: {error}"
-        raise ConfigError(cause, place=place, mend=f"Its options are: {parameters(cls)}") from error
+        raise ConfigError(cause, location=location, hint=f"Its options are: {parameters(cls)}") from error
     if not isinstance(made, Transformation):
         raise ConfigError(
-            f"{location} makes a {type(made).__name__}, which is no Transformation",
-            place=place,
-            mend="Subclass optexport.transformations.Transformation, or Rule.",
+            f"{spec} makes a {type(made).__name__}, which is no Transformation",
+            location=location,
+            hint="Subclass optexport.transformations.Transformation, or Rule.",
         )
     return made
 
@@ -301,7 +301,7 @@ def _how_to_import(module_name: str, error: BaseException) -> str:
     return f"Install {missing}." if missing else f"It is there: look where python -c 'import {module_name}' fails."
 
 
-def import_from(location: str, folder: Path, place: str, wanted: Callable[[Any], bool] = callable) -> Any:
+def import_from(spec: str, folder: Path, location: str, wanted: Callable[[Any], bool] = callable) -> Any:
     """Imports ``module:name``, looking beside the config first.
 
     Args:
@@ -310,7 +310,7 @@ def import_from(location: str, folder: Path, place: str, wanted: Callable[[Any],
     Raises:
         ConfigError: There is no such module, it fails to import, or it has no such name.
     """
-    module_name, _, name = location.partition(":")
+    module_name, _, name = spec.partition(":")
     top, home = module_name.partition(".")[0], folder.resolve()
     if _homes.get(top, home) != home:  # beside another config lay a module of the same name
         del _homes[top]
@@ -325,12 +325,12 @@ def import_from(location: str, folder: Path, place: str, wanted: Callable[[Any],
     except (Exception, SystemExit) as error:  # importing runs code of others, which may raise anything
         raise ConfigError(
             f"{module_name} cannot be imported: {type(error).__name__}: {error}",
-            place=place,
-            mend=_how_to_import(module_name, error),
+            location=location,
+            hint=_how_to_import(module_name, error),
         ) from error
     if not hasattr(module, name):
         public = [n for n, value in vars(module).items() if not n.startswith("_") and wanted(value)]
-        raise ConfigError(f"{module_name} has no {name}", place=place, mend=did_you_mean(name, public))
+        raise ConfigError(f"{module_name} has no {name}", location=location, hint=did_you_mean(name, public))
     return getattr(module, name)
 
 
@@ -345,7 +345,7 @@ def importing_beside(folder: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
 
 
-def check_makes(kind: type, factory: Any, location: str, place: str) -> None:
+def check_makes(kind: type, factory: Any, spec: str, location: str) -> None:
     """Refuses what makes nothing of a kind, as far as that shows before it is called: a call may do anything.
 
     A function that is not written in Python, as ``os.system``, makes neither a model nor a rule, and a class makes what
@@ -355,15 +355,15 @@ def check_makes(kind: type, factory: Any, location: str, place: str) -> None:
         ConfigError: It makes none.
     """
     if not callable(factory):
-        raise ConfigError(f"{location} is a {type(factory).__name__}, not a function or a class", place=place)
+        raise ConfigError(f"{spec} is a {type(factory).__name__}, not a function or a class", location=location)
     is_other = isinstance(factory, type) and not issubclass(factory, kind)
     plain = is_other and not inspect.isfunction(factory.__new__) and not inspect.isfunction(type(factory).__call__)
     if plain or inspect.isbuiltin(factory) or inspect.ismethoddescriptor(factory):
         what = f"a class of no {kind.__name__}" if plain else "a function that is not written in Python"
         raise ConfigError(
-            f"{location} is {what}, and is not called: it makes no {kind.__name__}",
-            place=place,
-            mend=f"Name a subclass of {kind.__name__}, or a function in Python that makes one.",
+            f"{spec} is {what}, and is not called: it makes no {kind.__name__}",
+            location=location,
+            hint=f"Name a subclass of {kind.__name__}, or a function in Python that makes one.",
         )
 
 

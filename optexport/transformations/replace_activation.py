@@ -56,12 +56,12 @@ class ReplaceActivation(ReversibleRule):
             if name not in _ACTIVATIONS:
                 known = list(_ACTIVATIONS)
                 raise ConfigError(
-                    f'there is no activation "{name}"', place="replace-activation", mend=did_you_mean(name, known)
+                    f'there is no activation "{name}"', location="replace-activation", hint=did_you_mean(name, known)
                 )
         if (self.old, self.new) not in _ALIKE and (self.new, self.old) not in _ALIKE:
             pairs = ", ".join(f"{one} and {other}" for one, other in _ALIKE)
             raise ConfigError(
-                f"{self.new} cannot stand for {self.old}", place="replace-activation", mend=f"Alike are {pairs}."
+                f"{self.new} cannot stand for {self.old}", location="replace-activation", hint=f"Alike are {pairs}."
             )
 
     def match(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:

@@ -232,8 +232,8 @@ def _check_leaves(rule: Transformation, graph_module: GraphModule) -> None:
             raise _wrong(rule, f"it left {name} with a history of gradients", "Compute weights under torch.no_grad().")
 
 
-def _wrong(rule: Transformation, cause: str, mend: str) -> TransformationError:
-    return TransformationError(cause, place=type(rule).__name__, mend=mend)
+def _wrong(rule: Transformation, cause: str, hint: str) -> TransformationError:
+    return TransformationError(cause, location=type(rule).__name__, hint=hint)
 
 
 def _records(graph_module: GraphModule, rules: Sequence[_R]) -> list[tuple[int, Node, _R, Any]]:

@@ -95,8 +95,8 @@ class SinkSelect(ReversibleRule):
         if len(pieces) < len(record["cut"]) or (isinstance(record["size"], str) and record["size"] not in by_name):
             raise TransformationError(
                 f"what {node.name} is computed from was changed since",
-                place="SinkSelect",
-                mend="Undo it before other rules take nodes away.",
+                location="SinkSelect",
+                hint="Undo it before other rules take nodes away.",
             )
         for piece in pieces:
             whole = piece.args[0]

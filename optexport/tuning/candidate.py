@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optexport.config.passes import LOWERINGS
+from optexport.config.passes import PASSES
 from optexport.config.schema import Format
 from optexport.job import Job
 from optexport.transformations.apply import NamedRule
@@ -28,7 +28,7 @@ def rules_in(recipe: Recipe) -> list[int]:
 
 def lowerings_in(recipe: Recipe) -> list[str]:
     """Its lowerings, in the order in which they are applied."""
-    return [lowering.name for lowering in LOWERINGS if lowering.name in recipe]
+    return [format_pass.name for format_pass in PASSES if format_pass.name in recipe]
 
 
 def in_order(recipe: Recipe) -> list[Ingredient]:

@@ -14,7 +14,7 @@ from optexport.config.schema import Format
 from optexport.errors import OptexportError, first_line
 from optexport.exporters.writer import Writer
 from optexport.job import Job
-from optexport.parity.checker import GRAPH, Proof
+from optexport.parity.checker import GRAPH, ParityChecker
 from optexport.parity.reference import Call, graph_runner
 from optexport.runtime import runners
 from optexport.tracing.trace import Traced
@@ -25,11 +25,11 @@ from optexport.tuning.outcome import NOT_THE_SAME
 _Made = TypeVar("_Made")
 
 
-class Refused(Exception):  # noqa: N818 - no error, but an answer
+class CandidateRejected(Exception):  # noqa: N818 - no error, but an answer
     """A recipe gives no file that could be shipped; says why."""
 
 
-class Workshop:
+class CandidateBuilder:
     """Makes the files of candidates.
 
     Args:
@@ -38,16 +38,16 @@ class Workshop:
         folder: Where to write files.
     """
 
-    def __init__(self, job: Job, traced: Traced, call: Call, proof: Proof, folder: Path) -> None:
+    def __init__(self, job: Job, traced: Traced, call: Call, proof: ParityChecker, folder: Path) -> None:
         self.job, self.traced, self.call, self.proof, self.folder = job, traced, call, proof, folder
-        self._graphs: dict[tuple[int, ...], tuple[Writer, tuple[Applied, ...]] | Refused] = {}
+        self._graphs: dict[tuple[int, ...], tuple[Writer, tuple[Applied, ...]] | CandidateRejected] = {}
         self._files = 0
 
     def working(self, recipe: Recipe) -> list[int]:
         """The rules of a recipe that find work, all of them being applied.
 
         Raises:
-            Refused: One of them raises, or the graph does not pass.
+            CandidateRejected: One of them raises, or the graph does not pass.
         """
         _, applied = self._graph(recipe)
         return [i for i, done in zip(rules_in(recipe), applied, strict=True) if done.report.changes]
@@ -59,7 +59,7 @@ class Workshop:
             name: What it is called while it is measured.
 
         Raises:
-            Refused: It cannot be made, or does not pass.
+            CandidateRejected: It cannot be made, or does not pass.
         """
         writer, _ = self._graph(recipe)
         self._files += 1
@@ -70,13 +70,13 @@ class Workshop:
             record = writer.write(file_format, folder, lowerings_in(recipe), self.job.config.export.opset)
             (artifact,) = exported([record], list(self.job.example), folder, "")
             names = writer.signature.output_names
-            for place, run in runners.open_file(artifact.path, file_format, names, writer.device):
-                self._check(place, run, traced_shape_only=artifact.fixed)
+            for target, run in runners.open_file(artifact.path, file_format, names, writer.device):
+                self._check(target, run, traced_shape_only=artifact.fixed)
             return replace(artifact, name=name)
 
         try:
             return _refusing(build)
-        except Refused:
+        except CandidateRejected:
             shutil.rmtree(folder)
             raise
 
@@ -89,10 +89,10 @@ class Workshop:
         if chosen not in self._graphs:
             try:
                 self._graphs[chosen] = _refusing(lambda: self._transformed(chosen))
-            except Refused as refusal:
+            except CandidateRejected as refusal:
                 self._graphs[chosen] = refusal
         made = self._graphs[chosen]
-        if isinstance(made, Refused):
+        if isinstance(made, CandidateRejected):
             raise made
         return made
 
@@ -110,13 +110,13 @@ class Workshop:
         )
         return writer, done.applied
 
-    def _check(self, place: str, run: runners.Run, *, traced_shape_only: bool = False) -> None:
-        proof = Proof(self.proof.reference, self.proof.bounds, self.proof.gates)
-        parity = proof.check(place, run, traced_shape_only=traced_shape_only)
+    def _check(self, target: str, run: runners.Run, *, traced_shape_only: bool = False) -> None:
+        proof = ParityChecker(self.proof.reference, self.proof.bounds, self.proof.gates)
+        parity = proof.check(target, run, traced_shape_only=traced_shape_only)
         failures = [f"{output.output} {output.failure}" for output in parity.outputs if output.failure is not None]
         failures += [decision.failure for decision in parity.decisions if decision.failure is not None]
         if failures:
-            raise Refused(f"{NOT_THE_SAME} at {place}: {failures[0]}")
+            raise CandidateRejected(f"{NOT_THE_SAME} at {target}: {failures[0]}")
 
 
 def content_of(artifact: Artifact) -> str:
@@ -131,9 +131,9 @@ def content_of(artifact: Artifact) -> str:
 def _refusing(make: Callable[[], _Made]) -> _Made:
     try:
         return make()
-    except Refused:
+    except CandidateRejected:
         raise
     except OptexportError as error:
-        raise Refused(f"{error.place}: {error.cause}" if error.place else error.cause) from error
+        raise CandidateRejected(f"{error.location}: {error.message}" if error.location else error.message) from error
     except Exception as error:  # lowerings are the code of many, and a candidate is no more than a try
-        raise Refused(f"it raised {type(error).__name__}: {first_line(error)}") from error
+        raise CandidateRejected(f"it raised {type(error).__name__}: {first_line(error)}") from error

@@ -23,7 +23,7 @@ from optexport.job import Job
 from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import NamedRule
 from optexport.tuning.candidate import Ingredient, Recipe, change_in_words, configured, in_order, lowerings_in, rules_in
-from optexport.tuning.candidate_builder import Refused, Workshop, content_of
+from optexport.tuning.candidate_builder import CandidateBuilder, CandidateRejected, content_of
 from optexport.tuning.outcome import Outcome, Trial
 from optexport.tuning.tournament import Contest
 
@@ -51,14 +51,16 @@ class Search:
         spent: Seconds that candidates took.
     """
 
-    def __init__(self, job: Job, file_format: Format, workshop: Workshop, contest: Contest, seconds: float) -> None:
+    def __init__(
+        self, job: Job, file_format: Format, workshop: CandidateBuilder, contest: Contest, seconds: float
+    ) -> None:
         self.job, self.format, self.workshop, self.seconds = job, file_format, workshop, seconds
         self.begun = self.end = math.inf
         self.spent = 0.0
         self.contest = contest
         self.configured = self.start = configured(job, file_format)
         # What decides the outputs, and what is expected to find work, is not a matter of speed.
-        kept = [i for i in rules_in(self.start) if job.rules[i].least or _keeps_outputs(job.rules[i])]
+        kept = [i for i in rules_in(self.start) if job.rules[i].min_matches or _keeps_outputs(job.rules[i])]
         self.plain: Recipe = frozenset(kept)
         self.made: list[Recipe] = []
         self.artifacts: dict[Recipe, Artifact] = {}
@@ -126,7 +128,7 @@ class Search:
             return
         try:
             artifact = self.workshop.make(self.format, recipe, self._told(recipe))
-        except Refused as refusal:
+        except CandidateRejected as refusal:
             self.refused[recipe] = str(refusal)
             return
         content = content_of(artifact)
@@ -242,7 +244,7 @@ class Search:
         the last heat takes it tells no more than what to try together.
         """
         in_time = time.monotonic() + self.contest.cost(len(field) + 2, rounds) < self.end
-        if self.contest.heats == 0:
+        if self.contest.rungs == 0:
             return len(field) > _FINALISTS or (len(field) > 1 and in_time)
         return len(field) > _FINALISTS + 1 and in_time  # of which one may be a single change
 
@@ -255,16 +257,16 @@ class Search:
         excused: list[Recipe] = []
         while True:
             try:
-                self.contest.heat(running, rounds)
+                self.contest.rung(running, rounds)
                 return [recipe for recipe in field if recipe in running]
             except BenchError as error:
-                broken = next((recipe for recipe, artifact in running.items() if artifact.name == error.place), None)
+                broken = next((recipe for recipe, artifact in running.items() if artifact.name == error.location), None)
                 if broken in (self.plain, self.start) and broken not in excused:
                     excused.append(broken)
                     continue
                 if broken is None or broken == self.start:
                     raise
-                self.refused[broken] = f"it cannot be run in a process of its own: {error.cause}"
+                self.refused[broken] = f"it cannot be run in a process of its own: {error.message}"
                 self.made.remove(broken)
                 self.workshop.discard(self.artifacts.pop(broken))
                 del running[broken]

@@ -28,11 +28,11 @@ class Contest:
         race: How files race.
 
     Attributes:
-        heats: How many were run.
+        rungs: How many were run.
     """
 
     def __init__(self, workloads: Sequence[Workload], threads: int, race: Race = race) -> None:
-        self.workloads, self.threads, self.heats = workloads, threads, 0
+        self.workloads, self.threads, self.rungs = workloads, threads, 0
         self._race = race
         self._seconds: dict[tuple[int, str, Recipe], npt.NDArray[np.float64]] = {}
         self._cost = _GUESS
@@ -41,7 +41,7 @@ class Contest:
         """Seconds that a heat of so many files and rounds will probably take."""
         return files * -(-rounds // ROUNDS_PER_LAUNCH) * self._cost
 
-    def heat(self, field: Mapping[Recipe, Artifact], rounds: int) -> None:
+    def rung(self, field: Mapping[Recipe, Artifact], rounds: int) -> None:
         """Lets files race; each round gives each of them a turn on each workload.
 
         Raises:
@@ -50,9 +50,9 @@ class Contest:
         start = time.monotonic()
         timings = self._race(list(field.values()), self.workloads, Settings(self.threads, rounds))
         for timing, recipe in zip(timings, itertools.cycle(field), strict=False):
-            self._seconds[self.heats, timing.workload.label, recipe] = np.array(timing.medians)
+            self._seconds[self.rungs, timing.workload.label, recipe] = np.array(timing.medians)
         self._cost *= (time.monotonic() - start) / self.cost(len(field), rounds)
-        self.heats += 1
+        self.rungs += 1
 
     def compare(self, baseline: Recipe, candidate: Recipe, *, last: bool = False) -> Comparison:
         """Compares two files over all workloads, by the geometric mean of their times.
@@ -60,16 +60,16 @@ class Contest:
         Args:
             last: Whether by the last heat alone, whose times had no say in what was let into it.
         """
-        heats = self._shared(baseline, candidate, last=last)
-        return compare(*(np.concatenate([self._mean(heat, one) for heat in heats]) for one in (baseline, candidate)))
+        rungs = self._shared(baseline, candidate, last=last)
+        return compare(*(np.concatenate([self._mean(rung, one) for rung in rungs]) for one in (baseline, candidate)))
 
     def compare_at(self, workload: Workload, baseline: Recipe, candidate: Recipe) -> Comparison:
         """Compares two files on one workload, by the last heat."""
-        (heat,) = self._shared(baseline, candidate, last=True)
-        return compare(*(self._seconds[heat, workload.label, one] for one in (baseline, candidate)))
+        (rung,) = self._shared(baseline, candidate, last=True)
+        return compare(*(self._seconds[rung, workload.label, one] for one in (baseline, candidate)))
 
-    def _mean(self, heat: int, recipe: Recipe) -> npt.NDArray[np.float64]:
-        seconds = np.array([self._seconds[heat, workload.label, recipe] for workload in self.workloads])
+    def _mean(self, rung: int, recipe: Recipe) -> npt.NDArray[np.float64]:
+        seconds = np.array([self._seconds[rung, workload.label, recipe] for workload in self.workloads])
         return np.exp(np.log(seconds).mean(axis=0))  # type: ignore[no-any-return]
 
     def ran(self, recipe: Recipe) -> bool:
@@ -78,9 +78,9 @@ class Contest:
 
     def ran_last(self, recipe: Recipe) -> bool:
         """Whether a file ran in the last heat."""
-        return any((heat, recipe) == (self.heats - 1, one) for heat, _, one in self._seconds)
+        return any((rung, recipe) == (self.rungs - 1, one) for rung, _, one in self._seconds)
 
     def _shared(self, one: Recipe, other: Recipe, *, last: bool) -> list[int]:
-        heats = [self.heats - 1] if last else range(self.heats)
+        rungs = [self.rungs - 1] if last else range(self.rungs)
         label = self.workloads[0].label
-        return [heat for heat in heats if all((heat, label, recipe) in self._seconds for recipe in (one, other))]
+        return [rung for rung in rungs if all((rung, label, recipe) in self._seconds for recipe in (one, other))]

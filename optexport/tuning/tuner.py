@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
 from optexport.cache import keys, model_key, store
 from optexport.cache.imported_modules import code_of
 from optexport.config.metrics import METRIC
 from optexport.config.schema import Format
 from optexport.job import Job, resolved
-from optexport.parity.checker import Proof
+from optexport.parity.checker import ParityChecker
 from optexport.parity.reference import Call
 from optexport.runtime import devices
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import is_built_in
 from optexport.tuning import trial_cache
 from optexport.tuning.candidate import configured
-from optexport.tuning.candidate_builder import Workshop
+from optexport.tuning.candidate_builder import CandidateBuilder
 from optexport.tuning.outcome import Outcome
 from optexport.tuning.search import Search
 from optexport.tuning.tournament import Contest
@@ -30,11 +30,11 @@ def tune(
     job: Job,
     traced: Traced,
     call: Call,
-    proof: Proof,
+    proof: ParityChecker,
     workloads: Sequence[Workload],
     budget: float,
     folder: Path,
-    stages: Stages,
+    progress: Progress,
 ) -> tuple[Job, tuple[Outcome, ...]]:
     """Finds the recipe of each format's file.
 
@@ -48,12 +48,12 @@ def tune(
     Returns:
         The job with the rules and lowerings that were chosen, and what came of the search.
     """
-    workshop = Workshop(job, traced, call, proof, folder)
+    workshop = CandidateBuilder(job, traced, call, proof, folder)
     formats = list(dict.fromkeys(job.config.export.formats))
     left = budget
     outcomes = []
     for index, name in enumerate(formats):
-        with stages.stage(f"tune {name}"):
+        with progress.step(f"tune {name}"):
             contest = Contest(workloads, job.config.bench.threads)
             search = Search(job, name, workshop, contest, share(budget, left, index, len(formats)))
             known = _entry(job, traced, proof, workloads, name)
@@ -75,7 +75,7 @@ def share(budget: float, left: float, index: int, formats: int) -> float:
     return max(budget / formats, left / (formats - index))
 
 
-def _entry(job: Job, traced: Traced, proof: Proof, workloads: Sequence[Workload], file_format: Format) -> str:
+def _entry(job: Job, traced: Traced, proof: ParityChecker, workloads: Sequence[Workload], file_format: Format) -> str:
     """What the trials of a format are kept under."""
     reference, gates = proof.reference, job.config.parity.decisions or ()
     plugins = {type(rule.transformation).__module__ for rule in job.rules if not is_built_in(rule.transformation)}
@@ -86,7 +86,7 @@ def _entry(job: Job, traced: Traced, proof: Proof, workloads: Sequence[Workload]
         str(traced.graph_module.graph),  # where its calls are not known by name there is no digest of it
         job.loaded.weights_sha256,
         file_format,
-        [[rule.name, rule.options, rule.formats, rule.least] for rule in job.rules],
+        [[rule.name, rule.options, rule.formats, rule.min_matches] for rule in job.rules],
         {module: code_of(module) for module in plugins | metrics},
         job.config.export.lowerings.get(file_format, []),
         job.config.export.opset,

@@ -78,7 +78,7 @@ class Maker:
         """What is said of inputs that cannot be had."""
         with pytest.raises(ConfigError) as caught:
             self(model, beside, **table)
-        assert str(caught.value.place).startswith("inputs")
+        assert str(caught.value.location).startswith("inputs")
         return str(caught.value)
 
     def refusal_without_processors(self, **table: Any) -> str:

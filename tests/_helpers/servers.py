@@ -201,35 +201,35 @@ def postgresql() -> Iterator[str]:
     """A PostgreSQL cluster of its own, with a password; gives the URI of its database."""
     found = [shutil.which("pg_ctl") or "", *sorted(glob.glob("/usr/lib/postgresql/*/bin/pg_ctl"))]
     programs = Path(next(path for path in reversed(found) if path)).parent
-    place = Path(tempfile.mkdtemp(prefix="optexport-postgresql-"))
+    target = Path(tempfile.mkdtemp(prefix="optexport-postgresql-"))
     port, as_root = free_port(), os.geteuid() == 0
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
 
     def call(program: str, *arguments: str) -> None:
         # It refuses to run as root.
         user: dict[str, Any] = {"user": "postgres", "group": "postgres", "extra_groups": []} if as_root else {}
-        log = place / "call.log"
+        log = target / "call.log"
         with log.open("ab") as output:
             done = subprocess.run(
-                [str(programs / program), *arguments], stdout=output, stderr=output, cwd=place, check=False, **user
+                [str(programs / program), *arguments], stdout=output, stderr=output, cwd=target, check=False, **user
             )
         assert done.returncode == 0, log.read_text()
 
     try:
-        (place / "password").write_text(SECRET)
+        (target / "password").write_text(SECRET)
         if as_root:
             postgres = pwd.getpwnam("postgres")
-            for path in (place, place / "password"):
+            for path in (target, target / "password"):
                 os.chown(path, postgres.pw_uid, postgres.pw_gid)
-        data = str(place / "data")
-        call("initdb", "-D", data, "-U", "optexport", "--auth=scram-sha-256", f"--pwfile={place / 'password'}")
-        call("pg_ctl", "-D", data, "-w", "-l", str(place / "log"), "-o", options, "start")
+        data = str(target / "data")
+        call("initdb", "-D", data, "-U", "optexport", "--auth=scram-sha-256", f"--pwfile={target / 'password'}")
+        call("pg_ctl", "-D", data, "-w", "-l", str(target / "log"), "-o", options, "start")
         try:
             yield f"postgresql+psycopg2://optexport:{SECRET}@127.0.0.1:{port}/postgres"
         finally:
             call("pg_ctl", "-D", data, "-w", "-m", "immediate", "stop")
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(target)
 
 
 @contextlib.contextmanager

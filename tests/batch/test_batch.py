@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 
 from optexport import verify
 from optexport.batch import supervisor
-from optexport.batch.results import Ended
+from optexport.batch.results import TaskResult
 from optexport.batch.run import run
 from optexport.batch.tasks import Task, tasks_of
 from optexport.cli.main import cli
@@ -265,14 +265,14 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(given: str) 
 def test_a_journal_that_cannot_be_written_any_more_stops_no_config(tmp_path: Path) -> None:
     tasks = tasks_of([str(fleets.config(tmp_path, name)) for name in ("a", "b")])
 
-    def engine(tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, Ended]]:
+    def engine(tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, TaskResult]]:
         journal = folder.with_name("journal.jsonl")
         journal.unlink()
         journal.mkdir()
         for task, code in zip(tasks, (0, 4), strict=True):
-            yield task, Ended(task.name, str(task.path), task.digest, code, "another" if code else None)
+            yield task, TaskResult(task.name, str(task.path), task.digest, code, "another" if code else None)
 
-    announced: list[Ended] = []
+    announced: list[TaskResult] = []
     ended = run(tasks, engine, tmp_path / "batch", announce=announced.append)
     assert ended == announced
     assert [each.exit_code for each in ended] == [0, 4]

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from optexport import verify
 from optexport.batch import from_registry
-from optexport.batch.results import Ended
+from optexport.batch.results import TaskResult
 from optexport.cli.main import cli
 from optexport.errors import TrackingError
 from optexport.tracking.registry_query import Version, wanted
@@ -103,7 +103,7 @@ def test_the_newest_version_of_each_model_that_asks_is_exported_once(registry: A
     assert version.tags["optexport.exported"] == run.data.tags["optexport.bundle"]
     gone = from_registry.Asked(str(registry.tracking_uri), tmp_path, {"c": Version("gone", "1")}, [], [])
     with pytest.raises(TrackingError, match="the next batch makes it again"):
-        gone.mark(Ended("c", "c", "", 0, output=str(tmp_path / "bundles" / "asks-2")))
+        gone.mark(TaskResult("c", "c", "", 0, output=str(tmp_path / "bundles" / "asks-2")))
     asking = "tags.export = 'true'"
     again = json.loads(call(asking, "--json").stdout)
     assert again["configs"] == []

@@ -325,7 +325,7 @@ def test_the_weights_of_inner_graphs_are_counted_too(tmp_path: Path) -> None:
     weight.ClearField("raw_data")
     (tmp_path / "inner.data").write_bytes(bytes(4 * 64 * 64))
     flag, out = helper.make_tensor_value_info("flag", TensorProto.BOOL, []), [64, 64]
-    branches = {
+    variants = {
         name: helper.make_graph(
             [helper.make_node("Identity", ["inner"], [name])],
             name,
@@ -336,7 +336,7 @@ def test_the_weights_of_inner_graphs_are_counted_too(tmp_path: Path) -> None:
         for name in ("then_branch", "else_branch")
     }
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, out)
-    graph = helper.make_graph([helper.make_node("If", ["flag"], ["y"], **branches)], "choice", [flag], [result])
+    graph = helper.make_graph([helper.make_node("If", ["flag"], ["y"], **variants)], "choice", [flag], [result])
     path = tmp_path / "model.onnx"
     path.write_bytes(helper.make_model(graph).SerializeToString())
     (artifact,) = open_target(path).artifacts

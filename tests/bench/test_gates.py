@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from optexport.bench import gates
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
-from optexport.bench.measure import Duel, Figures, Report
+from optexport.bench.measure import Figures, PairwiseComparison, Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.cli.main import cli
@@ -180,7 +180,7 @@ AT = Workload({"batch": 1}, 1, Path())
 
 def found(low: float = 1.0, p50: float = 0.002) -> Report:
     figures = tuple(Figures(artifact, AT, p50, 1, 1, None, None, 1, 1, None) for artifact in (ONNX, PT2))
-    duels = (Duel(ONNX, PT2, AT, Comparison(1.2, low, 1.3, "faster")),)
+    duels = (PairwiseComparison(ONNX, PT2, AT, Comparison(1.2, low, 1.3, "faster")),)
     return Report(Settings(), figures, duels)
 
 

@@ -113,7 +113,7 @@ def test_a_process_that_dies_is_told_with_its_artifact_and_how(tmp_path: Path, m
     monkeypatch.setattr(racing, "_WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(BenchError) as caught:
         race([Artifact("mine", path, "onnx", 1)], [workload(tmp_path)], Settings(rounds=2))
-    assert (caught.value.place, caught.value.cause) == ("mine", "its process ended by SIGKILL")
+    assert (caught.value.location, caught.value.message) == ("mine", "its process ended by SIGKILL")
     assert caught.value.exit_code == 5
     monkeypatch.setattr(racing, "_WORKER", "import sys; sys.exit('no room')")
     with pytest.raises(BenchError, match="its process ended with exit code 1: no room"):

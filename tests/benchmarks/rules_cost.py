@@ -111,8 +111,8 @@ def share(rounds: int) -> float:
     found = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            stages = parity.run(Path(folder), "standard", 1, kept=False)
-        found.append(stages["transform"] / sum(stages.values()))
+            progress = parity.run(Path(folder), "standard", 1, kept=False)
+        found.append(progress["transform"] / sum(progress.values()))
     return statistics.median(found)
 
 

@@ -122,10 +122,10 @@ class _RepVGGBlock(nn.Module):
 
 def _repvgg() -> nn.Module:
     torch.manual_seed(0)
-    stages = [nn.Conv2d(3, 48, 3, stride=4, padding=1)]
+    progress = [nn.Conv2d(3, 48, 3, stride=4, padding=1)]
     for channels in (48, 96, 192):
-        stages += [*(_RepVGGBlock(channels) for _ in range(3)), nn.Conv2d(channels, 2 * channels, 3, 2, 1)]
-    return randomise(_Images(nn.Sequential(*stages)))
+        progress += [*(_RepVGGBlock(channels) for _ in range(3)), nn.Conv2d(channels, 2 * channels, 3, 2, 1)]
+    return randomise(_Images(nn.Sequential(*progress)))
 
 
 class _Images(nn.Module):

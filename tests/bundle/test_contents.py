@@ -114,7 +114,7 @@ def test_something_else_under_the_name_is_refused_before_any_work(tmp_path: Path
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match="export.output") as caught:
         contents.check_output(output)
-    assert caught.value.mend
+    assert caught.value.hint
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
 
@@ -175,7 +175,7 @@ def test_a_changed_byte_in_any_file_is_noticed_and_the_file_named(copied: Path, 
             path.write_bytes(changed)
             with pytest.raises(BundleError) as caught:
                 digests.read_manifest(copied)
-            assert caught.value.place == str(copied / name)
+            assert caught.value.location == str(copied / name)
             assert caught.value.exit_code == 4
     path.write_bytes(content)
     digests.read_manifest(copied)
@@ -188,7 +188,7 @@ def test_a_file_cut_short_emptied_or_made_longer_is_noticed(copied: Path, name: 
         (copied / name).write_bytes(changed)
         with pytest.raises(BundleError) as caught:
             digests.read_manifest(copied)
-        assert caught.value.place == str(copied / name)
+        assert caught.value.location == str(copied / name)
 
 
 @pytest.mark.parametrize("name", [n for n in OTHERS if n != "a link to a file"])
@@ -238,15 +238,15 @@ def test_anything_more_less_or_elsewhere_is_noticed_and_named(copied: Path, name
     spoil(copied)
     with pytest.raises(BundleError) as caught:
         digests.read_manifest(copied)
-    assert str(caught.value.place).startswith(str(copied / place))
+    assert str(caught.value.location).startswith(str(copied / place))
 
 
 @pytest.mark.parametrize(("version", "mend"), [(2, "Upgrade optexport"), (0, "Make the"), (None, "Make the")])
 def test_a_bundle_of_another_version_is_not_read_as_if_it_were_of_this(
-    copied: Path, version: int | None, mend: str
+    copied: Path, version: int | None, hint: str
 ) -> None:
     exports.edit_json(copied / "manifest.json", lambda document: document.update(manifest_version=version))
-    with pytest.raises(BundleError, match=f"its version is {version}, and this program reads 1\n *{mend}"):
+    with pytest.raises(BundleError, match=f"its version is {version}, and this program reads 1\n *{hint}"):
         digests.read_manifest(copied)
 
 

@@ -119,7 +119,7 @@ def test_whatever_else_a_file_holds_is_one_kind_of_error(tmp_path: Path, content
     with pytest.raises(BundleError, match=rf"^{re.escape(str(path))}: ") as caught:
         digest_json.read(path)
     assert caught.value.exit_code == 4
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:

@@ -36,17 +36,17 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def every_place(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def every_place(value: Any, target: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where each value inside a document is."""
-    if place:
-        yield place
+    if target:
+        yield target
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
-        yield from every_place(each, (*place, key))
+        yield from every_place(each, (*target, key))
 
 
-def put(document: Any, place: tuple[Any, ...], value: Any) -> None:
-    *parents, last = place
+def put(document: Any, target: tuple[Any, ...], value: Any) -> None:
+    *parents, last = target
     for key in parents:
         document = document[key]
     document[last] = value
@@ -68,10 +68,10 @@ def test_a_changed_manifest_is_verified_or_refused(small: Path, data: st.DataObj
     guarded = [
         p for p in every_place(document) if p[0] in ("parity", "artifacts", "files", "inputs", "outputs", "dims")
     ]
-    place = data.draw(st.sampled_from(guarded))
+    target = data.draw(st.sampled_from(guarded))
     value = data.draw(ANYTHING)
     try:
-        exports.edit_json(small / MANIFEST, lambda manifest: put(manifest, place, value))
+        exports.edit_json(small / MANIFEST, lambda manifest: put(manifest, target, value))
         verify(small)
         unchecked_gates(digests.read_manifest(small))
     except OptexportError:

@@ -51,7 +51,7 @@ SPOILED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a size in words": lambda d: d["files"][0].update(size="large"),
     "an unknown format": lambda d: d["artifacts"][0].update(format="tflite"),
     "a shape of fractions": lambda d: d["inputs"][0].update(shape=[1.5]),
-    "no list of places": lambda d: d["parity"].update(places={}),
+    "no list of places": lambda d: d["parity"].update(targets={}),
 }
 
 
@@ -123,12 +123,12 @@ def test_transformations_tell_what_they_changed_and_what_they_skipped(document: 
 
 def test_the_proof_names_every_place_and_at_least_three_sizes_never_traced(document: dict[str, Any]) -> None:
     proof = document["parity"]
-    places = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
-    assert [place["place"] for place in proof["places"]] == places
+    targets = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised", "pt2"]
+    assert [target["place"] for target in proof["places"]] == targets
     assert proof["fallback"] is None
     assert len([case for case in proof["cases"] if case not in ("traced", "data")]) >= 3
-    for place in proof["places"]:
-        hidden, longest = place["outputs"]
+    for target in proof["places"]:
+        hidden, longest = target["outputs"]
         assert hidden["max_abs"] <= proof["bounds"]["hidden"]["limit"]
         assert hidden["worst_case"] in proof["cases"]
         assert longest["max_abs"] == 0

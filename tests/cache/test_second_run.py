@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bundle.contents import REFERENCE
 from optexport.bundle.digests import sha256
 from optexport.cache import store
@@ -76,8 +76,8 @@ def digests(bundle: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in bundle.iterdir() if path.name not in exports.UNEQUAL}
 
 
-def again(config: Path, stages: Stages | None = None) -> Result:
-    return run(config, stages=stages)
+def again(config: Path, progress: Progress | None = None) -> Result:
+    return run(config, progress=progress)
 
 
 def test_a_second_run_takes_what_is_the_same_and_gives_the_same_bytes(config: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_second_run_takes_what_is_the_same_and_gives_the_same_bytes(config: Pa
     assert (first.kept, second.kept) == ((), ALL)
     assert digests(second.output) == before
     entries = {path: path.stat().st_mtime_ns for path in (config.parent / "cache").rglob("entry.json")}
-    assert reproduce.reproduce(second.output, config.parent, Stages()) == []
+    assert reproduce.reproduce(second.output, config.parent, Progress()) == []
     after = {path: path.stat().st_mtime_ns for path in (config.parent / "cache").rglob("entry.json")}
     assert after == entries, "what is made again as a proof must not be taken from an earlier run"
 
@@ -110,7 +110,7 @@ def test_a_number_that_float32_does_not_show_is_other_work(config: Path, monkeyp
     after = load_file(bundle / REFERENCE)
     other = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name.split(".")[1] for name in other} == {"float64"}
-    assert reproduce.reproduce(bundle, config.parent, Stages()) == []
+    assert reproduce.reproduce(bundle, config.parent, Progress()) == []
 
 
 def test_a_run_that_stopped_goes_on_from_there(config: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_run_that_stopped_goes_on_from_there(config: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        again(config, Stages(stop))
+        again(config, Progress(stop))
     assert again(config).kept == ("export torchscript", "check transformed graph", "check torchscript")
 
 

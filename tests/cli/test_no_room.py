@@ -41,9 +41,9 @@ def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
 @pytest.mark.parametrize(
     ("number", "mend"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, f"Make room where {os.getcwd()} lies")]
 )
-def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, mend: str) -> None:
+def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, hint: str) -> None:
     result = ended_by(OSError(number, os.strerror(number), "model.onnx"))
-    assert f"{os.strerror(number)}: 'model.onnx'\n  {mend}" in result.stderr
+    assert f"{os.strerror(number)}: 'model.onnx'\n  {hint}" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, mend: str) -> 
     ],
     ids=["open files", "memory", "memory of torch", "memory of Python", "memory for a library"],
 )
-def test_other_limits_are_no_defects_either(error: Exception, mend: str) -> None:
+def test_other_limits_are_no_defects_either(error: Exception, hint: str) -> None:
     result = ended_by(error)
     assert result.exit_code == 1
-    assert f"\n  Raise the limit on {mend}" in result.stderr
+    assert f"\n  Raise the limit on {hint}" in result.stderr
 
 
 def test_a_message_for_which_there_is_no_memory_is_told_in_few_words(monkeypatch: pytest.MonkeyPatch) -> None:

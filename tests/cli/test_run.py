@@ -213,9 +213,9 @@ def test_a_rule_that_is_left_out_needs_no_tolerance(call: Caller) -> None:
 def test_a_baseline_lies_beside_the_bundle(call: Caller, tmp_path: Path) -> None:
     result = call("run", config(), "--baseline")
     assert result.exit_code == 0
-    stages = [line.rpartition(": ")[0] for line in result.stderr.splitlines()]
-    assert {"baseline: trace", "baseline: check pt2", "trace", "check pt2", "load"} <= set(stages)
-    assert stages.count("trace") == 1
+    progress = [line.rpartition(": ")[0] for line in result.stderr.splitlines()]
+    assert {"baseline: trace", "baseline: check pt2", "trace", "check pt2", "load"} <= set(progress)
+    assert progress.count("trace") == 1
     plain = json.loads((tmp_path / "build" / "model-baseline" / "manifest.json").read_text())
     assert plain["transformations"] == []
 

@@ -370,10 +370,10 @@ def test_mistakes_that_only_the_whole_config_shows_are_told_at_once(tmp_path: Pa
     ],
 )
 def test_a_function_beside_the_config_is_recognised_however_it_is_written(
-    given: str, mend: str, tmp_path: Path
+    given: str, hint: str, tmp_path: Path
 ) -> None:
     (tmp_path / "net.py").touch()
     (tmp_path / "mine.toml").write_text(source(given), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "mine.toml")
-    assert mend in str(caught.value)
+    assert hint in str(caught.value)

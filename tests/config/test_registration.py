@@ -17,8 +17,8 @@ def test_a_name_is_enough() -> None:
     config = parse_config(REGISTER, Path("mine.toml"))
     assert config.registering is not None
     assert (config.registering.name, config.registering.alias) == ("minilm", "champion")
-    ratchet = config.registering.ratchet
-    assert (ratchet.parity, ratchet.latency, ratchet.size) == (0.25, 0.05, 0.01)
+    max_regression = config.registering.max_regression
+    assert (max_regression.parity, max_regression.latency, max_regression.size) == (0.25, 0.05, 0.01)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from onnx import numpy_helper
 from torch import fx, nn
 
 from optexport import errors, export
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.cli.main import cli
 from optexport.diagnosis import reproduction
 from optexport.diagnosis.bisect_rules import _first_failing
@@ -120,7 +120,7 @@ def failing_file(output: Path, file_format: str, spoil: Callable[[Path], object]
             for draft in output.parent.glob(f".{output.name}.partial-*"):
                 spoil(draft / names[file_format])
 
-    return failing(output, MergeLinears(), formats=[file_format], stages=Stages(announce))
+    return failing(output, MergeLinears(), formats=[file_format], progress=Progress(announce))
 
 
 def reproduce(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -228,11 +228,11 @@ def to_relu(node: Any) -> None:
     ],
 )
 def test_the_place_in_an_onnx_file_is_named_in_both_graphs_names(
-    tmp_path: Path, spoil: Callable[[Path], None], place: str, inside: str
+    tmp_path: Path, spoil: Callable[[Path], None], target: str, inside: str
 ) -> None:
     told = failing_file(tmp_path / "block", "onnx", spoil)
     assert "the exporter or the runtime changed the numbers" in told
-    assert f"values part first at {place}" in told
+    assert f"values part first at {target}" in told
     assert inside in told.partition("In the file it is ")[2]
     folder = tmp_path / "block-failure"
     assert {path.name for path in folder.iterdir()} == NAMES | {"piece.onnx", "piece.safetensors"}
@@ -261,10 +261,10 @@ def tamper_torchscript(path: Path) -> None:
     [("torchscript", tamper_torchscript, "linear_4 (up)"), ("pt2", tamper_pt2, "query_key_value_merged")],
 )
 def test_the_place_in_other_files_is_named_too(
-    tmp_path: Path, file_format: str, spoil: Callable[[Path], None], place: str
+    tmp_path: Path, file_format: str, spoil: Callable[[Path], None], target: str
 ) -> None:
     told = failing_file(tmp_path / "block", file_format, spoil)
-    assert f"values part first at {place}" in told
+    assert f"values part first at {target}" in told
     assert "In the file it is linear" in told
     assert reproduce(tmp_path / "block-failure").returncode == 1
 
@@ -312,7 +312,7 @@ def test_two_equal_failures_leave_equal_files_and_a_success_takes_them_away(tmp_
     failing(tmp_path / "block", Relu())
     assert {path.name: path.read_bytes() for path in (tmp_path / "block-failure").iterdir()} == first
     document = json.loads(first["parity.json"])
-    assert [place["place"] for place in document["places"]] == ["original", "transformed graph"]
+    assert [target["place"] for target in document["places"]] == ["original", "transformed graph"]
     export(exports.block(), exports.batch(), tmp_path / "block", dynamic=exports.DYNAMIC, formats=["pt2"])
     assert [path.name for path in tmp_path.iterdir()] == ["block"]
 

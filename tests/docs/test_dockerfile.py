@@ -79,13 +79,13 @@ def _build(work: Path) -> Stage:
     parser = DockerfileParser(path=str(work))  # which writes its file, so not that of the repository
     parser.content = dockerfile
     shared = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
-    stages: dict[str, Stage] = {}
+    progress: dict[str, Stage] = {}
     stage = Stage(work)
     for step in parser.structure:
         kind, value = step["instruction"], step["value"]
         if kind == "FROM":
             name = value.partition(" AS ")[2] or "last"
-            stages[name] = stage = Stage(work / name, {"PATH": _PATH, **shared})
+            progress[name] = stage = Stage(work / name, {"PATH": _PATH, **shared})
             (stage.upper / "usr/local/bin").mkdir(parents=True)
             (stage.upper / "usr/local/bin/python").symlink_to("/usr/bin/python3")
             if Path("/work").exists():  # of this machine; a device 0/0 hides it
@@ -100,7 +100,7 @@ def _build(work: Path) -> Stage:
             *sources, target = value.split()
             base = ROOT
             if sources[0].startswith("--from="):
-                base = stages[sources.pop(0).removeprefix("--from=")].upper
+                base = progress[sources.pop(0).removeprefix("--from=")].upper
             for source in sources:
                 _copy(base / source.lstrip("/"), stage.upper / os.path.join(stage.workdir, target).lstrip("/"))
         elif kind == "RUN":

@@ -15,7 +15,7 @@ from tests.exporters.passes_applied import AXES, X, agree, batches, both, plain_
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
-EACH = [(lowering.name, file_format) for lowering in passes.LOWERINGS for file_format in lowering.formats]
+EACH = [(format_pass.name, file_format) for format_pass in passes.PASSES for file_format in format_pass.formats]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from optexport.exporters import exported_program
 from optexport.exporters.onnx import exporter as onnx_exporter
 from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.parity import noise_floor
-from optexport.parity.candidate_check import Suspects
-from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.candidate_check import CandidateChecker
+from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.pipeline import steps
 from optexport.result import Result
 from optexport.runtime import runners
@@ -86,7 +86,7 @@ def run(name: str, output: Path, rules: tuple[Transformation, ...], formats: tup
     """
     given = subject(name)
     # The search for the smallest input that fails has tests of its own, and takes its time.
-    with traced_once(given), patch.object(Suspects, "smallest", lambda self: None):
+    with traced_once(given), patch.object(CandidateChecker, "smallest", lambda self: None):
         return export(given.model, given.inputs, output, transformations=rules, formats=formats, dynamic=given.dynamic)
 
 
@@ -167,29 +167,29 @@ def _spoilt_runtime(fault: Fault) -> Iterator[None]:
 class Passes:
     """Which multiples of the floor each place passes at, in the order in which the places were first checked."""
 
-    places: dict[str, dict[float, bool]]
+    targets: dict[str, dict[float, bool]]
 
     def caught(self, multiple: float) -> bool:
         """Whether the proof raises the alarm at a multiple."""
-        return any(not passed[multiple] for passed in self.places.values())
+        return any(not passed[multiple] for passed in self.targets.values())
 
 
 @contextmanager
 def watched(multiples: tuple[float, ...]) -> Iterator[Passes]:
     """Within it, every check of a place is made at other multiples too, and noted."""
-    honest, noted = Proof.check, Passes({})
+    honest, noted = ParityChecker.check, Passes({})
 
-    def passes(proof: Proof, place: str, candidate: runners.Run, multiple: float, **kwargs: Any) -> bool:
+    def passes(proof: ParityChecker, target: str, candidate: runners.Run, multiple: float, **kwargs: Any) -> bool:
         try:
             bounds = noise_floor.bounds(proof.reference, multiple)
         except ParityError:  # so wide a limit would let anything pass, and is refused
             return False
-        return honest(Proof(proof.reference, bounds), place, candidate, **kwargs).passed
+        return honest(ParityChecker(proof.reference, bounds), target, candidate, **kwargs).passed
 
-    def check(self: Proof, place: str, candidate: runners.Run, **kwargs: Any) -> PlaceParity:
-        if place not in noted.places:  # later checks are those of the search for what is to blame
-            noted.places[place] = {m: passes(self, place, candidate, m, **kwargs) for m in multiples}
-        return honest(self, place, candidate, **kwargs)
+    def check(self: ParityChecker, target: str, candidate: runners.Run, **kwargs: Any) -> TargetParity:
+        if target not in noted.targets:  # later checks are those of the search for what is to blame
+            noted.targets[target] = {m: passes(self, target, candidate, m, **kwargs) for m in multiples}
+        return honest(self, target, candidate, **kwargs)
 
-    with patch.object(Proof, "check", check):
+    with patch.object(ParityChecker, "check", check):
         yield noted

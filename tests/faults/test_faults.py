@@ -46,7 +46,7 @@ def parameter(name: str, entry: object, *, nightly: bool = False, missed: str | 
 
 def failing(error: ParityError) -> tuple[str, ...]:
     """The places that a failed proof names, in the order of the pipeline."""
-    return tuple(place for place in PLACES if f"\n  {place}: " in str(error))
+    return tuple(target for target in PLACES if f"\n  {target}: " in str(error))
 
 
 def faults() -> Iterator[object]:
@@ -79,7 +79,7 @@ def test_a_bundle_that_was_sealed_again_does_not_verify(entry: Tampering, tmp_pa
     folder = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
     entry.act(folder)
     if entry.fails:
-        found = tuple(place.place for place in verify(folder).places[1:] if not place.passed)
+        found = tuple(target.target for target in verify(folder).targets[1:] if not target.passed)
         if not found:
             pytest.fail("it verifies")
         assert found == entry.fails
@@ -99,7 +99,7 @@ def size_in_float64(fault: Fault, *, made_there: bool) -> tuple[dict[str, float]
     spoilt = spoil(in_float64(of.graph_module)) if made_there else in_float64(spoil(copy.deepcopy(of.graph_module)))
     distance, largest = (dict.fromkeys(of.signature.output_names, 0.0) for _ in range(2))
     inputs, ids = subject(fault.on).inputs, vocabularies(of.graph_module, of.signature)
-    checked = cases.cases(inputs, (), of.signature, of.doubtful) + special_cases(inputs, ids, "standard", 0)
+    checked = cases.cases(inputs, (), of.signature, of.suspect_sizes) + special_cases(inputs, ids, "standard", 0)
     for case in checked:
         if case.extreme:
             continue

@@ -13,7 +13,7 @@ PLACES = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimis
 
 def _raises_no_alarm(seed: int, output: Path) -> None:
     result = run_honestly(seed, output)
-    assert [place.place for place in result.parity] == PLACES
+    assert [target.target for target in result.parity] == PLACES
     assert result.passed
     assert sum(len(changed) for changed in result.transformed_nodes.values()) > 0, "no rule had anything to do"
 

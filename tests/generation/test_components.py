@@ -126,7 +126,7 @@ def test_what_cannot_be_carried_is_refused_with_what_it_is(
 ) -> None:
     with pytest.raises(error, match=said) as raised:
         export_generation(make(), models.prompts("gpt2"), tmp_path / "out")
-    assert raised.value.mend
+    assert raised.value.hint
     assert not list(tmp_path.iterdir())
 
 

@@ -97,7 +97,7 @@ def test_what_does_not_go_with_generation_is_refused_before_any_work(table: str,
     text = f'[model]\nsource = "python:tests.generation.models:make"\n[generation]\n{table}\n'
     with pytest.raises(ConfigError, match="does not go with") as raised:
         parse_config(text, tmp_path / "config.toml")
-    assert raised.value.place == f"{tmp_path / 'config.toml'}: {place}"
+    assert raised.value.location == f"{tmp_path / 'config.toml'}: {place}"
 
 
 @pytest.mark.parametrize("option", [["--tune"], ["--baseline"], ["--dump", "graphs"], ["--junit", "proof.xml"]])

@@ -119,25 +119,25 @@ enabled = false
 """
 
 
-def project(place: Path) -> Path:
+def project(target: Path) -> Path:
     """Configs of two models, and all that they need beside them."""
-    place.mkdir(parents=True)
-    (place / "block_factory.py").write_text(FACTORY)
-    (place / "named_rule.py").write_text(RULE)
-    (place / "block.toml").write_text(BLOCK)
-    (place / "bert.toml").write_text(BERT)
-    save_processors(place / "tiny")  # a tokenizer, which travels in the bundle
-    models.model("bert").save_pretrained(place / "tiny")
-    return place
+    target.mkdir(parents=True)
+    (target / "block_factory.py").write_text(FACTORY)
+    (target / "named_rule.py").write_text(RULE)
+    (target / "block.toml").write_text(BLOCK)
+    (target / "bert.toml").write_text(BERT)
+    save_processors(target / "tiny")  # a tokenizer, which travels in the bundle
+    models.model("bert").save_pretrained(target / "tiny")
+    return target
 
 
-def run_apart(place: Path, hash_seed: str, order: str) -> None:
+def run_apart(target: Path, hash_seed: str, order: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, order],
         capture_output=True,
         text=True,
         check=False,
-        cwd=place,
+        cwd=target,
         env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(["", *sys.path])},
     )
     assert done.returncode == 0, done.stderr
@@ -150,10 +150,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     The second process fails to export a model before all others, and writes the block's baseline before the block.
     """
     base = tmp_path_factory.mktemp("reproducible")
-    places = project(base / "one"), project(base / "a place with another name" / "two")
-    run_apart(places[0], "1", "forwards")
-    run_apart(places[1], "2", "backwards")
-    return places
+    targets = project(base / "one"), project(base / "a place with another name" / "two")
+    run_apart(targets[0], "1", "forwards")
+    run_apart(targets[1], "2", "backwards")
+    return targets
 
 
 def digests(bundle: Path) -> dict[str, str]:
@@ -166,7 +166,7 @@ def digests(bundle: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["block", "bert", "unscriptable"])
 def test_another_process_hash_seed_folder_and_order_leave_the_same_bytes(two: tuple[Path, Path], name: str) -> None:
-    one, other = (digests(place / "out" / name) for place in two)
+    one, other = (digests(target / "out" / name) for target in two)
     tokenizer = {"preprocessor/tokenizer.json", "preprocessor/tokenizer_config.json"} if name == "bert" else set()
     assert set(one) - {"config.toml"} - tokenizer == set(exports.FILES) - exports.UNEQUAL
     assert tokenizer <= set(one)
@@ -174,7 +174,7 @@ def test_another_process_hash_seed_folder_and_order_leave_the_same_bytes(two: tu
 
 
 def test_a_rule_with_a_function_for_an_attribute_leaves_the_same_bytes_in_every_process(two: tuple[Path, Path]) -> None:
-    one, other = (digests(place / "out" / "named") for place in two)
+    one, other = (digests(target / "out" / "named") for target in two)
     assert [file for file in one if one[file] != other[file]] == []
 
 
@@ -210,19 +210,19 @@ def test_no_file_but_the_measurements_tells_where_it_was_made(two: tuple[Path, P
         if path.name == "measurements.json" or path.is_dir():
             continue
         for part, content in parts(path).items():
-            told = [place for place in here if place.encode() in content or place.encode("utf-16-le") in content]
+            told = [target for target in here if target.encode() in content or target.encode("utf-16-le") in content]
             assert told == [], part
 
 
 def test_an_absolute_path_in_the_config_does_not_reach_the_manifest(tmp_path: Path) -> None:
-    place = project(tmp_path / "project")
-    save_file(models.inputs("bert", 2, 5), place / "inputs.safetensors")
-    (place / "bert.toml").write_text(
-        f'[model]\nsource = "{place / "tiny"}"\n[inputs]\ndata = "{place / "inputs.safetensors"}"\n'
-        f'[export]\nformats = ["pt2"]\noutput = "{place / "out" / "bert"}"\n[tracking]\nenabled = false\n'
-        f'uri = "sqlite:///{place / "mlflow.db"}"\n'
+    target = project(tmp_path / "project")
+    save_file(models.inputs("bert", 2, 5), target / "inputs.safetensors")
+    (target / "bert.toml").write_text(
+        f'[model]\nsource = "{target / "tiny"}"\n[inputs]\ndata = "{target / "inputs.safetensors"}"\n'
+        f'[export]\nformats = ["pt2"]\noutput = "{target / "out" / "bert"}"\n[tracking]\nenabled = false\n'
+        f'uri = "sqlite:///{target / "mlflow.db"}"\n'
     )
-    optexport.pipeline.run.run(place / "bert.toml")
-    manifest = (place / "out" / "bert" / "manifest.json").read_text()
+    optexport.pipeline.run.run(target / "bert.toml")
+    manifest = (target / "out" / "bert" / "manifest.json").read_text()
     assert str(tmp_path) not in manifest
     assert '"source": "tiny"' in manifest

@@ -199,7 +199,7 @@ def test_an_image_processor_that_does_something_else_is_refused(
     with pytest.raises(ConfigError, match="processing.normalize: ") as caught:
         image_scale(Pretrained(str(tmp_path), {}), "processing.normalize")
     assert told in str(caught.value)
-    assert caught.value.mend is not None
+    assert caught.value.hint is not None
 
 
 def test_images_that_are_scaled_already_are_refused(tmp_path: Path) -> None:

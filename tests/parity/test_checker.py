@@ -12,7 +12,7 @@ import torch
 from optexport.errors import ExportError, ParityError
 from optexport.parity import checker
 from optexport.parity.cases import Case
-from optexport.parity.checker import OutputParity, Proof
+from optexport.parity.checker import OutputParity, ParityChecker
 from optexport.parity.distances import LEAST_FLOOR_ULPS
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Reference
@@ -40,7 +40,7 @@ def compare(known: Reference, *candidate: torch.Tensor, multiple: float = 4.0, *
     def run(batch: Batch) -> Tensors:
         return {"y": candidate[int(batch["index"])]}
 
-    (output,) = Proof(known, bounds(known, multiple, **fixed)).check("here", run).outputs
+    (output,) = ParityChecker(known, bounds(known, multiple, **fixed)).check("here", run).outputs
     return output
 
 
@@ -63,7 +63,7 @@ def test_an_output_of_nothing_finite_proves_nothing_and_no_trace_is_to_blame(val
 def test_a_file_that_is_checked_only_where_the_original_gives_no_element_is_not_proven() -> None:
     known = reference(torch.zeros(0, 4), torch.ones(2, 4))
     cases = (known.cases[0], Case("wider", {"index": torch.tensor([1])}))
-    proof = Proof(replace(known, cases=cases), bounds(known, 4.0))
+    proof = ParityChecker(replace(known, cases=cases), bounds(known, 4.0))
     (output,) = proof.check("file", lambda _: {"y": torch.zeros(0, 4)}, traced_shape_only=True).outputs
     assert output.failure == "at case 0: the original gives nothing, so nothing is proven"
 
@@ -72,13 +72,13 @@ def test_a_model_passes_against_itself_at_exactly_its_floor() -> None:
     model, cases = network()
     known = run_original(call, model, cases)
     limits = bounds(known, 4.0)
-    (output,) = Proof(known, limits).check("here", lambda batch: call(model, batch)).outputs
+    (output,) = ParityChecker(known, limits).check("here", lambda batch: call(model, batch)).outputs
     assert output.passed
     assert output.multiple == 1.0
     assert output.max_abs == output.floor == limits["y"].floor > 0
     assert output.tolerance == 0.0
     assert output.argmax_agreement == 1.0
-    assert Proof(known, limits).passed
+    assert ParityChecker(known, limits).passed
 
 
 @pytest.mark.parametrize("multiple", [1.0, 4.0, 10.0])
@@ -164,7 +164,7 @@ def test_a_missing_output_fails_and_the_others_are_compared_all_the_same() -> No
     case = Case("only", {})
     both = {"first": torch.ones(2), "second": torch.ones(2)}
     known = Reference((case,), (both,), ({name: value.double() for name, value in both.items()},))
-    first, second = Proof(known, bounds(known, 4)).check("here", lambda _: {"second": torch.ones(2)}).outputs
+    first, second = ParityChecker(known, bounds(known, 4)).check("here", lambda _: {"second": torch.ones(2)}).outputs
     assert first.failure == "at only: the output is missing"
     assert second.passed
 
@@ -177,9 +177,9 @@ def test_a_candidate_that_raises_fails_and_names_the_case() -> None:
             raise ValueError("\n  the size 3 was baked in\nand more")
         return {"y": torch.ones(2)}
 
-    place = Proof(known, bounds(known, 4.0)).check("here", run)
-    assert not place.passed
-    assert place.outputs[0].failure == "at case 1: it raised ValueError: the size 3 was baked in"
+    target = ParityChecker(known, bounds(known, 4.0)).check("here", run)
+    assert not target.passed
+    assert target.outputs[0].failure == "at case 1: it raised ValueError: the size 3 was baked in"
 
 
 @pytest.mark.parametrize("fixed", [{}, {"atol": 10.0, "rtol": 10.0}])
@@ -204,7 +204,7 @@ def test_every_precision_has_a_floor_of_its_own(dtype: torch.dtype) -> None:
     known = run_original(call, model, [Case("only", {"x": torch.randn(5, 6, dtype=dtype)})])
     limits = bounds(known, 4.0)
     result = known.outputs[0]["y"]
-    assert Proof(known, limits).check("here", lambda _: {"y": result.clone()}).passed
+    assert ParityChecker(known, limits).check("here", lambda _: {"y": result.clone()}).passed
     size = float(result.double().abs().max())
     limit = limits["y"].limit
     assert torch.finfo(dtype).eps * size < limit < 200 * torch.finfo(dtype).eps * size
@@ -280,9 +280,9 @@ def test_large_results_beyond_a_gap_are_no_marks_though_some_are_rounded_well() 
 def test_what_finds_no_memory_is_said_to_and_is_no_wrong_result() -> None:
     known = reference(torch.ones(3))
     with pytest.raises(ExportError, match="not enough memory to run it at case 0") as raised:
-        Proof(known, bounds(known, 4.0)).check("pt2", lambda batch: {"y": torch.ones(1 << 50)})
+        ParityChecker(known, bounds(known, 4.0)).check("pt2", lambda batch: {"y": torch.ones(1 << 50)})
     assert raised.value.exit_code == 5
-    assert raised.value.place == "pt2"
+    assert raised.value.location == "pt2"
 
 
 def test_argmax_agreement_is_the_share_of_rows_with_the_same_largest_element() -> None:
@@ -300,7 +300,7 @@ def test_cosine_is_that_of_the_worst_case() -> None:
 @pytest.mark.parametrize("make", [lambda: torch.tensor(1.5), lambda: torch.zeros(0, 4), lambda: torch.zeros(3, 0)])
 def test_scalars_and_empty_outputs_compare(make: Callable[[], torch.Tensor]) -> None:
     known = reference(make())
-    proof = Proof(known, bounds(known, 4.0, always_empty=["y"]))
+    proof = ParityChecker(known, bounds(known, 4.0, always_empty=["y"]))
     assert proof.check("here", lambda _: {"y": make()}).passed
 
 
@@ -364,14 +364,14 @@ def test_where_noise_drowns_an_extreme_case_only_nan_and_shape_are_checked() -> 
 
 def test_each_place_is_compared_with_the_one_that_it_was_made_from() -> None:
     known = reference(torch.ones(3))
-    proof = Proof(known, bounds(known, 4.0, atol=1.0))
+    proof = ParityChecker(known, bounds(known, 4.0, atol=1.0))
 
     def gives(value: float) -> Callable[[Batch], Tensors]:
         return lambda _: {"y": torch.full((3,), value)}
 
-    for place, value in ((checker.GRAPH, 1.25), (checker.ONNX, 1.25), (checker.ONNX_OPTIMISED, 1.75), ("pt2", 1.0)):
-        proof.check(place, gives(value))
-    steps = {place.place: (place.made_from, place.outputs[0].step) for place in proof.places}
+    for target, value in ((checker.GRAPH, 1.25), (checker.ONNX, 1.25), (checker.ONNX_OPTIMISED, 1.75), ("pt2", 1.0)):
+        proof.check(target, gives(value))
+    steps = {target.target: (target.made_from, target.outputs[0].step) for target in proof.targets}
     assert steps == {
         "original": ("original", 0.0),
         "transformed graph": ("original", 0.25),
@@ -383,7 +383,7 @@ def test_each_place_is_compared_with_the_one_that_it_was_made_from() -> None:
 
 def test_an_extreme_case_alone_is_compared_too_as_blame_does() -> None:
     known = extreme(1.0, 1000.0, noise=1e-5)
-    proof = Proof(known.only([1]), bounds(known, 4.0))
+    proof = ParityChecker(known.only([1]), bounds(known, 4.0))
     assert proof.check("here", lambda _: {"y": torch.tensor([1000.0])}).passed
     assert not proof.check("there", lambda _: {"y": torch.tensor([2000.0])}).passed
 
@@ -399,7 +399,7 @@ def test_one_batch_of_far_larger_values_hides_no_fault_in_the_others() -> None:
     for wrong, fails in ((0, True), (3, False)):
         results = [tensor.clone() for tensor in (*usual, torch.full((4,), 1e5))]
         results[wrong][1] += 1e-3
-        proof = Proof(replace(known, exact=exact), limits)
+        proof = ParityChecker(replace(known, exact=exact), limits)
         checked = proof.check("graph", lambda batch, given=results: {"y": given[int(batch["index"])]})  # type: ignore[misc]
         assert checked.passed is not fails
 

@@ -119,9 +119,9 @@ def test_large_results_are_kept_in_files_that_have_no_name() -> None:
     assert torch.equal(kept["large"], large)
     assert torch.equal(kept["half"], large.bfloat16().repeat(2, 1))
     assert kept["small"] is small
-    place = kept["large"].untyped_storage().filename
-    assert place is not None
-    assert not Path(place).exists()
+    target = kept["large"].untyped_storage().filename
+    assert target is not None
+    assert not Path(target).exists()
 
 
 def test_results_without_room_are_an_error_and_no_crash() -> None:

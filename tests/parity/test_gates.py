@@ -14,7 +14,7 @@ import torch
 from optexport.config.metrics import DecisionConfig
 from optexport.errors import ConfigError
 from optexport.parity.cases import Case
-from optexport.parity.checker import Proof
+from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import Decision, Gate, Metric, check_usable, described, judge, make_gates
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Reference
@@ -211,11 +211,11 @@ def test_without_an_output_a_gate_is_on_each_that_it_is_defined_on() -> None:
     ],
 )
 def test_an_output_that_is_not_there_or_does_not_fit_is_refused(
-    demanded: dict[str, Any], place: str, words: str
+    demanded: dict[str, Any], target: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         gates(THREE, **demanded)
-    assert caught.value.place == f"parity.decisions.{place}"
+    assert caught.value.location == f"parity.decisions.{target}"
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_an_output_that_is_not_there_or_does_not_fit_is_refused(
 )
 def test_a_metric_that_the_original_itself_fails_is_a_mistake_of_the_config(metric: Metric, why: str) -> None:
     name = "python:mine:f1"
-    proof = Proof(THREE, bounds(THREE, 4.0), gates(THREE, {name: metric}))
+    proof = ParityChecker(THREE, bounds(THREE, 4.0), gates(THREE, {name: metric}))
     with pytest.raises(ConfigError) as caught:
-        check_usable(proof.places[0].decisions)
-    assert caught.value.place == f"parity.decisions.{name}"
+        check_usable(proof.targets[0].decisions)
+    assert caught.value.location == f"parity.decisions.{name}"
     assert why in str(caught.value)
 
 
@@ -245,18 +245,18 @@ def test_a_metric_cannot_change_what_is_compared_next() -> None:
         del original["ids"]
         return 1.0
 
-    proof = Proof(THREE, bounds(THREE, 4.0), gates(THREE, {"python:mine:f1": spoils}, cosine=1.0))
+    proof = ParityChecker(THREE, bounds(THREE, 4.0), gates(THREE, {"python:mine:f1": spoils}, cosine=1.0))
     assert proof.passed
     assert proof.check("here", lambda batch: THREE.outputs[0]).passed
 
 
 def test_a_gate_with_nothing_to_count_is_a_mistake_of_the_config() -> None:
     known = reference({"y": -torch.rand(2, 3, 4)})
-    proof = Proof(known, bounds(known, 4.0), gates(known, iou=0.0))
+    proof = ParityChecker(known, bounds(known, 4.0), gates(known, iou=0.0))
     with pytest.raises(ConfigError, match="nothing to count"):
-        check_usable(proof.places[0].decisions)
+        check_usable(proof.targets[0].decisions)
 
 
 def test_without_gates_nothing_is_decided() -> None:
-    assert Proof(THREE, bounds(THREE, 4.0)).places[0].decisions == ()
+    assert ParityChecker(THREE, bounds(THREE, 4.0)).targets[0].decisions == ()
     assert make_gates(None, {}, THREE, bounds(THREE, 4.0), 4.0) == ()

@@ -50,11 +50,11 @@ MISTAKES = {
 def test_a_mistake_is_told_with_its_key_and_the_nearest_known_name_before_torch_is_needed(
     name: str, tmp_path: Path
 ) -> None:
-    text, place, words = MISTAKES[name]
+    text, target, words = MISTAKES[name]
     (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
     result = CliRunner().invoke(cli, ["check", str(tmp_path / "mine.toml")])
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"Error: {tmp_path / 'mine.toml'}: {place}: ")
+    assert result.stderr.startswith(f"Error: {tmp_path / 'mine.toml'}: {target}: ")
     assert words in result.stderr
 
 
@@ -158,16 +158,16 @@ def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(fo
     result = call(folder, *gates, text=text)
     assert result.exit_code == 0, result.stderr
     manifest = json.loads((folder / "bundle" / "manifest.json").read_bytes())
-    places = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised"]
-    assert [place["place"] for place in manifest["parity"]["places"]] == places
-    for place in manifest["parity"]["places"]:
-        assert [(d["measure"], d["output"], d["value"]) for d in place["decisions"]] == [
+    targets = ["original", "transformed graph", "torchscript", "onnx", "onnx, optimised"]
+    assert [target["place"] for target in manifest["parity"]["places"]] == targets
+    for target in manifest["parity"]["places"]:
+        assert [(d["measure"], d["output"], d["value"]) for d in target["decisions"]] == [
             ("argmax_agreement", "logits", 1.0),
             ("top_k_agreement", "logits", 1.0),
             ("python:my_metrics:agreement", None, 1.0),
         ]
-        assert place["decisions"][0]["count"] == sum(case["count"] for case in place["decisions"][0]["cases"])
-        assert [d["count"] for d in place["decisions"]] == [ROWS, ROWS, 13]
+        assert target["decisions"][0]["count"] == sum(case["count"] for case in target["decisions"][0]["cases"])
+        assert [d["count"] for d in target["decisions"]] == [ROWS, ROWS, 13]
     assert manifest["config"]["parity"]["decisions"]["top_k_agreement"] == {"min": 1.0, "k": 2}
 
 
@@ -237,22 +237,22 @@ def change_gate(bundle: Path, **values: Any) -> None:
 
 
 def test_a_bundle_is_held_against_its_gates_again_but_not_those_of_code_that_it_does_not_hold(bundle: Path) -> None:
-    places = verify(bundle).places[1:]
-    assert all(place.passed for place in places)
-    assert [[d.gate.name for d in place.decisions] for place in places] == [["logits, argmax_agreement"]] * 3
+    targets = verify(bundle).targets[1:]
+    assert all(target.passed for target in targets)
+    assert [[d.gate.name for d in target.decisions] for target in targets] == [["logits, argmax_agreement"]] * 3
 
 
 def test_stored_cases_need_do_no_better_than_they_did(bundle: Path) -> None:
     recorded = json.loads((bundle / "manifest.json").read_bytes())["parity"]["places"][2]["decisions"][0]
     change_gate(bundle, min=recorded["value"] + 0.01)
-    assert all(place.passed for place in verify(bundle).places[1:]), "as where the other cases had made up for them"
+    assert all(target.passed for target in verify(bundle).targets[1:]), "as where the other cases had made up for them"
 
 
 def test_a_bundle_that_decides_otherwise_ends_with_the_code_of_a_gate(bundle: Path) -> None:
     def pretend(document: dict[str, Any]) -> None:
         document["parity"]["gates"][0]["min"] = 1.0
-        for place in document["parity"]["places"]:
-            for case in place["decisions"][0]["cases"]:
+        for target in document["parity"]["places"]:
+            for case in target["decisions"][0]["cases"]:
                 case["total"] = case["count"]
 
     exports.edit_json(bundle / "manifest.json", pretend)

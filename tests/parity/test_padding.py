@@ -128,10 +128,10 @@ class Positions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places = nn.Embedding(64, 3)
+        self.targets = nn.Embedding(64, 3)
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return x[..., None] + self.places(attention_mask.cumsum(1) - 1)
+        return x[..., None] + self.targets(attention_mask.cumsum(1) - 1)
 
 
 def test_a_model_that_refuses_some_padding_is_checked_with_less_and_that_is_told(tmp_path: Path) -> None:

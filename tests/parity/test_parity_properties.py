@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optexport.parity.cases import Case
-from optexport.parity.checker import OutputParity, Proof
+from optexport.parity.checker import OutputParity, ParityChecker
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Reference
 
@@ -34,7 +34,7 @@ def judge(known: Reference, candidate: list[torch.Tensor], multiple: float = 4.0
     limits = bounds(known, multiple, **fixed)
     names = {case.name: value for case, value in zip(known.cases, candidate, strict=True)}
     by_index = {int(case.batch["i"]): names[case.name] for case in known.cases}
-    (output,) = Proof(known, limits).check("here", lambda batch: {"y": by_index[int(batch["i"])]}).outputs
+    (output,) = ParityChecker(known, limits).check("here", lambda batch: {"y": by_index[int(batch["i"])]}).outputs
     return output
 
 

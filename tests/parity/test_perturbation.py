@@ -10,9 +10,9 @@ from torch import nn
 
 from optexport.config.schema import ParityConfig
 from optexport.parity import perturbation
-from optexport.parity.candidate_check import Suspects
+from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.cases import Case
-from optexport.parity.checker import PlaceParity, Proof
+from optexport.parity.checker import ParityChecker, TargetParity
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference_run import run_original
 from optexport.signature.signature import Batch
@@ -37,32 +37,32 @@ STEEP = "steep"
 
 
 @pytest.fixture
-def proof() -> Proof:
+def proof() -> ParityChecker:
     torch.manual_seed(0)
     cases = [Case(f"batch {n}", {"x": torch.randn(n, 8)}) for n in range(1, 6)]
     reference = run_original(call, Norm(), [*cases, Case(STEEP, {"x": ALIKE[None]})])
-    return Proof(reference, bounds(reference, 4.0))
+    return ParityChecker(reference, bounds(reference, 4.0))
 
 
-def _off(proof: Proof, by: float, *cases: str) -> dict[str, Tensors]:
+def _off(proof: ParityChecker, by: float, *cases: str) -> dict[str, Tensors]:
     """What the original gives, off at some cases."""
     given = zip(proof.reference.cases, proof.reference.outputs, strict=True)
     return {case.name: {"y": outputs["y"] + by * (case.name in cases)} for case, outputs in given}
 
 
-def _explained(proof: Proof, results: dict[str, Tensors]) -> bool:
+def _explained(proof: ParityChecker, results: dict[str, Tensors]) -> bool:
     """Whether results that fail pass with bounds of what lies near to the original."""
-    place = proof.take("onnx", list(results.values()))
-    assert not place.passed
-    found = perturbation.bounds(proof, place, call, Norm(), 4.0, 0, proof.bounds)
+    target = proof.take("onnx", list(results.values()))
+    assert not target.passed
+    found = perturbation.bounds(proof, target, call, Norm(), 4.0, 0, proof.bounds)
     if found is None:
         return False
     assert found["y"] == replace(proof.bounds["y"], extremes=found["y"].extremes)
     assert list(found["y"].extremes) == [STEEP]
-    return Proof(proof.reference, found).take("onnx", list(results.values())).passed
+    return ParityChecker(proof.reference, found).take("onnx", list(results.values())).passed
 
 
-def test_what_originals_nearby_do_too_is_explained(proof: Proof) -> None:
+def test_what_originals_nearby_do_too_is_explained(proof: ParityChecker) -> None:
     limit = proof.bounds["y"].limit
     assert limit < 1e-4
     assert _explained(proof, _off(proof, 3 * limit, STEEP))
@@ -71,42 +71,42 @@ def test_what_originals_nearby_do_too_is_explained(proof: Proof) -> None:
 @pytest.mark.parametrize(
     ("times", "cases"), [(3, ["batch 3"]), (100, [STEEP]), (3, ["batch 2", STEEP]), (3, ["batch 1", "batch 2", STEEP])]
 )
-def test_what_they_do_not_is_not(proof: Proof, times: float, cases: list[str]) -> None:
+def test_what_they_do_not_is_not(proof: ParityChecker, times: float, cases: list[str]) -> None:
     assert not _explained(proof, _off(proof, times * proof.bounds["y"].limit, *cases))
 
 
-def test_nor_is_what_is_no_number(proof: Proof) -> None:
+def test_nor_is_what_is_no_number(proof: ParityChecker) -> None:
     assert not _explained(proof, _off(proof, torch.nan, STEEP))
 
 
-def test_the_model_stays_as_it_was_and_what_it_raises_explains_nothing(proof: Proof) -> None:
+def test_the_model_stays_as_it_was_and_what_it_raises_explains_nothing(proof: ParityChecker) -> None:
     model = Norm()
     before = model.weight.clone()
 
     def failing(model: nn.Module, batch: Batch) -> Tensors:
         raise RuntimeError("it does not run")
 
-    place = proof.take("onnx", list(_off(proof, 3 * proof.bounds["y"].limit, STEEP).values()))
-    assert perturbation.bounds(proof, place, failing, model, 4.0, 0, proof.bounds) is None
-    assert perturbation.bounds(proof, place, call, model, 4.0, 0, proof.bounds) is not None
+    target = proof.take("onnx", list(_off(proof, 3 * proof.bounds["y"].limit, STEEP).values()))
+    assert perturbation.bounds(proof, target, failing, model, 4.0, 0, proof.bounds) is None
+    assert perturbation.bounds(proof, target, call, model, 4.0, 0, proof.bounds) is not None
     assert torch.equal(model.weight, before)
 
 
-def test_a_tolerance_that_was_asked_for_stays_it(proof: Proof) -> None:
-    fixed = Proof(proof.reference, bounds(proof.reference, 4.0, atol=EPS))
-    place = fixed.take("onnx", list(_off(fixed, 1e-5, STEEP).values()))
-    assert perturbation.bounds(fixed, place, call, Norm(), 4.0, 0, fixed.bounds) is None
+def test_a_tolerance_that_was_asked_for_stays_it(proof: ParityChecker) -> None:
+    fixed = ParityChecker(proof.reference, bounds(proof.reference, 4.0, atol=EPS))
+    target = fixed.take("onnx", list(_off(fixed, 1e-5, STEEP).values()))
+    assert perturbation.bounds(fixed, target, call, Norm(), 4.0, 0, fixed.bounds) is None
 
 
-def _checked(proof: Proof, by: float) -> PlaceParity:
+def _checked(proof: ParityChecker, by: float) -> TargetParity:
     """A place that is off where the original is badly conditioned, as a run checks it."""
     results = {id(case.batch): _off(proof, by, STEEP)[case.name] for case in proof.reference.cases}
     signature = trace(Norm(), {"x": torch.randn(2, 8)}).signature
-    suspects = Suspects(proof, call, Norm(), signature, {}, ParityConfig())
-    return suspects.check("onnx", lambda: lambda batch: results[id(batch)])
+    candidate_checker = CandidateChecker(proof, call, Norm(), signature, {}, ParityConfig())
+    return candidate_checker.check("onnx", lambda: lambda batch: results[id(batch)])
 
 
-def test_a_run_passes_what_is_explained_and_says_where_it_looked(proof: Proof) -> None:
+def test_a_run_passes_what_is_explained_and_says_where_it_looked(proof: ParityChecker) -> None:
     limit = proof.bounds["y"].limit
     assert _checked(proof, 3 * limit).passed
     assert proof.passed
@@ -114,7 +114,7 @@ def test_a_run_passes_what_is_explained_and_says_where_it_looked(proof: Proof) -
     assert proof.reference.ways[-1] == "with weights moved by half their last bit at steep"
 
 
-def test_a_limit_that_was_raised_for_one_place_raises_none_for_others(proof: Proof) -> None:
+def test_a_limit_that_was_raised_for_one_place_raises_none_for_others(proof: ParityChecker) -> None:
     """A small fault in the graph had made room for a larger one in the file."""
     measured, limit = dict(proof.bounds), proof.bounds["y"].limit
     first = proof.take("graph", list(_off(proof, 3 * limit, STEEP).values()))
@@ -130,15 +130,15 @@ def test_a_limit_that_was_raised_for_one_place_raises_none_for_others(proof: Pro
     assert perturbation.bounds(proof, farther, call, Norm(), 4.0, 0, measured) is None
 
 
-def test_a_file_of_few_shapes_is_let_off_none_of_them(proof: Proof) -> None:
+def test_a_file_of_few_shapes_is_let_off_none_of_them(proof: ParityChecker) -> None:
     """Its share was counted of all cases of the run, and the only ordinary one of a fixed shape was let off."""
-    few = Proof(proof.reference.only([0, 5]), proof.bounds)
-    place = few.take("torchscript", list(_off(few, 3 * proof.bounds["y"].limit, STEEP).values()))
-    assert not place.passed
-    assert perturbation.bounds(proof, place, call, Norm(), 4.0, 0, proof.bounds) is None
+    few = ParityChecker(proof.reference.only([0, 5]), proof.bounds)
+    target = few.take("torchscript", list(_off(few, 3 * proof.bounds["y"].limit, STEEP).values()))
+    assert not target.passed
+    assert perturbation.bounds(proof, target, call, Norm(), 4.0, 0, proof.bounds) is None
 
 
-def test_a_run_fails_what_is_not_and_its_bounds_stay(proof: Proof) -> None:
+def test_a_run_fails_what_is_not_and_its_bounds_stay(proof: ParityChecker) -> None:
     before, ways = dict(proof.bounds), proof.reference.ways
     assert not _checked(proof, 100 * proof.bounds["y"].limit).passed
     assert proof.bounds == before

@@ -14,7 +14,7 @@ from torch import nn
 from optexport.errors import ParityError, TraceError
 from optexport.parity import reference_run
 from optexport.parity.cases import Case
-from optexport.parity.checker import Proof
+from optexport.parity.checker import ParityChecker
 from optexport.parity.noise_floor import FALLBACK_ULPS, bounds
 from optexport.parity.reference import THROUGHOUT
 from optexport.parity.reference_run import run_original
@@ -150,8 +150,8 @@ def test_what_a_model_makes_in_float32_in_float64_too_is_part_of_its_floor(tmp_p
     checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 2000)})]
     known = run_original(call, Sinusoids(), checked)
     assert known.ways == ("in float64 throughout",)
-    places, steps = torch.arange(2000, dtype=torch.float64), torch.arange(8, dtype=torch.float64)
-    waves = (places[:, None] * torch.exp(steps * (-math.log(1e4) / 8))).sin()
+    targets, steps = torch.arange(2000, dtype=torch.float64), torch.arange(8, dtype=torch.float64)
+    waves = (targets[:, None] * torch.exp(steps * (-math.log(1e4) / 8))).sin()
     assert float((waves - known.exact[1]["y"][0]).abs().max()) > 100 * EPS
     # Eight times what it rounds by itself, which is less than two units in the last place here.
     assert bounds(known, 4.0)["y"].floor == known.noise[1]["y"] == pytest.approx(16 * EPS, rel=1e-3)
@@ -185,7 +185,7 @@ def test_what_float32_loses_hides_no_fault_that_is_larger_than_the_rest_of_the_n
     right, wrong = OfPeriods(dtype, seconds, mark), OfPeriods(dtype, seconds, mark, factor)
     known = run_original(call, right, checked)
     assert known.ways == (THROUGHOUT,)
-    proof = Proof(known, bounds(known, 4.0))
+    proof = ParityChecker(known, bounds(known, 4.0))
     assert proof.check("right", lambda batch: call(right, dict(batch))).passed
     assert not proof.check("wrong", lambda batch: call(wrong, dict(batch))).passed
 
@@ -193,7 +193,7 @@ def test_what_float32_loses_hides_no_fault_that_is_larger_than_the_rest_of_the_n
 def test_a_wrong_wave_is_found_all_the_same() -> None:
     checked = [Case("traced", {"x": torch.zeros(1, 9)}), Case("long", {"x": torch.zeros(1, 400)})]
     known = run_original(call, Sinusoids(), checked)
-    proof = Proof(known, bounds(known, 4.0))
+    proof = ParityChecker(known, bounds(known, 4.0))
     assert not proof.check("here", lambda batch: call(Sinusoids(1.01e4), dict(batch))).passed
 
 
@@ -255,7 +255,7 @@ def test_where_a_smaller_multiple_would_prove_something_it_is_named() -> None:
     known = run_original(call, Coarse(), [Case("only", {"x": torch.rand(64, 6)})])
     with pytest.raises(ParityError, match="nothing can be proven") as told:
         bounds(known, 4.0)
-    named = re.match(r"Set parity.multiple to ([\d.]+), or", told.value.mend or "")
+    named = re.match(r"Set parity.multiple to ([\d.]+), or", told.value.hint or "")
     assert named is not None
     assert bounds(known, float(named[1]))["y"].limit <= 0.1
     with pytest.raises(ParityError):

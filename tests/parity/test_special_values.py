@@ -15,7 +15,7 @@ from torch.nn import functional
 from optexport.config.schema import Effort, TensorConfig
 from optexport.errors import ParityError
 from optexport.parity.cases import Case, cases
-from optexport.parity.checker import Proof
+from optexport.parity.checker import ParityChecker
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference_run import run_original
 from optexport.parity.special_values import special_cases
@@ -48,7 +48,9 @@ def failing(model: nn.Module, wrong: nn.Module, checked: list[Case]) -> set[str]
         return {"y": module(**batch)}
 
     reference = run_original(call, model, checked)
-    (output,) = Proof(reference, bounds(reference, 4.0)).check("here", lambda batch: call(wrong, dict(batch))).outputs
+    (output,) = (
+        ParityChecker(reference, bounds(reference, 4.0)).check("here", lambda batch: call(wrong, dict(batch))).outputs
+    )
     return {case.case for case in output.cases if case.failure is not None}
 
 

@@ -60,10 +60,10 @@ def copied(tmp_path: Path) -> Path:
 
 
 def test_a_bundle_passes_at_every_place_on_every_stored_case(copied: Path) -> None:
-    places = verify(copied).places[1:]
-    assert [place.place for place in places] == PLACES
-    assert all(place.passed for place in places)
-    assert [output.output for output in places[0].outputs] == ["hidden", "longest"]
+    targets = verify(copied).targets[1:]
+    assert [target.target for target in targets] == PLACES
+    assert all(target.passed for target in targets)
+    assert [output.output for output in targets[0].outputs] == ["hidden", "longest"]
     manifest = json.loads((copied / "manifest.json").read_bytes())
     assert len(manifest["reference_cases"]) >= 4
 
@@ -73,7 +73,7 @@ def test_a_bundle_passes_where_transformers_onnx_and_mlflow_are_not_installed(co
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["passed"]
-    assert [row["place"] for row in report["places"]] == [place for place in PLACES for _ in range(2)]
+    assert [row["place"] for row in report["places"]] == [target for target in PLACES for _ in range(2)]
 
 
 def test_the_blocker_of_these_tests_blocks() -> None:
@@ -107,12 +107,12 @@ def test_a_tampered_weight_fails_by_its_numbers_where_the_digests_were_made_to_f
     with pytest.raises(BundleError, match=name):
         verify(copied)
     exports.reseal(copied, name)
-    places = verify(copied).places[1:]
-    assert [place.place for place in places if not place.passed] == failing
-    for place in places:
-        hidden, longest = place.outputs
+    targets = verify(copied).targets[1:]
+    assert [target.target for target in targets if not target.passed] == failing
+    for target in targets:
+        hidden, longest = target.outputs
         assert longest.passed
-        assert hidden.passed is (place.place not in failing)
+        assert hidden.passed is (target.target not in failing)
 
 
 def test_a_tampered_weight_ends_the_program_with_four_and_names_place_output_and_case(copied: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_model_of_another_bundle_fails_by_its_numbers(copied: Path, tmp_path
     )
     shutil.copy(result.files["pt2"], copied / "model.pt2")
     exports.reseal(copied, "model.pt2")
-    assert [place.place for place in verify(copied).places if not place.passed] == ["pt2"]
+    assert [target.target for target in verify(copied).targets if not target.passed] == ["pt2"]
 
 
 def test_a_pt2_file_with_code_in_it_is_refused_and_the_code_not_run(copied: Path, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_bundle_may_be_moved_and_made_read_only(copied: Path) -> None:
     moved = copied.rename(copied.with_name("elsewhere"))
     for path in moved.iterdir():
         path.chmod(0o444)
-    assert all(place.passed for place in verify(moved).places)
+    assert all(target.passed for target in verify(moved).targets)
 
 
 class OwnPrecision(nn.Module):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from tests._helpers import exports
 
 RULES = """
@@ -166,11 +166,11 @@ def wrong(name: str) -> str:
     return f"python:wrong_rules:{name}"
 
 
-def at(stage: str, act: Callable[[], object]) -> Stages:
+def at(stage: str, act: Callable[[], object]) -> Progress:
     """Does something as a stage begins."""
 
     def announce(name: str, seconds: float | None) -> None:
         if name == stage and seconds is None:
             act()
 
-    return Stages(announce)
+    return Progress(announce)

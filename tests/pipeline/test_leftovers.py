@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.errors import ConfigError, ParityError
 from optexport.parity.verify import verify
 from optexport.pipeline import run
@@ -22,7 +22,7 @@ def test_an_interrupt_at_any_stage_leaves_nothing(project: Path, stage: str) -> 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.run(config(project, formats=("onnx",)), stages=at(stage, interrupt))
+        run.run(config(project, formats=("onnx",)), progress=at(stage, interrupt))
     assert nothing_is_left(project)
 
 
@@ -39,16 +39,16 @@ def test_an_earlier_bundle_stays_when_a_run_fails_and_is_replaced_when_one_succe
     assert sorted(path.name for path in earlier.iterdir()) == sorted(
         {*exports.FILES, "config.toml"} - {"model.onnx", "model.torchscript.pt"}
     )
-    assert all(place.passed for place in verify(earlier).places)
+    assert all(place.passed for place in verify(earlier).targets)
 
 
 def test_what_is_no_bundle_is_refused_before_the_model_is_loaded(project: Path) -> None:
     (project / "out" / "block").mkdir(parents=True)
     (project / "out" / "block" / "letter.txt").write_text("mine")
     loaded: list[str] = []
-    stages = Stages(lambda name, seconds: loaded.append(name))
+    progress = Progress(lambda name, seconds: loaded.append(name))
     with pytest.raises(ConfigError, match="it exists and is no bundle"):
-        run.run(config(project), stages=stages)
+        run.run(config(project), progress=progress)
     assert loaded == []
     assert (project / "out" / "block" / "letter.txt").read_text() == "mine"
 
@@ -56,7 +56,7 @@ def test_what_is_no_bundle_is_refused_before_the_model_is_loaded(project: Path) 
 def test_a_baseline_is_the_untransformed_export_beside(project: Path) -> None:
     result = run.run(config(project, "merge-linears", formats=("onnx",)), baseline=True)
     plain = project / "out" / "block-baseline"
-    assert all(place.passed for folder in (result.output, plain) for place in verify(folder).places)
+    assert all(place.passed for folder in (result.output, plain) for place in verify(folder).targets)
     manifests = [json.loads((folder / "manifest.json").read_bytes()) for folder in (result.output, plain)]
     assert [[t["rule"] for t in m["transformations"]] for m in manifests] == [["merge-linears"], []]
     assert manifests[0]["nodes_before"] == manifests[1]["nodes_after"]
@@ -88,10 +88,10 @@ def test_the_bundle_holds_the_config_as_it_was_written(project: Path) -> None:
 
 def test_every_stage_is_announced_as_it_starts_and_as_it_ends(project: Path) -> None:
     told: list[tuple[str, bool]] = []
-    stages = Stages(lambda name, seconds: told.append((name, seconds is None)))
-    run.run(config(project, formats=("torchscript",)), stages=stages)
+    progress = Progress(lambda name, seconds: told.append((name, seconds is None)))
+    run.run(config(project, formats=("torchscript",)), progress=progress)
     started = [name for name, starts in told if starts]
     assert started == [name for name, starts in told if not starts]
     assert started[:4] == ["load", "inputs", "trace", "reference"]
     assert {"check graph", "export torchscript", "check torchscript", "bundle"} <= set(started)
-    assert set(stages.seconds) == set(started)
+    assert set(progress.seconds) == set(started)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS
 from optexport.bundle.measurements import read_measured
 from optexport.bundle.signing.signature import sign
@@ -193,7 +193,7 @@ def test_another_machine_and_other_threads_are_named_where_something_came_out_ot
 
 def test_a_bundle_of_a_model_in_python_cannot_be_made_again_and_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it was made of a model in Python, and not by a config"):
-        pipeline_reproduce.reproduce(exports.exported().output, tmp_path, Stages())
+        pipeline_reproduce.reproduce(exports.exported().output, tmp_path, Progress())
 
 
 def test_a_bundle_whose_source_is_gone_is_one_clear_error(project: Path) -> None:
@@ -261,9 +261,9 @@ def test_a_store_that_a_bundle_names_is_not_asked_for_a_model(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # which mlflow itself sets where it was told of a store
     made = _from_mlflow(whole, tmp_path, uri.format(folder=tmp_path))
     with pytest.raises(ConfigError, match="a bundle does not say which MLflow may be asked for it"):
-        pipeline_reproduce.reproduce(made, tmp_path, Stages())
+        pipeline_reproduce.reproduce(made, tmp_path, Progress())
     assert not (tmp_path / "mine.db").exists()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(SourceError, match="model.source: mlflow:models:/name/1"):
-        pipeline_reproduce.reproduce(made, tmp_path, Stages())
+        pipeline_reproduce.reproduce(made, tmp_path, Progress())

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from optexport import Bundle, export
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bench.artifact import open_target
 from optexport.bundle import digests
 from optexport.bundle.manifest import ArtifactRecord
@@ -137,7 +137,7 @@ def test_each_file_is_stored_once_and_the_manifest_tells_where() -> None:
 def test_the_bundle_verifies_and_runs_as_any_other() -> None:
     result = served("rows")
     proof = verify(result.output)
-    assert [place.place for place in proof.places] == ["original", "torchscript", "onnx", "onnx, optimised", "pt2"]
+    assert [place.target for place in proof.targets] == ["original", "torchscript", "onnx", "onnx, optimised", "pt2"]
     stored = load_file(result.output / "reference.safetensors")
     inputs = {spec.name: stored[f"0.inputs.{spec.name}"] for spec in result.manifest.inputs}
     for name in result.files:
@@ -268,9 +268,9 @@ def test_what_triton_cannot_hand_over_is_refused_before_the_work(
             tmp_path / "bundle",
             formats=formats,
             layout="triton",
-            stages=Stages(lambda name, _: seen.append(name)),
+            progress=Progress(lambda name, _: seen.append(name)),
         )
-    assert "out of export.formats" in str(caught.value.mend)
+    assert "out of export.formats" in str(caught.value.hint)
     assert set(seen) == {"trace"}
     assert list(tmp_path.iterdir()) == []
 

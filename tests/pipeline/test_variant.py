@@ -66,7 +66,7 @@ def test_each_graph_is_dumped_under_its_formats(dump: Path) -> None:
 
 
 def test_each_graph_is_proven_before_the_files_that_are_made_of_it(result: Result) -> None:
-    made_from = {place.place: place.made_from for place in result.parity}
+    made_from = {place.target: place.made_from for place in result.parity}
     merged, plain = "transformed graph for torchscript, pt2", "transformed graph for onnx"
     assert made_from == {
         "original": "original",

@@ -53,9 +53,9 @@ def drafts(project: Path) -> list[Path]:
 def test_a_file_that_came_out_wrong_is_caught_and_the_exporter_is_blamed(
     project: Path, stage: str, name: str, tamper: Callable[[Path], None], failing: list[str]
 ) -> None:
-    stages = at(stage, lambda: [tamper(draft / name) for draft in drafts(project)])
+    progress = at(stage, lambda: [tamper(draft / name) for draft in drafts(project)])
     with pytest.raises(ParityError) as caught:
-        run.run(config(project, formats=("torchscript", "onnx", "pt2")), stages=stages)
+        run.run(config(project, formats=("torchscript", "onnx", "pt2")), progress=progress)
     message = str(caught.value)
     assert caught.value.exit_code == 4
     assert {line.strip().partition(":")[0] for line in message.splitlines() if ": hidden, " in line} == set(failing)
@@ -79,9 +79,9 @@ def test_a_file_that_came_out_damaged_is_an_error_of_the_export_that_names_it_wi
             file.write_bytes(damage(file.read_bytes()))
 
     with pytest.raises(ExportError) as caught:
-        run.run(config(project, formats=(file_format,)), stages=at(f"check {file_format}", act))
+        run.run(config(project, formats=(file_format,)), progress=at(f"check {file_format}", act))
     assert caught.value.exit_code == 5
-    assert caught.value.place == name
+    assert caught.value.location == name
     assert "partial" not in str(caught.value)
     assert f'leave "{file_format}" out of export.formats' in str(caught.value).replace("Leave", "leave")
     assert nothing_is_left(project)

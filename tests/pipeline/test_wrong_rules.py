@@ -78,7 +78,7 @@ def test_a_rule_that_fails_is_named_and_leaves_nothing(project: Path, name: str)
     with pytest.raises(TransformationError) as caught:
         run.run(config(project, "merge-linears", wrong(name)))
     assert caught.value.exit_code == 5
-    assert caught.value.place == wrong(name)
+    assert caught.value.location == wrong(name)
     assert nothing_is_left(project)
 
 

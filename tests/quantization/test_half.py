@@ -41,14 +41,14 @@ def test_the_layers_of_the_file_are_in_half_precision_and_its_outputs_are_not(re
 
 
 def test_the_graph_is_proven_to_rounding_before_it_is_cast_and_held_to_the_gates_after(result: Result) -> None:
-    made_from = {place.place: place.made_from for place in result.parity}
+    made_from = {target.target: target.made_from for target in result.parity}
     proven, cast = "transformed graph for torchscript", "transformed graph, cast for torchscript"
     assert made_from[proven] == "original"
     assert made_from[cast] == proven
     assert made_from["torchscript"] == cast
-    precisions = {place.place: place.precision for place in result.parity}
-    assert [place for place, precision in precisions.items() if precision] == [cast, "torchscript"]
-    limits = {place.place: place.outputs[0].limit for place in result.parity}
+    precisions = {target.target: target.precision for target in result.parity}
+    assert [target for target, precision in precisions.items() if precision] == [cast, "torchscript"]
+    limits = {target.target: target.outputs[0].limit for target in result.parity}
     assert limits[proven] < 1e-3
     assert limits[cast] == float("inf")
 

@@ -58,20 +58,20 @@ def test_the_manifest_says_what_each_layer_does_to_the_gates_alone(result: Resul
 
 
 def test_the_file_is_held_to_the_gates_on_all_batches_and_in_both_ways_of_running_it(result: Result) -> None:
-    lowered = [place for place in result.parity if place.precision == "int8"]
-    assert [place.place for place in lowered] == ["onnx", "onnx, optimised"]
-    for place in lowered:
-        (output,) = place.outputs
+    lowered = [target for target in result.parity if target.precision == "int8"]
+    assert [target.target for target in lowered] == ["onnx", "onnx, optimised"]
+    for target in lowered:
+        (output,) = target.outputs
         assert len(output.cases) == len(result.manifest.parity.cases)
-        assert place.decisions[0].value >= 0.999
+        assert target.decisions[0].value >= 0.999
         assert output.max_abs > 100 * output.floor
 
 
 def test_all_that_is_not_lowered_is_proven_to_rounding_as_ever(result: Result) -> None:
-    places = {place.place: place for place in result.parity if place.precision is None}
-    assert set(places) >= {"transformed graph", "torchscript", "pt2", "onnx in float32", "onnx in float32, optimised"}
-    for place in places.values():
-        assert all(output.max_abs <= output.limit < 1e-3 for output in place.outputs)
+    targets = {target.target: target for target in result.parity if target.precision is None}
+    assert set(targets) >= {"transformed graph", "torchscript", "pt2", "onnx in float32", "onnx in float32, optimised"}
+    for target in targets.values():
+        assert all(output.max_abs <= output.limit < 1e-3 for output in target.outputs)
 
 
 def test_files_in_float32_are_the_same_bytes_as_without_lowering_another(result: Result, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_files_in_float32_are_the_same_bytes_as_without_lowering_another(result:
 
 def test_a_bundle_of_lower_precision_verifies_by_its_gates(result: Result) -> None:
     proof = verify.verify(result.output)
-    assert {place.place for place in proof.places if place.precision} == {"onnx", "onnx, optimised"}
+    assert {target.target for target in proof.targets if target.precision} == {"onnx", "onnx, optimised"}
     assert proof.passed
 
 
@@ -132,7 +132,7 @@ def test_a_bundle_whose_values_are_cut_far_from_the_data_is_verified(tmp_path: P
     assert extreme == ["zeros", "values 64 times as large"]
     assert set(extreme) < set(result.manifest.reference_cases)
     proof = verify.verify(result.output)
-    assert all(place.passed for place in proof.places)
+    assert all(target.passed for target in proof.targets)
     assert {case.name for case in proof.reference.cases if case.extreme} == set(extreme)
 
 

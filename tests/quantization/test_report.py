@@ -117,7 +117,7 @@ def test_the_exit_code_says_what_went_wrong(tmp_path: Path, precision: str, gate
     document = json.loads(done.stdout)
     assert document["passed"] == (code == 0)
     if code == 4:
-        assert [place["place"] for place in document["parity"]["places"]][-1] == "onnx in float32, optimised"
+        assert [target["place"] for target in document["parity"]["places"]][-1] == "onnx in float32, optimised"
 
 
 def test_the_baseline_is_in_float32(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_baseline_is_in_float32(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     manifest = Manifest.model_validate_json((tmp_path / "bundle-baseline" / "manifest.json").read_bytes())
     assert [artifact.precision for artifact in manifest.artifacts] == [None]
-    assert {place.precision for place in manifest.parity.places} == {None}
+    assert {target.precision for target in manifest.parity.targets} == {None}
 
 
 def test_an_output_that_nothing_is_demanded_of_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from optexport.config.metrics import DecisionConfig
 from optexport.errors import ConfigError, ParityError
 from optexport.parity.cases import Case
-from optexport.parity.checker import Proof
+from optexport.parity.checker import ParityChecker
 from optexport.parity.gates import make_gates
 from optexport.parity.noise_floor import bounds
 from optexport.parity.reference import Reference
@@ -24,11 +24,11 @@ _GATE = 0.99
 _ROOM = math.acos(_GATE)
 
 
-def _proof() -> Proof:
+def _proof() -> ParityChecker:
     y = torch.tensor([[1.0, 0.0]])
     reference = Reference((Case("data", {}, data=True),), ({"y": y},), ({"y": y.double()},))
     known = bounds(reference, 4.0)
-    return Proof(reference, known, make_gates({"cosine": DecisionConfig(min=_GATE)}, {}, reference, known, 4.0))
+    return ParityChecker(reference, known, make_gates({"cosine": DecisionConfig(min=_GATE)}, {}, reference, known, 4.0))
 
 
 class Bent:
@@ -80,10 +80,10 @@ def test_of_many_layers_few_files_are_made() -> None:
 
 
 def test_the_most_harmful_is_kept_whatever_its_place_in_the_model() -> None:
-    for place in range(5):
+    for target in range(5):
         angles = [0.02] * 5
-        angles[place] = 0.2
-        assert Bent(angles).choose().kept == [f"layer.{place}"]
+        angles[target] = 0.2
+        assert Bent(angles).choose().kept == [f"layer.{target}"]
 
 
 def test_what_is_asked_to_be_kept_is_never_lowered() -> None:
@@ -104,10 +104,12 @@ def test_a_name_of_nothing_is_refused() -> None:
 
 def test_harm_is_the_share_of_the_room_that_the_gate_leaves() -> None:
     proof = _proof()
-    own = proof.places[0].decisions
+    own = proof.targets[0].decisions
     half = math.acos(1 - 0.5 * (1 - _GATE))
-    place = proof.check("file", lambda batch: {"y": torch.tensor([[math.cos(half), math.sin(half)]])}, precision="int8")
-    assert harm(place, own) == pytest.approx(0.5, rel=1e-3)
+    target = proof.check(
+        "file", lambda batch: {"y": torch.tensor([[math.cos(half), math.sin(half)]])}, precision="int8"
+    )
+    assert harm(target, own) == pytest.approx(0.5, rel=1e-3)
     broken = proof.check("file", lambda batch: {"y": torch.tensor([[math.nan, 0.0]])}, precision="int8")
     assert harm(broken, own) == math.inf
 

@@ -42,8 +42,8 @@ def test_a_bundle_that_passes_has_a_test_case_for_each_output_place_and_batch() 
     root = ElementTree.fromstring(ci.junit(record))
     cases = root.findall("testsuite/testcase")
     assert {(c.get("classname"), c.get("name")) for c in cases} == {
-        (f"optexport.{place.place}", f"{output} at {case}")
-        for place in record.places
+        (f"optexport.{target.target}", f"{output} at {case}")
+        for target in record.targets
         for output in record.bounds
         for case in record.cases
     }
@@ -92,12 +92,12 @@ def test_of_a_rule_that_is_plainly_wrong_no_tolerance_is_told(call: Caller, tmp_
 @pytest.mark.parametrize(("tolerance", "told"), [(0.19, True), (0.21, False), (None, False)])
 def test_a_tolerance_is_told_up_to_a_tenth_of_the_largest_value(tolerance: float | None, told: bool) -> None:
     record = proof(exports.exported().output)
-    (place, *_), (output, *_) = record.places, record.places[0].outputs
+    (target, *_), (output, *_) = record.targets, record.targets[0].outputs
     case = output.cases[0].model_copy(update={"failure": "wrong"})
     output = output.model_copy(update={"tolerance": tolerance, "cases": [case]})
     bounds = {output.output: record.bounds[output.output].model_copy(update={"largest": 2.0})}
-    places = [place.model_copy(update={"outputs": [output], "decisions": []})]
-    record = record.model_copy(update={"places": places, "bounds": bounds})
+    targets = [target.model_copy(update={"outputs": [output], "decisions": []})]
+    record = record.model_copy(update={"places": targets, "bounds": bounds})
     for said in (ci.junit(record), "".join(ci.error_lines(record))):
         assert (f"With atol={tolerance} against the original" in said) is told
         assert ("would prove nothing" in said) is (tolerance == 0.21)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from optexport import Bundle, verify
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.parity.reference_run import run_original
 from optexport.pipeline import reproduce
 from optexport.pipeline.run import run
@@ -70,7 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def test_every_file_passes_there_and_says_so(made: Result) -> None:
-    assert {place.place for place in made.parity} >= {"torchscript", "onnx", "onnx, optimised", "pt2"}
+    assert {target.target for target in made.parity} >= {"torchscript", "onnx", "onnx, optimised", "pt2"}
     assert {artifact.device for artifact in made.manifest.artifacts} == {"cuda"}
     assert "on cuda" in made.manifest.parity.ways
     measured = json.loads((made.output / "measurements.json").read_bytes())
@@ -102,7 +102,7 @@ def test_a_bundle_gives_there_what_it_gave(file_format: str, made: Result) -> No
 
 def test_it_is_proven_again_and_its_files_are_made_again_to_the_byte(made: Result) -> None:
     assert verify(made.output).passed
-    differing = reproduce.reproduce(made.output, made.output.parents[1], Stages())
+    differing = reproduce.reproduce(made.output, made.output.parents[1], Progress())
     assert [line for line in differing if line.startswith("model.")] == []  # the distances may be others in a digit
 
 

@@ -20,7 +20,7 @@ from optexport._utils import packages
 from optexport.bench.worker import bound
 from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.runtime import devices, runners
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.model import onnx_model
 from tests._helpers import exports
 from tests._helpers.cli import Caller, CliRunner, cli, config, message
@@ -71,8 +71,8 @@ def test_a_check_needs_no_card(tmp_path: Path) -> None:
 def test_a_bundle_for_a_card_is_not_opened_without_one(file_format: str, for_a_card: Path) -> None:
     with pytest.raises(DeviceError) as caught:
         Bundle.load(for_a_card, file_format)
-    assert caught.value.place == {"torchscript": "model.torchscript.pt"}.get(file_format, f"model.{file_format}")
-    assert caught.value.mend is not None
+    assert caught.value.location == {"torchscript": "model.torchscript.pt"}.get(file_format, f"model.{file_format}")
+    assert caught.value.hint is not None
 
 
 @NO_CARD
@@ -167,7 +167,7 @@ def test_the_measurements_of_a_run_name_the_device() -> None:
 
 
 def test_mlflow_gets_no_model_for_a_card(for_a_card: Path) -> None:
-    assert onnx_model(Finished.read(for_a_card)) is None
+    assert onnx_model(BundleRecord.read(for_a_card)) is None
 
 
 def test_a_package_may_stand_in_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,10 +64,10 @@ def test_it_runs_where_it_was_moved_to() -> None:
 class Places(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.places = nn.Embedding(16, 4)
+        self.targets = nn.Embedding(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[..., None] + self.places(torch.arange(x.shape[1], device=x.device))
+        return x[..., None] + self.targets(torch.arange(x.shape[1], device=x.device))
 
 
 def test_a_copy_of_a_model_moves_and_the_model_stays() -> None:

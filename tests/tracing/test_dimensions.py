@@ -36,7 +36,7 @@ def test_a_declared_dimension_that_the_model_fixes_is_an_error_that_names_it() -
     with pytest.raises(TraceError, match=r"input x, axis 1: the model fixes sequence to 7") as raised:
         symbolic_trace(Fixed(), example_inputs={"x": x}, dynamic={"x": {0: "batch", 1: "sequence"}})
     assert raised.value.exit_code == 3
-    assert raised.value.mend
+    assert raised.value.hint
     with pytest.raises(TraceError, match=r"sequence"):
         symbolic_trace(Fixed(), example_inputs={"x": x}, dynamic={"x": {0: "batch", 1: Dim("sequence", 2, 16)}})
 
@@ -104,7 +104,7 @@ def test_a_size_at_which_a_view_would_divide_by_zero_is_in_doubt() -> None:
 
     x = torch.randn(4, 2, 3, 6)
     traced = trace(randomise(Program(body, layer=nn.Linear(6, 6))), {"x": x})
-    assert traced.doubtful
+    assert traced.suspect_sizes
     assert outputs(traced.graph_module, x)[0].shape == (2, 4, 3, 6)
 
 
@@ -114,7 +114,7 @@ def test_a_range_that_nobody_declared_begins_above_the_sizes_that_break_what_the
     traced = trace(model, {"pixel_values": torch.randn(2, 3, 32, 32)})
     least = traced.signature.dims["width"].min
     assert 2 < least < 32
-    assert traced.doubtful == ()
+    assert traced.suspect_sizes == ()
     pixels = torch.randn(1, 3, 37, least)
     with torch.no_grad():
         assert torch.equal(traced.graph_module(pixel_values=pixels)[0], model(pixel_values=pixels)[0])

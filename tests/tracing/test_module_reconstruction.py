@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from optexport.api import symbolic_trace
 from optexport.testing import outputs
-from optexport.tracing.module_reconstruction import raise_graph
+from optexport.tracing.module_reconstruction import reconstruct_modules
 from tests._helpers import models
 from tests._helpers.graphs import Program, calls
 from tests._helpers.models import randomise
@@ -287,6 +287,6 @@ def test_the_program_that_is_raised_stays_as_it_is() -> None:
     model = randomise(Program(lambda m, x: m.layer(x) / 3, layer=nn.Linear(4, 4)))
     program = torch.export.export(model, (torch.randn(3, 4),))
     text, metas = str(program.graph), [dict(node.meta) for node in program.graph.nodes]
-    raise_graph(program)
+    reconstruct_modules(program)
     assert str(program.graph) == text
     assert [dict(node.meta) for node in program.graph.nodes] == metas

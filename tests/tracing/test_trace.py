@@ -268,7 +268,7 @@ def test_a_way_that_depends_on_values_is_an_error_that_names_its_line() -> None:
     with pytest.raises(TraceError, match=r"test_trace\.py:\d+: return x if x\.sum\(\) > 3") as raised:
         trace(Branching(), {"x": X})
     assert raised.value.exit_code == 3
-    assert raised.value.mend
+    assert raised.value.hint
 
 
 def test_a_module_that_is_moved_to_where_it_is_is_traced() -> None:

@@ -56,4 +56,4 @@ def test_vmap_in_a_models_own_code_is_an_error_that_names_it(tmp_path: Path) -> 
     with pytest.raises(TraceError, match=r"torch\.vmap") as raised:
         export(Mapped().eval(), {"x": torch.ones(3, 4)}, tmp_path / "bundle")
     assert raised.value.exit_code == 3
-    assert raised.value.mend
+    assert raised.value.hint

@@ -44,9 +44,9 @@ def bundle(
     return place
 
 
-def registering(name: str = "block", **ratchet: float) -> Change:
+def registering(name: str = "block", **max_regression: float) -> Change:
     """Has the bundle's config register its model."""
-    settings = {"name": name, "alias": "champion", "ratchet": ratchet}
+    settings = {"name": name, "alias": "champion", "ratchet": max_regression}
     return lambda document: document["config"].update(register=settings)
 
 

@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy
 from mlflow.exceptions import MlflowException
 
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.config.schema import TrackingConfig
 from optexport.errors import ParityError, TrackingError
 from optexport.parity.verify import verify
@@ -55,7 +55,7 @@ def test_a_run_that_is_interrupted_is_marked_failed_too(
             raise error
 
     with pytest.raises(error):
-        pipeline_run.run(stores.project(tmp_path, uri), stages=Stages(announce))
+        pipeline_run.run(stores.project(tmp_path, uri), progress=Progress(announce))
     run = only_run(uri)
     assert run.info.status in ("FAILED", "KILLED")
     assert run.data.tags["optexport.blame.failure"] == reason
@@ -112,7 +112,7 @@ def test_a_store_that_cannot_take_the_artifacts_fails_the_run_and_not_the_bundle
     assert result.tracking_failure is not None
     assert result.tracking_failure.exit_code == 7
     assert "The bundle is whole on disk" in str(result.tracking_failure)
-    assert all(place.passed for place in verify(result.output).places)
+    assert all(place.passed for place in verify(result.output).targets)
     assert only_run(uri).info.status == "FAILED"
     (tmp_path / "mlartifacts").unlink()
     assert pipeline_run.run(config).tracking_failure is None
@@ -123,7 +123,7 @@ def test_a_store_that_is_none_fails_the_tracking_and_not_the_work(tmp_path: Path
     result = pipeline_run.run(stores.project(tmp_path, "sqlite:///mlflow.db", formats='["pt2"]'))
     assert result.tracking_failure is not None
     assert result.run_id is None
-    assert all(place.passed for place in verify(result.output).places)
+    assert all(place.passed for place in verify(result.output).targets)
 
 
 def test_a_database_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_a_server_that_asks_to_be_called_much_later_is_not_waited_for(tmp_path: 
 
 def test_a_server_that_does_not_know_its_host_says_nothing_of_credentials(tmp_path: Path) -> None:
     said = "Invalid Host header - possible DNS rebinding attack detected"
-    mend = r"When the server has been told of that host \(mlflow server --allowed-hosts\), again"
-    with answering(403, said) as uri, pytest.raises(TrackingError, match=mend):
+    hint = r"When the server has been told of that host \(mlflow server --allowed-hosts\), again"
+    with answering(403, said) as uri, pytest.raises(TrackingError, match=hint):
         log_bundle(bundle(tmp_path), uri)
 
 
@@ -205,19 +205,19 @@ def test_a_driver_that_is_not_installed_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_server_that_refuses_the_credentials_has_answered(tmp_path: Path, status: int) -> None:
-    mend = (
+    hint = (
         r"When the credentials are right \(MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
         r"or user and password in the URI\)"
     )
     place = bundle(tmp_path)
     with answering(status) as uri:
-        with pytest.raises(TrackingError, match=rf"on disk\. {mend}, again with the same options: optexport log"):
+        with pytest.raises(TrackingError, match=rf"on disk\. {hint}, again with the same options: optexport log"):
             log_bundle(place, uri)
-        with pytest.raises(TrackingError, match=rf"The alias stays where it was\. {mend}, do it again\."):
+        with pytest.raises(TrackingError, match=rf"The alias stays where it was\. {hint}, do it again\."):
             promotion.promote(uri, "block", "1", "champion")
         tracker = Tracker(TrackingConfig(uri=uri), tmp_path / "a config.toml", place)
         tracker.start({}, {})
-    later = rf"{mend}: optexport log {place} --config '{tmp_path}/a config\.toml'"
+    later = rf"{hint}: optexport log {place} --config '{tmp_path}/a config\.toml'"
     with pytest.raises(TrackingError, match=later):
         raise tracker.failure or AssertionError
 

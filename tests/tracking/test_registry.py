@@ -16,7 +16,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 from optexport.config.registration import RegisterConfig
 from optexport.errors import GateError, TrackingError
 from optexport.tracking import aliases, promotion, registry
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.resume import log_bundle
 from tests.tracking.bundles import QUIET, bundle, registering, runs
 from tests.tracking.registries import Registry
@@ -156,7 +156,7 @@ def test_a_champion_whose_figures_cannot_be_computed_with_keeps_the_alias(
         raise OverflowError("int too large to convert to float")
 
     store.log()
-    monkeypatch.setattr(registry.ratchet, "compare", compare)
+    monkeypatch.setattr(registry.max_regression, "compare", compare)
     found = store.log()
     assert (found.version, found.moved, store.holder) == ("2", False, "1")
     assert found.why == ("version 1 cannot be compared with: int too large to convert to float",)
@@ -170,15 +170,15 @@ def test_a_champion_that_changes_during_the_comparison_is_compared_with_too(
     store.log(size=1)
     promotion.promote(store.uri, "block", "1", "champion")
     seen: list[str | None] = []
-    compare = registry.ratchet.compare
+    compare = registry.max_regression.compare
 
-    def slowly(new: Finished, champion: Finished, allowed: Any) -> Any:
+    def slowly(new: BundleRecord, champion: BundleRecord, allowed: Any) -> Any:
         seen.append(store.holder)
         if len(seen) == 1:
             store.client.set_registered_model_alias("block", "champion", "2")
         return compare(new, champion, allowed)
 
-    monkeypatch.setattr(registry.ratchet, "compare", slowly)
+    monkeypatch.setattr(registry.max_regression, "compare", slowly)
     found = store.log(size=100_000)
     assert seen == ["1", "2"]
     assert (found.version, found.moved, store.holder) == ("3", False, "2")

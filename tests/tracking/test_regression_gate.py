@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from optexport.config.registration import RatchetConfig
+from optexport.config.registration import MaxRegressionConfig
 from optexport.errors import BundleError
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.regression_gate import Verdict, compare
 from tests._helpers import exports
 from tests.tracking.bundles import HOST, bundle, timed
@@ -23,15 +23,15 @@ def nothing(document: dict[str, Any]) -> None:
 
 
 def verdict(folder: Path, new: dict[str, Change], champion: dict[str, Change], **allowed: float) -> Verdict:
-    ours, theirs = (Finished.read(bundle(folder, **changes)) for changes in (new, champion))
-    return compare(ours, theirs, RatchetConfig(**allowed))
+    ours, theirs = (BundleRecord.read(bundle(folder, **changes)) for changes in (new, champion))
+    return compare(ours, theirs, MaxRegressionConfig(**allowed))
 
 
-def multiple(value: float | None, place: str = "onnx") -> Change:
+def multiple(value: float | None, target: str = "onnx") -> Change:
     """Has an output of a place be so many times the floor away."""
 
     def change(document: dict[str, Any]) -> None:
-        (found,) = [each for each in document["parity"]["places"] if each["place"] == place]
+        (found,) = [each for each in document["parity"]["places"] if each["place"] == target]
         found["outputs"][0]["multiple"] = value
 
     return change
@@ -51,9 +51,9 @@ def lowered(precision: str, value: float, low: float | None = None, high: float 
     def change(document: dict[str, Any]) -> None:
         decision = {"measure": "argmax_agreement", "output": "hidden", "value": value, "mean": value, "low": low}
         decision |= {"high": high, "count": 9, "ties": 0, "min": 0.5, "failure": None, "cases": []}
-        for place in document["parity"]["places"]:
-            if place["place"].startswith("onnx"):
-                place |= {"precision": precision, "decisions": [decision]}
+        for target in document["parity"]["places"]:
+            if target["place"].startswith("onnx"):
+                target |= {"precision": precision, "decisions": [decision]}
 
     return change
 
@@ -321,10 +321,10 @@ def test_half_an_interval_is_none(tmp_path: Path) -> None:
 
 
 def test_measurements_of_another_bundle_are_not_believed(tmp_path: Path) -> None:
-    place = bundle(tmp_path)
-    exports.edit_json(place / "measurements.json", lambda document: document.update(manifest="0" * 64))
+    target = bundle(tmp_path)
+    exports.edit_json(target / "measurements.json", lambda document: document.update(manifest="0" * 64))
     with pytest.raises(BundleError, match="it belongs to another bundle"):
-        Finished.read(place)
+        BundleRecord.read(target)
 
 
 def test_files_of_lower_precision_are_held_to_their_decisions(tmp_path: Path) -> None:
@@ -342,8 +342,8 @@ def test_a_gate_of_the_champions_that_is_left_out_is_worse(tmp_path: Path) -> No
 
     def without(document: dict[str, Any]) -> None:
         lowered("int8", 0.9)(document)
-        for place in document["parity"]["places"]:
-            for decision in place["decisions"]:
+        for target in document["parity"]["places"]:
+            for decision in target["decisions"]:
                 decision["measure"] = "top_k_agreement"
 
     worse = verdict(tmp_path, {"manifest": without}, {"manifest": lowered("int8", 0.9)}).worse
@@ -367,4 +367,4 @@ def test_other_batches_and_files_are_named(tmp_path: Path) -> None:
 
 
 def test_the_machine_is_told_by_what_measurements_hold(tmp_path: Path) -> None:
-    assert HOST.keys() <= Finished.read(bundle(tmp_path)).measured.model_fields_set
+    assert HOST.keys() <= BundleRecord.read(bundle(tmp_path)).measured.model_fields_set

@@ -99,7 +99,7 @@ def test_the_artifacts_hold_the_bundle_the_config_and_the_changed_nodes(tracked:
     downloaded = tracked.artifact("bundle")
     here = {path.name: path.read_bytes() for path in tracked.result.output.iterdir()}
     assert {path.name: path.read_bytes() for path in downloaded.iterdir()} == here
-    assert all(place.passed for place in verify(downloaded).places)
+    assert all(place.passed for place in verify(downloaded).targets)
     assert tracked.artifact("report.html").read_bytes() == (downloaded / "report.html").read_bytes()
     assert tracked.artifact("config.toml").read_text() == tracked.config.read_text()
     table = json.loads(tracked.artifact("transformed_nodes.json").read_text())
@@ -162,8 +162,8 @@ def test_the_run_can_be_opened_with_what_the_result_tells(tracked: Tracked) -> N
 def test_tables_and_figures_show_how_near_the_files_are(tracked: Tracked) -> None:
     table = json.loads(tracked.artifact("parity.json").read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    places = tracked.result.manifest.parity.places
-    assert [(row["place"], row["output"]) for row in rows] == [(p.place, o.output) for p in places for o in p.outputs]
+    places = tracked.result.manifest.parity.targets
+    assert [(row["place"], row["output"]) for row in rows] == [(p.target, o.output) for p in places for o in p.outputs]
     assert [row["distance"] for row in rows] == [o.max_abs for p in places for o in p.outputs]
     for name, drawn in (("parity.png", True), ("latency.png", False)):
         listed = [file for file in tracked.client.list_artifacts(tracked.run.info.run_id) if file.path == name]

@@ -10,7 +10,7 @@ import mlflow
 from mlflow.entities import Metric
 
 from optexport.tracking import run_params
-from optexport.tracking.bundle_record import Finished
+from optexport.tracking.bundle_record import BundleRecord
 from optexport.tracking.figures import figures
 from optexport.tracking.upload import send_params
 from tests._helpers import stores
@@ -24,12 +24,12 @@ def test_many_settings_and_many_metrics_are_all_logged(tmp_path: Path) -> None:
 
     def change(document: dict[str, Any]) -> None:
         document["config"]["inputs"] = {f"setting_{i}": {"inner": i} for i in range(250)}
-        place = document["parity"]["places"][0]
-        place["outputs"] = [{**place["outputs"][0], "output": f"layer.{i}"} for i in range(400)]
-        document["parity"]["places"] = [place]
+        target = document["parity"]["places"][0]
+        target["outputs"] = [{**target["outputs"][0], "output": f"layer.{i}"} for i in range(400)]
+        document["parity"]["places"] = [target]
 
     uri = stores.store(tmp_path)
-    finished = Finished.read(bundle(tmp_path, manifest=change))
+    finished = BundleRecord.read(bundle(tmp_path, manifest=change))
     client = mlflow.MlflowClient(uri)
     run_id = client.create_run("0").info.run_id
     send_params(client, run_id, run_params.params(finished.manifest.config))
@@ -46,15 +46,15 @@ def test_names_that_mlflow_does_not_take_are_changed_and_none_hides_another(tmp_
     names = ["a b", "a_b", "a?b", "<b>", "a//b", "../x", "/", ".", "é", "a\nb", "x" * 300, "x" * 301, "\ud800"]
 
     def change(document: dict[str, Any]) -> None:
-        place = document["parity"]["places"][0]
-        place["outputs"] = [{**place["outputs"][0], "output": name} for name in names[:-1]]
-        document["parity"]["places"] = [place]
+        target = document["parity"]["places"][0]
+        target["outputs"] = [{**target["outputs"][0], "output": name} for name in names[:-1]]
+        document["parity"]["places"] = [target]
 
     uri = stores.store(tmp_path)
     client = mlflow.MlflowClient(uri)
     run_id = client.create_run("0").info.run_id
     send_params(client, run_id, run_params.params({"model": {"arguments": {name: i for i, name in enumerate(names)}}}))
-    metrics = run_params.metrics(Finished.read(bundle(tmp_path, manifest=change)))
+    metrics = run_params.metrics(BundleRecord.read(bundle(tmp_path, manifest=change)))
     client.log_batch(run_id, metrics=[Metric(name, value, 0, 0) for name, value in metrics.items()])
     run = client.get_run(run_id)
     assert sorted(map(int, run.data.params.values())) == [*range(len(names))]
@@ -68,14 +68,14 @@ def test_a_dollar_in_a_name_is_drawn_as_a_dollar(tmp_path: Path) -> None:
     """Matplotlib reads what is between two as mathematics, and this is none that it knows: nothing could be sent."""
 
     def change(document: dict[str, Any]) -> None:
-        for place in document["parity"]["places"]:
-            place["outputs"][0] |= {"output": "price_$usd^$", "multiple": 1.0}
+        for target in document["parity"]["places"]:
+            target["outputs"][0] |= {"output": "price_$usd^$", "multiple": 1.0}
 
     def dollars(document: dict[str, Any]) -> None:
         timed(1.0, 1.5)(document)
         document["bench"]["figures"][0]["shape"] = "batch_$usd^$=1"
 
-    drawn = figures(Finished.read(bundle(tmp_path, manifest=change, measurements=dollars)))
+    drawn = figures(BundleRecord.read(bundle(tmp_path, manifest=change, measurements=dollars)))
     assert set(drawn) == {"parity.png", "latency.png"}
     for figure in drawn.values():
         figure.savefig(io.BytesIO())

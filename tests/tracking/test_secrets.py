@@ -108,7 +108,7 @@ def test_no_secret_of_a_request_that_is_echoed_stays_in_an_error(echo: str) -> N
     for text in (echo, f"400: {echo}: refused", f"({echo})\n{echo}"):
         assert SECRET not in redact_error(text)
         assert redact_error(redact_error(text)) == redact_error(text)
-        assert SECRET not in str(TrackingError(text, place=text, mend=text))
+        assert SECRET not in str(TrackingError(text, location=text, hint=text))
         assert SECRET not in first_line(ConnectionError(text))
 
 

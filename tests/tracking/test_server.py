@@ -97,7 +97,7 @@ def test_a_run_on_a_server_is_whole_registered_and_without_secrets(server: Serve
     version = client.get_model_version_by_alias("whole", "champion")
     assert SECRET not in repr(version) + repr(client.get_registered_model("whole"))
     downloaded = Path(client.download_artifacts(run.info.run_id, "", str(tmp_path)))
-    assert all(place.passed for place in verify(downloaded / "bundle").places)
+    assert all(place.passed for place in verify(downloaded / "bundle").targets)
     told = [path for path in downloaded.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert told == []
 
@@ -187,7 +187,7 @@ def test_a_server_that_is_lost_ends_with_seven_and_what_is_missing_is_sent_later
     assert "Traceback" not in err
     assert SECRET not in out + err
     place = tmp_path / "out" / "block"
-    assert all(place.passed for place in verify(place).places)
+    assert all(place.passed for place in verify(place).targets)
     assert [path.name for path in place.parent.iterdir()] == ["block"]
     again = optexport("log", place, "--config", config)
     out, err = again.communicate(timeout=120)

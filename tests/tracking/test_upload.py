@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from optexport._utils import atomic_dir
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.cli.main import cli
 from optexport.errors import BundleError, ConfigError, TrackingError
 from optexport.pipeline import run
@@ -52,7 +52,7 @@ def test_while_a_run_sends_no_other_replaces_its_bundle_and_log_waits(tmp_path: 
         refused.append(str(caught.value))
 
     with ThreadPoolExecutor(1) as pool:
-        result = run.run(registered_project(tmp_path, uri), stages=Stages(announce))
+        result = run.run(registered_project(tmp_path, uri), progress=Progress(announce))
         done = logged[0].result(60)
     assert result.failure is None
     assert len(refused) == 2
@@ -86,7 +86,7 @@ def test_a_bundle_of_another_run_is_not_sent_as_ones_own(tmp_path: Path) -> None
             measured = tmp_path / "out" / "block" / "measurements.json"
             exports.edit_json(measured, lambda document: document["origin"].update(mlflow_run="0" * 32))
 
-    result = run.run(registered_project(tmp_path, uri), stages=Stages(announce))
+    result = run.run(registered_project(tmp_path, uri), progress=Progress(announce))
     assert "it is of another run, which has replaced this one's" in str(result.tracking_failure)
     assert only_run(uri).info.status == "FAILED"
     assert mlflow.MlflowClient(uri).search_registered_models() == []
@@ -102,7 +102,7 @@ def test_what_is_not_what_was_proven_is_not_registered(tmp_path: Path, name: str
             with (tmp_path / "out" / "block" / name).open("ab") as file:
                 file.write(b"\xba\x3e\x01 ")  # an unknown field of protobuf's, which every reader skips
 
-    result = run.run(registered_project(tmp_path, uri), stages=Stages(announce))
+    result = run.run(registered_project(tmp_path, uri), progress=Progress(announce))
     assert f"{name}: it was changed since the bundle was written" in str(result.tracking_failure)
     assert only_run(uri).info.status == "FAILED"
     assert mlflow.MlflowClient(uri).search_registered_models() == []

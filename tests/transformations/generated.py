@@ -196,7 +196,7 @@ class _Drawn:
             case 5 if alike:
                 layer.weight = self.layers[alike[0]].weight  # type: ignore[assignment]
 
-    def branches(self, operand: int, shape: tuple[int, ...]) -> None:
+    def variants(self, operand: int, shape: tuple[int, ...]) -> None:
         """Convolutions and norms of one value, and that itself, summed one by one."""
         total = operand
         for index in range(self.draw(st.integers(1, 3))):
@@ -239,7 +239,7 @@ class _Drawn:
                 cls = self.draw(st.sampled_from((nn.Conv2d, nn.Conv2d, nn.ConvTranspose2d)))
                 self.call(operand, cls(shape[1], width, 3, padding=1, bias=bias), (shape[0], width, *shape[2:]))
             case "branches":
-                self.branches(operand, shape)
+                self.variants(operand, shape)
             case "layer norm":
                 self.call(operand, nn.LayerNorm(shape[-1]), shape)
             case "attend" | "scores":

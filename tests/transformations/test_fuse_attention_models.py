@@ -103,7 +103,7 @@ def test_the_call_is_exported(tmp_path: Path, name: str) -> None:
     if name != "bert":
         model, given = randomise(Program(_in_three_axes, **{n: nn.Linear(8, 8) for n in "qkv"})), {"x": X}
     result = optexport.export(model, given, tmp_path / "out", transformations=FuseAttention())
-    assert {"transformed graph", "torchscript", "onnx"} <= {place.place for place in result.parity}
+    assert {"transformed graph", "torchscript", "onnx"} <= {place.target for place in result.parity}
 
 
 def test_scores_in_a_wider_dtype_are_said_to_be_wider() -> None:

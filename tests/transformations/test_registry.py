@@ -122,7 +122,7 @@ def plugin(tmp_path: Path, text: str) -> str:
 def refusal(name: str, tmp_path: Path, **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         registry.load(f"python:{name}", options, tmp_path, "here")
-    assert caught.value.place == "here"
+    assert caught.value.location == "here"
     return str(caught.value)
 
 

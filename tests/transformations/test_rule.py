@@ -199,4 +199,4 @@ def test_a_weight_that_remembers_how_it_was_computed_is_laid_to_the_rule_that_le
     """It was an error of torch's own, of a copy that was made much later, and named no rule."""
     with pytest.raises(TransformationError, match=r"q\.weight with a history of gradients") as caught:
         run(ScalesWeights(), _sums())
-    assert caught.value.place == "ScalesWeights"
+    assert caught.value.location == "ScalesWeights"

@@ -22,7 +22,7 @@ from optexport.config import passes
 from optexport.config.benchmarks import BarConfig
 from optexport.errors import BenchError
 from optexport.tuning.candidate import Ingredient, Recipe, rules_in
-from optexport.tuning.candidate_builder import Refused
+from optexport.tuning.candidate_builder import CandidateRejected
 from optexport.tuning.outcome import Outcome, Trial
 from optexport.tuning.search import Search
 from optexport.tuning.tournament import Contest
@@ -54,7 +54,7 @@ class World:
 
     def make(self, file_format: str, recipe: Recipe, name: str) -> Artifact:
         if recipe & self.broken:
-            raise Refused("not the same")
+            raise CandidateRejected("not the same")
         if name in ("plain export", "as configured"):
             time.sleep(self.slow_start)
         path = self.folder / f"{len(self.made)}.pt"
@@ -77,9 +77,9 @@ class World:
             recipe = self.made[artifact.name]
             if artifact.name in self.killed:
                 self.killed.remove(artifact.name)
-                raise BenchError("its process ended by SIGKILL", place=artifact.name)
+                raise BenchError("its process ended by SIGKILL", location=artifact.name)
             if recipe & self.crashing:
-                raise BenchError("its process ended", place=artifact.name)
+                raise BenchError("its process ended", location=artifact.name)
             known = [self.at.get((one, workload.label), self.speed.get(one, 1.0)) for one in recipe]
             seconds = workload.rows / math.prod(known)
             turns = []

@@ -15,11 +15,11 @@ import torch
 from click.testing import CliRunner
 from torch import fx, nn
 
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
 from optexport.bench.gates import check_never_slower
-from optexport.bench.measure import Duel, Report
+from optexport.bench.measure import PairwiseComparison, Report
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
 from optexport.bundle import digests
@@ -144,9 +144,9 @@ enabled = false
 
 def test_a_tuned_bundle_is_made_again_without_a_search(result: Result) -> None:
     folder = next(parent for parent in result.output.parents if (parent / "rules_of_mine.py").is_file())
-    stages = Stages()
-    assert reproduce(result.output, folder, stages) == []
-    assert not any("tun" in name for name in stages.seconds)
+    progress = Progress()
+    assert reproduce(result.output, folder, progress) == []
+    assert not any("tun" in name for name in progress.seconds)
 
 
 def _kept(folder: Path) -> list[dict[str, Any]]:
@@ -256,9 +256,11 @@ _PROOF = ParityRecord(
 )  # fmt: skip
 
 
-def _duel(verdict: Any) -> Duel:
+def _duel(verdict: Any) -> PairwiseComparison:
     files = [Artifact(name, Path(name), "onnx", 1) for name in ("onnx", "plain onnx")]
-    return Duel(files[0], files[1], Workload({"batch": 1}, 1, Path()), Comparison(0.9, 0.85, 0.95, verdict))
+    return PairwiseComparison(
+        files[0], files[1], Workload({"batch": 1}, 1, Path()), Comparison(0.9, 0.85, 0.95, verdict)
+    )
 
 
 @pytest.mark.parametrize(

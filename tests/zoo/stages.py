@@ -20,10 +20,10 @@ from optexport.exporters.writer import Writer
 from optexport.inputs.dummy import dummy_inputs
 from optexport.job import Job, preset
 from optexport.loading.loader import Loaded
-from optexport.parity.candidate_check import Suspects
+from optexport.parity.candidate_check import CandidateChecker
 from optexport.parity.reference import graph_runner
 from optexport.parity.vocabulary import vocabularies
-from optexport.pipeline.run import make_proof
+from optexport.pipeline.run import make_checker
 from optexport.pipeline.steps import run_reference, trace_original
 from optexport.runtime import runners
 from optexport.tracing.transformers_exporter import one_pass, quiet
@@ -43,7 +43,7 @@ class Outcome:
         model_type: As in its config.
         cls: The class that was built.
         setting: How its config was shrunk.
-        stages: What each stage came to, by name: built, eager, traced, graph, and the formats.
+        progress: What each stage came to, by name: built, eager, traced, graph, and the formats.
         reasons: Of each stage that is not done, why.
         seconds: Wall-clock seconds by stage.
         nodes: Of the traced graph.
@@ -56,7 +56,7 @@ class Outcome:
     model_type: str
     cls: str = ""
     setting: str = ""
-    stages: dict[str, str] = field(default_factory=dict)
+    progress: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     nodes: int = 0
@@ -76,17 +76,17 @@ class Outcome:
         try:
             result = work()
         except OptexportError as error:
-            self.stages[stage] = WRONG if error.exit_code == 4 else REFUSED
+            self.progress[stage] = WRONG if error.exit_code == 4 else REFUSED
             self.reasons[stage] = f"exit {error.exit_code}: {error}"
             return None
         except Exception as error:  # no error of optexport's own: a defect
             last = traceback.extract_tb(error.__traceback__)[-1]
-            self.stages[stage] = CRASH
+            self.progress[stage] = CRASH
             self.reasons[stage] = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"[:600]
             return None
         finally:
             self.seconds[stage] = round(time.perf_counter() - start, 2)
-        self.stages.setdefault(stage, DONE)
+        self.progress.setdefault(stage, DONE)
         return result
 
 
@@ -113,14 +113,14 @@ def build(outcome: Outcome) -> tuple[nn.Module, dict[str, torch.Tensor]] | None:
             except Exception as error:  # the model's own code may raise anything
                 problems.append(f"{setting}: {type(error).__name__}: {error}"[:400])
                 continue
-            outcome.stages |= {"built": DONE, "eager": DONE}
+            outcome.progress |= {"built": DONE, "eager": DONE}
             return model, inputs
     except NotBuiltError as error:
         problems.append(str(error))
     finally:
         outcome.seconds["built"] = round(time.perf_counter() - start, 2)
     failed = "eager" if built else "built"
-    outcome.stages |= ({"built": DONE} if built else {}) | {failed: NOT_BUILT}
+    outcome.progress |= ({"built": DONE} if built else {}) | {failed: NOT_BUILT}
     outcome.reasons[failed] = " | ".join(problems)[:1500]
     return None
 
@@ -175,18 +175,22 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
     outcome.fixed = list(traced.fixed)
     ids = vocabularies(traced.graph_module, traced.signature)
 
-    def refer() -> Suspects:
-        proof = make_proof(job, run_reference(job, traced, call, ids), traced.signature)
-        return Suspects(proof, call, job.loaded.model, traced.signature, ids, job.config.parity)
+    def refer() -> CandidateChecker:
+        proof = make_checker(job, run_reference(job, traced, call, ids), traced.signature)
+        return CandidateChecker(proof, call, job.loaded.model, traced.signature, ids, job.config.parity)
 
-    suspects = outcome.run("reference", refer)
-    if suspects is None:
+    candidate_checker = outcome.run("reference", refer)
+    if candidate_checker is None:
         return
-    transformed = outcome.run("transformed", lambda: transform(traced.graph_module, job.branches[0].rules))
+    transformed = outcome.run("transformed", lambda: transform(traced.graph_module, job.variants[0].rules))
     if transformed is None:
         return
     outcome.rules = {a.rule.name: len(a.report.changes) for a in transformed.applied if a.report.changes}
-    _check(outcome, "graph", lambda: [suspects.check("graph", lambda: graph_runner(transformed.graph_module, call))])
+    _check(
+        outcome,
+        "graph",
+        lambda: [candidate_checker.check("graph", lambda: graph_runner(transformed.graph_module, call))],
+    )
     writer = Writer(
         transformed.graph_module, traced.signature, job.example, job.loaded.weights_sha256, transformed.applied
     )
@@ -196,10 +200,10 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
             artifact = writer.write(name, folder, ())
             fixed = artifact.fixed_shape is not None
             checked = []
-            for place, opened in runners.ways_to_open(folder / artifact.path, name, traced.signature.output_names):
-                checked.append(suspects.check(place, opened, traced_shape_only=fixed))
+            for target, opened in runners.ways_to_open(folder / artifact.path, name, traced.signature.output_names):
+                checked.append(candidate_checker.check(target, opened, traced_shape_only=fixed))
             if fixed:
-                outcome.stages[name] = FIXED
+                outcome.progress[name] = FIXED
                 outcome.reasons[name] = str(artifact.fixed_shape)
             return checked
 
@@ -208,8 +212,8 @@ def _judge(outcome: Outcome, job: Job, folder: Path, formats: Sequence[Format]) 
 
 def _check(outcome: Outcome, stage: str, work: Callable[[], list[Any]]) -> None:
     """Does the work of a stage that gives comparisons, one of which may fail."""
-    for place in outcome.run(stage, work) or ():
-        for output in place.outputs:
-            if not output.passed and outcome.stages[stage] != WRONG:
-                outcome.stages[stage] = WRONG
-                outcome.reasons[stage] = f"{place.place}: {output.output}: {output.failure}"[:600]
+    for target in outcome.run(stage, work) or ():
+        for output in target.outputs:
+            if not output.passed and outcome.progress[stage] != WRONG:
+                outcome.progress[stage] = WRONG
+                outcome.reasons[stage] = f"{target.target}: {output.output}: {output.failure}"[:600]

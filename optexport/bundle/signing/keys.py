@@ -54,8 +54,8 @@ def fingerprint(path: Path) -> str:
     except (ValueError, UnsupportedAlgorithm) as error:
         private = b"PRIVATE KEY-----" in content
         cause = "it holds a private key, and a public one checks" if private else "it holds no public key in PEM"
-        mend = f"openssl ec -in {path} -pubout -out public.pem" if private else None
-        raise _refused(path, cause, mend) from error
+        hint = f"openssl ec -in {path} -pubout -out public.pem" if private else None
+        raise _refused(path, cause, hint) from error
     _check_curve(path, key)
     pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(pem).hexdigest()
@@ -83,5 +83,5 @@ def _check_curve(path: Path, key: object) -> None:
         raise _refused(path, f"its curve is {key.curve.name}, and known are {', '.join(_CURVES)}")
 
 
-def _refused(path: Path, cause: str, mend: str | None = None) -> ConfigError:
-    return ConfigError(cause, place=f"--key {path}", mend=mend or _MEND)
+def _refused(path: Path, cause: str, hint: str | None = None) -> ConfigError:
+    return ConfigError(cause, location=f"--key {path}", hint=hint or _MEND)

@@ -33,8 +33,8 @@ def check_environment(manifest: Manifest) -> None:
         told = "".join(f"\n  {name}: {manifest.versions[name]} then, {here[name]} here" for name in differing)
         raise ConfigError(
             f"it was made with other versions, which no SBOM of this environment tells{told}",
-            place="manifest.json: versions",
-            mend="Sign it in the environment that made it.",
+            location="manifest.json: versions",
+            hint="Sign it in the environment that made it.",
         )
 
 

@@ -87,7 +87,7 @@ def sign(folder: Path, key: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        raise ConfigError(f"it cannot be written to: {error}", place=str(folder)) from error
+        raise ConfigError(f"it cannot be written to: {error}", location=str(folder)) from error
 
 
 def check(folder: Path, key: Path) -> dict[Path, Manifest]:
@@ -129,7 +129,7 @@ def _files(folder: Path) -> set[str]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BundleError("it is a link or no file, which no bundle holds", place=str(path), mend="Remove it.")
+            raise BundleError("it is a link or no file, which no bundle holds", location=str(path), hint="Remove it.")
         if path.is_file():
             names.add(name)
     return names
@@ -144,7 +144,7 @@ def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str]
     """
     payload, made_with = _read(folder / SIGNATURE)
     if made_with != fingerprint:
-        raise BundleError(f"another key than that of {key} made it", place=str(folder / SIGNATURE), mend=_AGAIN)
+        raise BundleError(f"another key than that of {key} made it", location=str(folder / SIGNATURE), hint=_AGAIN)
     hashed = _hashing()
     try:
         config = verifying.Config().use_elliptic_key_verifier(public_key=key).set_hashing_config(hashed)
@@ -156,12 +156,12 @@ def _verified(folder: Path, key: Path, fingerprint: str) -> tuple[dict[str, str]
         # Where files were hashed the signature is the key's; which of them are others is told by name.
         if hashed.found is None:
             raise BundleError(
-                f"it is not the key's: {first_line(error)}", place=str(folder / SIGNATURE), mend=_AGAIN
+                f"it is not the key's: {first_line(error)}", location=str(folder / SIGNATURE), hint=_AGAIN
             ) from error
     assert hashed.found is not None
     predicate = json.loads(payload).get("predicate", {})
     if predicate.get("serialization") != _WHOLE:  # a key may have signed with other tools, and less
-        raise BundleError("it is not of the whole folder", place=str(folder / SIGNATURE), mend=_AGAIN)
+        raise BundleError("it is not of the whole folder", location=str(folder / SIGNATURE), hint=_AGAIN)
     return {resource["name"]: resource["digest"] for resource in predicate["resources"]}, hashed.found
 
 
@@ -193,11 +193,11 @@ def _read(path: Path) -> tuple[bytes, str]:
         }
         whole = content == json.dumps(written, separators=(",", ":")).encode()
     except FileNotFoundError as error:
-        raise BundleError("it is missing: nobody signed this", place=str(path), mend=_AGAIN) from error
+        raise BundleError("it is missing: nobody signed this", location=str(path), hint=_AGAIN) from error
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise BundleError(f"it cannot be read: {first_line(error)}", place=str(path), mend=_AGAIN) from error
+        raise BundleError(f"it cannot be read: {first_line(error)}", location=str(path), hint=_AGAIN) from error
     if not whole:
-        raise BundleError("it was changed since it was written", place=str(path), mend=_AGAIN)
+        raise BundleError("it was changed since it was written", location=str(path), hint=_AGAIN)
     return payload, str(made_with)
 
 
@@ -208,6 +208,6 @@ def _not_signed(folder: Path, told: Mapping[str, str]) -> BundleError:
     rewritten = {Path(name).name for name in told} <= {REPORT, MEASUREMENTS} and set(told.values()) == {"changed"}
     return BundleError(
         f"it is not what was signed{''.join(lines[:_SHOWN])}{more}",
-        place=str(folder),
-        mend=f"optexport report writes report.html and its digest anew. {_AGAIN}" if rewritten else _AGAIN,
+        location=str(folder),
+        hint=f"optexport report writes report.html and its digest anew. {_AGAIN}" if rewritten else _AGAIN,
     )

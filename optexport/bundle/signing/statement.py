@@ -39,7 +39,7 @@ def make(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str
         document = _document(folder, bundles, files)
         _parse(document)
     except (LookupError, TypeError, AttributeError, json_format.Error) as error:
-        raise BundleError("it does not hold what a statement tells", place=str(folder / MEASUREMENTS)) from error
+        raise BundleError("it does not hold what a statement tells", location=str(folder / MEASUREMENTS)) from error
     return f"{json.dumps(document, indent=2, ensure_ascii=False)}\n"
 
 
@@ -59,16 +59,18 @@ def check(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, st
         dependencies = document["predicate"]["buildDefinition"]["resolvedDependencies"]
         models = [dependency for dependency in dependencies if dependency.get("name") == "model"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, json_format.Error) as error:
-        raise BundleError(f"it is no statement of a bundle: {error}", place=str(folder / STATEMENT)) from error
+        raise BundleError(f"it is no statement of a bundle: {error}", location=str(folder / STATEMENT)) from error
     if len(stated) != len(document["subject"]) or stated != files:
-        raise BundleError("it is of other files than those that are here", place=str(folder / STATEMENT))
+        raise BundleError("it is of other files than those that are here", location=str(folder / STATEMENT))
     if models != list(_models(folder, bundles)):
-        raise BundleError("it is of another model than the one that the manifest names", place=str(folder / STATEMENT))
+        raise BundleError(
+            "it is of another model than the one that the manifest names", location=str(folder / STATEMENT)
+        )
 
 
 def _document(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str, str]) -> dict[str, Any]:
-    (place, manifest), *_ = bundles.items()
-    measured = read_measured(place)
+    (location, manifest), *_ = bundles.items()
+    measured = read_measured(location)
     origin = measured.origin
     run = {} if origin.mlflow_run is None else {"invocationId": origin.mlflow_run}
     host = quote(measured.host, safe="")
@@ -82,7 +84,7 @@ def _document(folder: Path, bundles: Mapping[Path, Manifest], files: Mapping[str
                 "externalParameters": {"config": manifest.config},
                 "resolvedDependencies": [
                     *_models(folder, bundles),
-                    *_configs(folder, place, files, origin.lock_sha256),
+                    *_configs(folder, location, files, origin.lock_sha256),
                     *_code(origin.git),
                     *_packages(manifest),
                 ],
@@ -111,17 +113,17 @@ def _parse(document: Any) -> None:
 
 
 def _models(folder: Path, bundles: Mapping[Path, Manifest]) -> Iterator[dict[str, Any]]:
-    for place, manifest in bundles.items():
+    for location, manifest in bundles.items():
         model = manifest.model
         told = {"source": model.source, "class": model.class_name}
         told |= {} if model.revision is None else {"revision": model.revision}
-        told |= {} if place == folder else {"part": place.name}
+        told |= {} if location == folder else {"part": location.name}
         # No digest of a file: of names, dtypes, shapes and bytes of its state_dict.
         yield {"name": "model", "digest": {"weightsSha256": model.weights_sha256}, "annotations": told}
 
 
-def _configs(folder: Path, place: Path, files: Mapping[str, str], lock: str | None) -> Iterator[dict[str, Any]]:
-    config = (place / "config.toml").relative_to(folder).as_posix()
+def _configs(folder: Path, location: Path, files: Mapping[str, str], lock: str | None) -> Iterator[dict[str, Any]]:
+    config = (location / "config.toml").relative_to(folder).as_posix()
     if config in files:
         yield {"name": "config", "digest": {"sha256": files[config]}}
     if lock is not None:

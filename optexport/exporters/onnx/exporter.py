@@ -48,14 +48,14 @@ def convert(
     except Exception as error:  # torch.onnx wraps whatever went wrong in types of its own
         raise ExportError(
             f"torch.onnx could not convert the graph: {root_cause(error)}",
-            place="export.formats: onnx",
-            mend='Try another export.opset, or leave "onnx" out of export.formats.',
+            location="export.formats: onnx",
+            hint='Try another export.opset, or leave "onnx" out of export.formats.',
         ) from error
     if opset is not None and (written := model.opset_imports.get("")) != opset:
         raise ExportError(
             f"torch.onnx wrote opset {written} where {opset} was asked for",
-            place="export.opset",
-            mend="Ask for an opset that it knows, or leave the choice to it.",
+            location="export.opset",
+            hint="Ask for an opset that it knows, or leave the choice to it.",
         )
     return model
 
@@ -88,8 +88,8 @@ def write(
     except onnx.checker.ValidationError as error:
         raise ExportError(
             f"onnx.checker refuses the file: {first_line(error)}".replace(f"{path.parent}{os.sep}", ""),
-            place=path.name,
-            mend="This is a defect of the exporter: please report it with the config.",
+            location=path.name,
+            hint="This is a defect of the exporter: please report it with the config.",
         ) from error
     check_opens(path, {node.op_type for node in model.graph.all_nodes()})
 
@@ -125,9 +125,9 @@ def _convert(
     onnxscript.optimizer.remove_unused_nodes(converted.model)
     transformers_exporter.fix_onnx_model(converted)
     _expand_masks(converted.model)
-    int64.mend(converted.model)
-    max_pool.mend(converted.model)
-    sigmoid.mend(converted.model)
+    int64.fix(converted.model)
+    max_pool.fix(converted.model)
+    sigmoid.fix(converted.model)
     _name_outputs(converted.model.graph, [spec.name for spec in signature.outputs])
     # Metadata of the nodes holds the paths of the machine that built the file.
     return ClearMetadataAndDocStringPass()(converted.model).model

@@ -16,7 +16,7 @@ import onnx_ir
 _Build = Callable[[onnx_ir.tape.Tape, onnx_ir.Node], Any]
 
 
-def mend(model: onnx_ir.Model) -> None:
+def fix(model: onnx_ir.Model) -> None:
     """Has every Max, Min, Clip, Sign, ReduceMax and ReduceMin of int64 give what torch gives, in place.
 
     And Relu, which the runtime has for no int64.

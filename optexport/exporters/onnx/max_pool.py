@@ -24,7 +24,7 @@ _HANDING_ON = frozenset(
 )
 
 
-def mend(model: onnx_ir.Model) -> None:
+def fix(model: onnx_ir.Model) -> None:
     """Has every MaxPool give what torch gives, in place."""
     for node in list(model.graph.all_nodes()):
         if node.op_type == "MaxPool" and not node.domain:

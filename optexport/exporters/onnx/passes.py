@@ -118,8 +118,8 @@ def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
     except Exception as error:  # rewriting raises whatever it meets
         raise ExportError(
             f"transformers could not fuse the file's operators: {first_line(error)}",
-            place="lowering transformers-fusions",
-            mend="Leave it out.",
+            location="lowering transformers-fusions",
+            hint="Leave it out.",
         ) from error
     if any(node.domain == "" and not onnx.defs.has(node.op_type) for node in fused.graph.all_nodes()):
         return model

@@ -54,6 +54,6 @@ def check_opens(path: Path, operators: Iterable[str]) -> None:
     if code < 0:
         raise ExportError(
             f"ONNX Runtime crashed when it opened the file ({signal.Signals(-code).name}, signal {-code})",
-            place=path.name,
-            mend='Try another model.dtype, or leave "onnx" out of export.formats.',
+            location=path.name,
+            hint='Try another model.dtype, or leave "onnx" out of export.formats.',
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir
 
 
-def mend(model: onnx_ir.Model) -> None:
+def fix(model: onnx_ir.Model) -> None:
     """Has every Sigmoid but that of a SiLU keep the digits of small results, in place.
 
     In float32 ONNX Runtime 1.31 is off by up to 1.7e-7 however small the result is: by a part in 400 at -10, and below

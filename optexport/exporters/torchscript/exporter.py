@@ -76,8 +76,8 @@ def save(
         if not name.isascii():
             raise ExportError(
                 f"TorchScript cannot hold the name {name}",
-                place="export.formats: torchscript",
-                mend='Write it in ASCII, or leave "torchscript" out of export.formats.',
+                location="export.formats: torchscript",
+                hint='Write it in ASCII, or leave "torchscript" out of export.formats.',
             )
     program = passes.lower(program, lowerings, "torchscript")
     graph_module = program.module(check_guards=False)
@@ -129,8 +129,8 @@ def _trace(
     if any(node.target in _VALUES for node in graph_module.graph.nodes):
         raise ExportError(
             f"the graph cannot be scripted ({reason}), and a trace would hold values of its example",
-            place="export.formats: torchscript",
-            mend='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
+            location="export.formats: torchscript",
+            hint='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
         )
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -143,8 +143,8 @@ def _trace(
     except Exception as error:  # the compiler raises whatever it meets on its way
         raise ExportError(
             f"the graph can be neither scripted ({reason}) nor traced ({first_line(error)})",
-            place="export.formats: torchscript",
-            mend='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
+            location="export.formats: torchscript",
+            hint='Leave "torchscript" out of export.formats; "pt2" carries the same graph.',
         ) from error
     assert isinstance(module, torch.jit.ScriptModule)
     return module

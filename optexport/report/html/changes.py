@@ -81,11 +81,11 @@ def read_changes(folder: Path, manifest: Manifest) -> list[RuleChanges]:
         return read_graph(folder / name) if name in listed else Graph("")
 
     before = graph("graph_before.txt")
-    branches: dict[tuple[str, ...], list[TransformationRecord]] = {}
+    variants: dict[tuple[str, ...], list[TransformationRecord]] = {}
     for rule in manifest.transformations:
-        branches.setdefault(tuple(rule.formats), []).append(rule)
+        variants.setdefault(tuple(rule.formats), []).append(rule)
     found, drawn = [], 0
-    for formats, rules in branches.items():
+    for formats, rules in variants.items():
         after = graph(f"graph_after{'.' if formats else ''}{'-'.join(formats)}.txt")
         history = _History(before, after, rules)
         for index, rule in enumerate(rules):

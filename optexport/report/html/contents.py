@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from optexport.bundle.manifest import CaseRecord, Manifest, OutputRecord, ParityRecord, PlaceRecord
+from optexport.bundle.manifest import CaseRecord, Manifest, OutputRecord, ParityRecord, TargetRecord
 from optexport.bundle.measurements import Measured
 from optexport.errors import on_one_line
 from optexport.report.ci import batches
@@ -40,9 +40,9 @@ class Verdict:
 def verdict(manifest: Manifest) -> Verdict:
     """The verdict on a bundle, of the record of its proof."""
     proof = manifest.parity
-    failures = [f"{place.title}, {output.output}: {case.failure}" for place in proof.places for output in place.outputs
+    failures = [f"{target.title}, {output.output}: {case.failure}" for target in proof.targets for output in target.outputs
                 for case in output.cases if case.failure is not None]  # fmt: skip
-    failures += [f"{place.title}: {d.failure}" for place in proof.places for d in place.decisions if d.failure]
+    failures += [f"{target.title}: {d.failure}" for target in proof.targets for d in target.decisions if d.failure]
     files = len(manifest.artifacts)
     lowered = [artifact for artifact in manifest.artifacts if artifact.precision is not None]
     near = files - len(lowered)
@@ -100,7 +100,7 @@ class Cell:
     """One output at one place: what stands in the matrix."""
 
     output: OutputRecord
-    place: PlaceRecord
+    target: TargetRecord
     failed: bool
 
     @property
@@ -119,12 +119,12 @@ def share_of(case: CaseRecord) -> float | None:
 def matrix(proof: ParityRecord) -> dict[str, list[Cell | None]]:
     """By output, one cell for every place."""
     rows: dict[str, list[Cell | None]] = {name: [] for name in proof.bounds}
-    for place in proof.places:
-        found = {output.output: output for output in place.outputs}
+    for target in proof.targets:
+        found = {output.output: output for output in target.outputs}
         for name, cells in rows.items():
             output = found.get(name)
             failed = output is not None and any(case.failure is not None for case in output.cases)
-            cells.append(None if output is None else Cell(output, place, failed))
+            cells.append(None if output is None else Cell(output, target, failed))
     return rows
 
 
@@ -133,7 +133,7 @@ class WorstOfCase:
     """Where a batch came nearest to its limit."""
 
     case: str
-    place: str
+    target: str
     output: str
     record: CaseRecord
 
@@ -145,10 +145,10 @@ class WorstOfCase:
 def worst_of_cases(proof: ParityRecord) -> list[WorstOfCase]:
     """For each batch, the place and output that came nearest to the limit."""
     worst: dict[str, WorstOfCase] = {}
-    for place in proof.places:
-        for output in place.outputs:
+    for target in proof.targets:
+        for output in target.outputs:
             for case in output.cases:
-                found = WorstOfCase(case.case, place.title, output.output, case)
+                found = WorstOfCase(case.case, target.title, output.output, case)
                 if case.case not in worst or (found.share or 0.0) > (worst[case.case].share or 0.0):
                     worst[case.case] = found
     return [worst[name] for name in proof.cases if name in worst]

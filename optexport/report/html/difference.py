@@ -204,8 +204,8 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         for key, each in value.items():
             yield from _flat(each, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-        for place, each in enumerate(value):
-            yield from _flat(each, f"{prefix}[{place}]")
+        for target, each in enumerate(value):
+            yield from _flat(each, f"{prefix}[{target}]")
     elif value != []:
         yield prefix, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -266,14 +266,14 @@ def _made(side: Side) -> dict[str, Cell]:
 
 def _parity(a: Manifest, b: Manifest) -> Section:
     one, other = (
-        {(place.title, output.output): output.max_abs for place in m.parity.places for output in place.outputs}
+        {(target.title, output.output): output.max_abs for target in m.parity.targets for output in target.outputs}
         for m in (a, b)
     )
     rows = []
-    for place, output in dict.fromkeys([*one, *other]):
+    for target, output in dict.fromkeys([*one, *other]):
         limits = [None if (bound := m.parity.bounds.get(output)) is None else bound.limit for m in (a, b)]
-        distances = [found.get((place, output), _ABSENT) for found in (one, other)]
-        rows.append((place, output, distances[0], limits[0], distances[1], limits[1]))
+        distances = [found.get((target, output), _ABSENT) for found in (one, other)]
+        rows.append((target, output, distances[0], limits[0], distances[1], limits[1]))
     columns = ("place", "output", "distance in A", "limit in A", "distance in B", "limit in B")
     kept = tuple(row for row in rows if row[2:4] != row[4:6])
     return Section("Parity", columns, kept, len(rows) - len(kept))

@@ -65,10 +65,10 @@ class Interval:
 def parity_plot(proof: ParityRecord) -> Markup | None:
     """The distance of each output at each place as a multiple of its floor; None where no output has a floor."""
     outputs = [name for name, bound in proof.bounds.items() if bound.floor > 0][:_MOST_ROWS]
-    places = [place for place in proof.places if place.precision is None]
-    if not outputs or not places:
+    targets = [target for target in proof.targets if target.precision is None]
+    if not outputs or not targets:
         return None
-    with _figure(len(outputs) * max(1, len(places) / 3) + 2 + len(places) / 2) as figure:
+    with _figure(len(outputs) * max(1, len(targets) / 3) + 2 + len(targets) / 2) as figure:
         axes = _axes(figure, outputs)
         axes.set_xscale("log")
         for row, name in enumerate(outputs):
@@ -76,9 +76,9 @@ def parity_plot(proof: ParityRecord) -> Markup | None:
             limit = bound.limit / bound.floor
             axes.plot([limit] * 2, [row - 0.4, row + 0.4], color=_BAD, linewidth=1.6, solid_capstyle="butt")
         axes.axvline(1, color=_MUTED, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
-        for index, place in enumerate(places):
-            offset = (index - (len(places) - 1) / 2) * 0.8 / len(places)
-            found = {output.output: output.multiple for output in place.outputs}
+        for index, target in enumerate(targets):
+            offset = (index - (len(targets) - 1) / 2) * 0.8 / len(targets)
+            found = {output.output: output.multiple for output in target.outputs}
             points = [(multiple, row + offset) for row, name in enumerate(outputs)
                       if (multiple := found.get(name)) is not None and multiple > 0]  # fmt: skip
             axes.plot(
@@ -89,7 +89,7 @@ def parity_plot(proof: ParityRecord) -> Markup | None:
                 markersize=5,
                 color=_INK if index == 0 else _ACCENT,
                 markerfacecolor=_CARD if index % 2 == 0 else _INK if index == 0 else _ACCENT,
-                label=_label(place.title),
+                label=_label(target.title),
             )
         axes.set_xlabel("distance in floors (dashed: the floor; bar: the limit)")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -135,11 +135,11 @@ def ratio_plot(rows: Sequence[Interval], label: str, name: str) -> Markup | None
     with _figure(len(rows) + 2) as figure:
         axes = _axes(figure, [row.label for row in rows])
         axes.axvline(1, color=_MUTED, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
-        for place, row in enumerate(rows):
+        for target, row in enumerate(rows):
             colour = _GOOD if row.low > 1 else _BAD if row.high < 1 else _INK
-            axes.plot([row.low, row.high], [place, place], color=colour, linewidth=1.4)
-            axes.plot([row.low, row.high], [place, place], color=colour, linestyle="none", marker="|", markersize=6)
-            axes.plot([row.value], [place], color=colour, marker="o", markersize=4.5)
+            axes.plot([row.low, row.high], [target, target], color=colour, linewidth=1.4)
+            axes.plot([row.low, row.high], [target, target], color=colour, linestyle="none", marker="|", markersize=6)
+            axes.plot([row.value], [target], color=colour, marker="o", markersize=4.5)
         axes.set_xlabel(label)
         return _inline(figure, name)
 

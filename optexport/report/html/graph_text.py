@@ -42,7 +42,7 @@ class Graph:
                 for name in node.inputs:
                     self.users[name].append(node.name)
 
-        self._places = {name: place for place, name in enumerate(self.nodes)}
+        self._places = {name: location for location, name in enumerate(self.nodes)}
 
     def in_order(self, names: Iterable[str]) -> list[str]:
         """Names of nodes in the order of their computation."""

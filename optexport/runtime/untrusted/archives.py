@@ -60,7 +60,7 @@ def load_pt2(path: Path) -> ExportedProgram:
         return program
     except Exception as error:  # a damaged archive fails in as many ways as it has parts
         cause = first_line(warned.error or error)
-        raise SourceError(f"it is no exported program: {cause}", place=str(path), mend=MEND) from error
+        raise SourceError(f"it is no exported program: {cause}", location=str(path), hint=MEND) from error
     finally:
         log.removeFilter(warned)
 
@@ -78,7 +78,7 @@ def pt2_module(path: Path, *, check_guards: bool = True) -> fx.GraphModule:
     try:
         return program.module(check_guards=check_guards)
     except Exception as error:  # the code is written of what the file holds
-        raise SourceError(f"torch makes no module of it: {first_line(error)}", place=str(path), mend=MEND) from error
+        raise SourceError(f"torch makes no module of it: {first_line(error)}", location=str(path), hint=MEND) from error
 
 
 def _check_call(program: ExportedProgram) -> None:
@@ -116,19 +116,19 @@ def check_pt2(path: Path) -> None:
     try:
         archive = _Archive.opened(path)
         if "archive_format" not in archive.sizes:
-            raise SourceError("it is no .pt2 archive of a supported version", place=str(path), mend=MEND)
+            raise SourceError("it is no .pt2 archive of a supported version", location=str(path), hint=MEND)
         for name, size in archive.sizes.items():
-            place = f"{path.name}: {name}"
+            location = f"{path.name}: {name}"
             if not _MEMBER.fullmatch(name):
-                raise SourceError("it is no part of a .pt2 archive that torch.export.save writes", place=place)
+                raise SourceError("it is no part of a .pt2 archive that torch.export.save writes", location=location)
             if name.endswith("_config.json"):
                 config = json.loads(archive.read(name))
-                program_texts.check(config, place)
-                _check_payloads(config, archive, place)
+                program_texts.check(config, location)
+                _check_payloads(config, archive, location)
             elif name.startswith("models/"):
-                program_texts.check(json.loads(archive.read(name)), place)
+                program_texts.check(json.loads(archive.read(name)), location)
             elif name.endswith(".pt") and size:
-                _check_pickle(archive.read(name), place)
+                _check_pickle(archive.read(name), location)
     except (
         OSError,
         zipfile.BadZipFile,
@@ -139,7 +139,9 @@ def check_pt2(path: Path) -> None:
         TypeError,
         RuntimeError,
     ) as error:
-        raise SourceError(f"it is no .pt2 archive, or a damaged one: {first_line(error)}", place=str(path)) from error
+        raise SourceError(
+            f"it is no .pt2 archive, or a damaged one: {first_line(error)}", location=str(path)
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -173,17 +175,17 @@ class _Archive:
         members = {info.filename.partition("/")[2]: info.file_size for info in infos}
         folders = {info.filename.partition("/")[0] for info in infos}
         if len(folders) != 1 or len({name.casefold() for name in members}) != len(infos):
-            raise SourceError("two of its members go by one name", place=str(path), mend=MEND)
+            raise SourceError("two of its members go by one name", location=str(path), hint=MEND)
         unpacked = sum(info.file_size for info in infos if info.compress_type != zipfile.ZIP_STORED)
         if unpacked > _MOST_UNPACKED:
             raise SourceError(
-                f"it unpacks to {unpacked} bytes, which torch would not compress", place=str(path), mend=MEND
+                f"it unpacks to {unpacked} bytes, which torch would not compress", location=str(path), hint=MEND
             )
         binding: Any = torch._C  # whose types do not tell of the reader of archives
         reader = binding.PyTorchFileReader(str(path))
         sizes = {name: int(reader.get_record_size(name)) for name in reader.get_all_records()}
         if sizes != members:
-            raise SourceError("it holds more than one archive", place=str(path), mend=MEND)
+            raise SourceError("it holds more than one archive", location=str(path), hint=MEND)
         return cls(sizes, reader)
 
 
@@ -212,18 +214,18 @@ def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
             directory_end = -1
         length, offset = wide_length, wide_offset
     if end[:4] != b"PK\x05\x06" or offset + length != directory_end or offset != archive.start_dir:
-        raise SourceError("it holds more than one archive", place=str(path), mend=MEND)
+        raise SourceError("it holds more than one archive", location=str(path), hint=MEND)
 
 
-def _check_payloads(config: Any, archive: _Archive, place: str) -> None:
+def _check_payloads(config: Any, archive: _Archive, location: str) -> None:
     """Refuses weights and constants that are kept as anything but the bare bytes of tensors."""
     empty = {name.rpartition("/")[2] for name, size in archive.sizes.items() if not size}
     for payload in config["config"].values():
         if payload["use_pickle"] or not payload["path_name"].startswith(("weight_", "tensor_")):
-            raise SourceError(f"{payload['path_name']} is a pickle that could run code", place=place, mend=MEND)
+            raise SourceError(f"{payload['path_name']} is a pickle that could run code", location=location, hint=MEND)
         # The loader would take zeros instead.
         if payload["path_name"] in empty and all(size["as_int"] for size in payload["tensor_meta"]["sizes"]):
-            raise SourceError(f"{payload['path_name']} is empty", place=place, mend=MEND)
+            raise SourceError(f"{payload['path_name']} is empty", location=location, hint=MEND)
 
 
 def load_torchscript(path: Path) -> torch.jit.ScriptModule:
@@ -235,10 +237,12 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
     try:
         archive = _Archive.opened(path)
         if not any(name.endswith("constants.pkl") for name in archive.sizes):
-            raise SourceError("torch.save wrote it, or nothing of torch: it is no program", place=path.name, mend=_SAVE)
+            raise SourceError(
+                "torch.save wrote it, or nothing of torch: it is no program", location=path.name, hint=_SAVE
+            )
         for name in archive.sizes:
             if not _TORCHSCRIPT_MEMBER.fullmatch(name):
-                raise SourceError("it is no part of a TorchScript file that torch writes", place=name, mend=MEND)
+                raise SourceError("it is no part of a TorchScript file that torch writes", location=name, hint=MEND)
             if name.endswith(("data.pkl", "constants.pkl", ".debug_pkl")):  # torch reads the last where a call fails
                 folder = f"{name.removesuffix('.pkl')}/"
                 records = {key.removeprefix(folder): size for key, size in archive.sizes.items()}
@@ -250,13 +254,13 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
                     raise _does_more(found, f"{path.name}: {name}")
     except (OSError, ValueError, LookupError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
         cause = f"it is no TorchScript archive, or a damaged one: {first_line(error)}"
-        raise SourceError(cause, place=path.name, mend=MEND) from error
+        raise SourceError(cause, location=path.name, hint=MEND) from error
     binding: Any = torch._C  # whose types do not tell of what torch.jit.load passes
     unit = binding.CompilationUnit()
     try:
         module = binding.import_ir_module(unit, str(path), None, {}, False)
     except (RuntimeError, LookupError, MemoryError) as error:  # as where a name is damaged
-        raise SourceError(f"torch cannot load it: {first_line(error)}", place=path.name) from error
+        raise SourceError(f"torch cannot load it: {first_line(error)}", location=path.name) from error
     if (found := script_code.forbidden_operator(unit)) is not None:
         raise _does_more(found, path.name)
     wrapped = torch.jit._recursive.wrap_cpp_module(module)
@@ -264,12 +268,12 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
     return wrapped
 
 
-def _does_more(found: str, place: str) -> SourceError:
-    return SourceError(f"its code uses {found}, which does more than compute", place=place, mend=MEND)
+def _does_more(found: str, location: str) -> SourceError:
+    return SourceError(f"its code uses {found}, which does more than compute", location=location, hint=MEND)
 
 
-def _check_pickle(content: bytes, place: str) -> None:
+def _check_pickle(content: bytes, location: str) -> None:
     try:
         torch.load(io.BytesIO(content), weights_only=True, map_location="meta")
     except Exception as error:  # the guard's refusal, or a damaged pickle: neither may reach the unguarded loader
-        raise SourceError("it holds a pickle that could run code", place=place, mend=MEND) from error
+        raise SourceError("it holds a pickle that could run code", location=location, hint=MEND) from error

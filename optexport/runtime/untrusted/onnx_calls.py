@@ -41,10 +41,10 @@ def check(path: Path) -> None:
         raise
     except ImportError as error:
         raise SourceError(
-            "it holds functions, which onnx alone can count", place=path.name, mend="pip install onnx"
+            "it holds functions, which onnx alone can count", location=path.name, hint="pip install onnx"
         ) from error
     except Exception as error:  # protobuf's errors share no base class with those of files
-        raise SourceError(f"it is no ONNX file: {first_line(error)}", place=path.name, mend=_MEND) from error
+        raise SourceError(f"it is no ONNX file: {first_line(error)}", location=path.name, hint=_MEND) from error
     functions: dict[str, list[Any]] = {}
     for function in model.functions:
         functions.setdefault(_name(function, function.name), []).append(function)
@@ -56,7 +56,7 @@ def check(path: Path) -> None:
     try:
         ordered = [*graphlib.TopologicalSorter(calls).static_order()]
     except graphlib.CycleError as error:
-        raise SourceError(f"its function {error.args[1][0]} calls itself", place=path.name, mend=_MEND) from error
+        raise SourceError(f"its function {error.args[1][0]} calls itself", location=path.name, hint=_MEND) from error
     nodes: dict[str, int] = {}
     levels: dict[str, int] = {}
     for name in ordered:
@@ -68,8 +68,8 @@ def check(path: Path) -> None:
             raise SourceError(
                 f"its functions, written out in place of their calls, are more than {_MOST_LOOKS // levels[name]:,} "
                 f"nodes on {levels[name]} levels",
-                place=path.name,
-                mend=_MEND,
+                location=path.name,
+                hint=_MEND,
             )
 
 
@@ -127,6 +127,6 @@ def _calls(nodes: Iterable[Any], functions: dict[str, list[Any]], path: Path) ->
             for attribute in node.attribute:
                 graphs = [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
                 if graphs and name in functions:  # which it could hold any number of times
-                    raise SourceError(f"it gives a graph to its function {name}", place=path.name, mend=_MEND)
+                    raise SourceError(f"it gives a graph to its function {name}", location=path.name, hint=_MEND)
                 waiting += [graph.node for graph in graphs]
     return calls

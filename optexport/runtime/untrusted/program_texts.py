@@ -84,7 +84,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*|-?\d+(\.\d+)?(e[+-]?\d{1,3})?")
 MEND = "Only load files that you or people you trust have made; export the model again from its source."
 
 
-def check(value: Any, place: str, key: str = "") -> None:
+def check(value: Any, location: str, key: str = "") -> None:
     """Refuses a document of an exported program whose texts are anything else.
 
     Args:
@@ -96,41 +96,41 @@ def check(value: Any, place: str, key: str = "") -> None:
     """
     if isinstance(value, dict) and key in _BY_NAME:
         for name, item in value.items():
-            check(name, place, "fqn" if key == "config" else "")
+            check(name, location, "fqn" if key == "config" else "")
             if key == "range_constraints" and not _COUNTED.fullmatch(name):
-                raise SourceError(f"{name} is a size beyond any that torch counts", place=place, mend=MEND)
-            check(item, place)
+                raise SourceError(f"{name} is a size beyond any that torch counts", location=location, hint=MEND)
+            check(item, location)
     elif isinstance(value, dict):
         if "inputs" in value and isinstance(target := value.get("target"), str):
-            _check_operator(target, place)
+            _check_operator(target, location)
             for given in value["inputs"]:
-                _check_kinds(given["arg"], place)
+                _check_kinds(given["arg"], location)
         for name, item in value.items():
-            check(name, place)
+            check(name, location)
             if name.startswith("as_"):
-                _check_kinds(value, place)
+                _check_kinds(value, location)
             if name == "as_operator" and isinstance(item, str):
-                _check_operator(item, place)
+                _check_operator(item, location)
             is_free = isinstance(item, str) and name in _FREE_TEXT
             if not is_free and not (name == "metadata" and _is_of_texts(item)):
-                check(item, place, name)
+                check(item, location, name)
     elif isinstance(value, list):
         for item in value:
-            check(item, place, key)
+            check(item, location, key)
     elif isinstance(value, str) and value and key in _TREES:
         version, tree = json.loads(value)
-        check(version, place)
-        _check_tree(tree, place)
+        check(version, location)
+        _check_tree(tree, location)
     elif isinstance(value, str) and not _is_plain(value, key):
         shown = redact(value)
         shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-        raise SourceError(f"{shown!r} is neither a name nor a size", place=place, mend=MEND)
+        raise SourceError(f"{shown!r} is neither a name nor a size", location=location, hint=MEND)
 
 
-def _check_kinds(argument: dict[str, Any], place: str) -> None:
+def _check_kinds(argument: dict[str, Any], location: str) -> None:
     for kind in argument:
         if not _KIND.fullmatch(kind):
-            raise SourceError(f"{kind} is no known kind of an argument", place=place, mend=MEND)
+            raise SourceError(f"{kind} is no known kind of an argument", location=location, hint=MEND)
 
 
 def _is_of_texts(item: Any) -> bool:
@@ -145,32 +145,34 @@ def _is_plain(text: str, key: str) -> bool:
     return re.fullmatch(r"\w*" if key in _VARIABLES else _NAME, text) is not None
 
 
-def _check_tree(node: Any, place: str) -> None:
+def _check_tree(node: Any, location: str) -> None:
     """Refuses what tells how arguments or outputs lie in one another, where torch would import what it names."""
     kind, context = node["type"], node["context"]
     if set(node) != {"type", "context", "children_spec"} or not (kind is None or _CONTAINER.fullmatch(kind)):
         raise SourceError(
-            f"its arguments or outputs lie in {kind}, which is no plain container", place=place, mend=MEND
+            f"its arguments or outputs lie in {kind}, which is no plain container", location=location, hint=MEND
         )
     keys = None if context is None else json.loads(context)
     if any(not isinstance(key, str | int | None) for key in (keys if isinstance(keys, list) else [keys])):
-        raise SourceError(f"the keys of its {kind} are no names or numbers", place=place, mend=MEND)
+        raise SourceError(f"the keys of its {kind} are no names or numbers", location=location, hint=MEND)
     if kind in ("builtins.dict", "collections.OrderedDict") and len(keys or ()) != len(node["children_spec"]):
-        raise SourceError(f"a {kind} of its arguments or outputs has too many keys, or too few", place=place, mend=MEND)
-    check(keys, place)
+        raise SourceError(
+            f"a {kind} of its arguments or outputs has too many keys, or too few", location=location, hint=MEND
+        )
+    check(keys, location)
     for child in node["children_spec"]:
-        _check_tree(child, place)
+        _check_tree(child, location)
 
 
-def _check_operator(name: str, place: str) -> None:
+def _check_operator(name: str, location: str) -> None:
     """Refuses what a graph calls, or passes on to be called, where it is no operator that computes."""
     if not _OPERATOR.fullmatch(name):
-        raise SourceError(f"its graph calls {name}, which is no operator", place=place, mend=MEND)
+        raise SourceError(f"its graph calls {name}, which is no operator", location=location, hint=MEND)
     parts = name.split(".")
     if any(map(script_code.forbidden_name, parts, itertools.repeat("."))) or (
         name.startswith("torch.ops.") and script_code.is_forbidden("::".join(parts[2:4]))
     ):
-        raise SourceError(f"its graph calls {name}, which does more than compute", place=place, mend=MEND)
+        raise SourceError(f"its graph calls {name}, which does more than compute", location=location, hint=MEND)
 
 
 def _is_expression(text: str) -> bool:

@@ -92,7 +92,7 @@ def check_depth(code: str) -> None:
         ValueError: It does.
     """
     blocks, open_brackets = [0], [0]
-    branches = deep = 0  # each elif lies in the one before
+    variants = deep = 0  # each elif lies in the one before
     for found in _TOKEN.finditer(code):
         word, blank = found["token"], found["blank"] or ""
         if "\n" in blank.replace("\\\n", "") and len(open_brackets) == 1:
@@ -100,7 +100,7 @@ def check_depth(code: str) -> None:
             blocks = [*(block for block in blocks if block < indent), indent]
             open_brackets, deep = [0], 0
         if word in ("elif", "def"):
-            branches = branches + 1 if word == "elif" else 0
+            variants = variants + 1 if word == "elif" else 0
         if word == "," or (word in (")", "]", "}") and len(open_brackets) > 1):
             deep -= open_brackets[-1]
             open_brackets[-1] = 0
@@ -111,7 +111,7 @@ def check_depth(code: str) -> None:
             deep += 1
         if word in ("(", "[", "{"):
             open_brackets.append(0)
-        if deep + len(blocks) + branches > _DEEPEST:
+        if deep + len(blocks) + variants > _DEEPEST:
             raise ValueError(f"its code nests more than {_DEEPEST} deep")
 
 

@@ -44,7 +44,7 @@ def trace_otherwise(
         UntraceableError: The error, where nothing helps.
         TraceError: Declared sizes could be had if inputs were held to their values.
     """
-    why = f"; if that were dynamic, {error.cause}"
+    why = f"; if that were dynamic, {error.message}"
     if not is_declared:
         with contextlib.suppress(UntraceableError):
             return trace(model, example, dict.fromkeys(example, (0,)), why), {}, ()
@@ -93,8 +93,8 @@ def _may_be_held(name: str, tensor: torch.Tensor) -> bool:
 def _asked_error(asked: Sequence[str], example: Batch, line: str | None) -> TraceError:
     return TraceError(
         f"the model asks for its values{f' at {line}' if line else ''}, which a graph does not know",
-        place=f"inputs: {' and '.join(asked)}",
-        mend="If they are the same in every call, make them a part of the file: [inputs.constants] "
+        location=f"inputs: {' and '.join(asked)}",
+        hint="If they are the same in every call, make them a part of the file: [inputs.constants] "
         + ", ".join(_shown(name, example) for name in asked),
     )
 

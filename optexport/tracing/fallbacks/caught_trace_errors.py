@@ -56,8 +56,8 @@ def none_swallowed() -> Iterator[None]:
             raise TraceError(
                 "the model asks for a value, which a trace does not know, and goes on where that raises, at "
                 f"{Path(name).name}:{caught.tb_lineno}: {line}",
-                place="trace",
-                mend="Compute both ways and choose by torch.where, or let the error end the call.",
+                location="trace",
+                hint="Compute both ways and choose by torch.where, or let the error end the call.",
             )
 
 

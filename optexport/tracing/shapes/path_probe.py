@@ -21,7 +21,14 @@ from optexport.signature.signature import Batch, Dim, Signature, as_argument, as
 from optexport.tracing import transformers_exporter
 from optexport.tracing.module_reconstruction import unlift
 from optexport.tracing.shapes.size_conditions import candidates, is_broken, is_broken_at
-from optexport.tracing.shapes.size_guards import Doubt, assertions, drop_doubts, find_doubts, renaming, said_of_sizes
+from optexport.tracing.shapes.size_guards import (
+    SuspectSize,
+    assertions,
+    drop_doubts,
+    find_doubts,
+    renaming,
+    said_of_sizes,
+)
 
 # A model is run at other sizes only where its inputs hold at most this many times the numbers that they were traced
 # with, or this many numbers. Where the proof alone runs it, it is traced with as many as the proof takes.
@@ -49,7 +56,7 @@ class OtherWays:
     """
 
     held_to: dict[str, str] = field(default_factory=dict)
-    crossed: list[Doubt] = field(default_factory=list)
+    crossed: list[SuspectSize] = field(default_factory=list)
     sizes: list[dict[str, int]] = field(default_factory=list)
 
 
@@ -88,7 +95,7 @@ def find_other_ways(
     example: Batch,
     program: ExportedProgram,
     signature: Signature,
-    doubts: Sequence[Doubt],
+    doubts: Sequence[SuspectSize],
     export: Callable[[Batch], ExportedProgram],
 ) -> OtherWays:
     """Runs a model at sizes at which its trace asserts what is not so, and the graph as if it were.
@@ -104,7 +111,7 @@ def find_other_ways(
     found.crossed = [doubt for doubt in doubts if doubt.is_asserted]
     if not found.crossed:
         return found
-    graph, kept = _without_assertions(program), list[Doubt]()
+    graph, kept = _without_assertions(program), list[SuspectSize]()
     tried = _Tried(signature.dims, traced)
     tried.add([doubt.expression for doubt in found.crossed], traced)
     while (sizes := tried.beyond(found.crossed, kept)) is not None:
@@ -231,7 +238,7 @@ class _Tried:
                     self._looked_at.add(key)
                     self._open.append(every)
 
-    def beyond(self, doubts: Sequence[Doubt], kept: Sequence[Doubt]) -> dict[str, int] | None:
+    def beyond(self, doubts: Sequence[SuspectSize], kept: Sequence[SuspectSize]) -> dict[str, int] | None:
         """Sizes at which a doubt is founded, and that lie on no way; None where none are found.
 
         Args:
@@ -254,6 +261,6 @@ class _Tried:
         return min(self._open, key=rank, default=None)
 
 
-def _founded(doubts: Sequence[Doubt], sizes: Mapping[str, int]) -> list[Doubt]:
+def _founded(doubts: Sequence[SuspectSize], sizes: Mapping[str, int]) -> list[SuspectSize]:
     """The doubts in what is not so at some sizes."""
     return [doubt for doubt in doubts if is_broken_at(doubt.expression, sizes)]

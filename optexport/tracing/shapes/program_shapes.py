@@ -45,7 +45,7 @@ def read_signature(
     for placeholder, argument in tensor_inputs(program).items():
         name, value = given.get(argument, argument), placeholders[placeholder].meta["val"]
         if not isinstance(value, torch.Tensor):
-            raise TraceError("it is no tensor", place=f"input {name}", mend="Export the program with tensors only.")
+            raise TraceError("it is no tensor", location=f"input {name}", hint="Export the program with tensors only.")
         declared = (dynamic or {}).get(name, {})
         conventional = conventional_axes(name, value.dim())
         shape: list[int | str] = []
@@ -62,8 +62,8 @@ def read_signature(
                     wanted = declared[axis]
                     raise TraceError(
                         f"the model fixes {wanted.name if isinstance(wanted, Dim) else wanted} to {hint}",
-                        place=f"input {name}, axis {axis}",
-                        mend="Leave that dimension out of inputs.dynamic, or trace with another size.",
+                        location=f"input {name}, axis {axis}",
+                        hint="Leave that dimension out of inputs.dynamic, or trace with another size.",
                     )
                 shape.append(hint)
                 if dynamic is None:
@@ -114,11 +114,11 @@ def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[Tensor
     returned = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
     tensors = named_outputs(returned, input_names(program), torch.Tensor)
     if not tensors:
-        raise TraceError("the model returns no tensor", place="output")
+        raise TraceError("the model returns no tensor", location="output")
     specs = []
     for name, value in tensors.items():
         if value.is_complex():
-            raise TraceError("it is complex, which no file format here holds", place=f"output {name}")
+            raise TraceError("it is complex, which no file format here holds", location=f"output {name}")
         shape = tuple(_size(program, size, names) for size in value.shape)
         specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
     return tuple(specs)

@@ -104,7 +104,7 @@ _TIMES = (2, 3, 4, 5)
 
 
 @dataclass(frozen=True)
-class Doubt:
+class SuspectSize:
     """What a trace takes for so, and sizes at which it is not.
 
     Attributes:
@@ -124,14 +124,14 @@ class Doubt:
 
 def find_doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
-) -> list[Doubt]:
+) -> list[SuspectSize]:
     """Sizes that break an assertion in the graph, or at which another size depends on how a fraction is rounded.
 
     Args:
         names: The dimension that each of the program's symbols stands for.
         traced: The size of each dimension in the trace.
     """
-    doubts: list[Doubt] = []
+    doubts: list[SuspectSize] = []
     for expression, in_doubt, free in _doubts(program, names, dims):
         known = ({name: sizes[name] for name in free} for doubt in doubts for sizes in doubt.sizes)
         # Next to the traced sizes models run; at the smallest few do.
@@ -148,18 +148,18 @@ def find_doubts(
             )
         ]
         if found:
-            doubts.append(Doubt(expression, tuple(found), in_doubt is is_broken, _is_exclusion(expression)))
+            doubts.append(SuspectSize(expression, tuple(found), in_doubt is is_broken, _is_exclusion(expression)))
     return doubts
 
 
-def own_sizes(doubts: Iterable[Doubt]) -> list[dict[str, int]]:
+def own_sizes(doubts: Iterable[SuspectSize]) -> list[dict[str, int]]:
     """The sizes in doubt, of those dimensions alone that each doubt is about: whatever the others are, it is one."""
     names = [(doubt, {str(symbol) for symbol in doubt.expression.free_symbols}) for doubt in doubts]
     return [{name: sizes[name] for name in sizes if name in own} for doubt, own in names for sizes in doubt.sizes]
 
 
 def drop_doubts(
-    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], doubts: Collection[Doubt]
+    program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], doubts: Collection[SuspectSize]
 ) -> None:
     """Takes out, in place, what the graph asserts; the proof is to check the sizes at which it is not so.
 

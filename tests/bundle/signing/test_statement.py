@@ -21,7 +21,7 @@ from in_toto_attestation.v1.statement import Statement
 from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
 
 import optexport
-from optexport._utils.progress import Stages
+from optexport._utils.progress import Progress
 from optexport.bundle.signing import sbom
 from optexport.bundle.signing.signature import check, sign
 from optexport.errors import ConfigError
@@ -161,5 +161,5 @@ def test_an_sbom_of_other_versions_than_made_the_bundle_is_not_written(folder: P
 
 
 def test_a_signed_bundle_can_be_made_again(folder: Path) -> None:
-    assert reproduce.reproduce(folder / "bundle", folder, Stages()) == []
+    assert reproduce.reproduce(folder / "bundle", folder, Progress()) == []
     check(folder / "bundle", folder / "key.pub.pem")

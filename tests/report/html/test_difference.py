@@ -39,9 +39,9 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model without rules, in one format."""
-    place = tmp_path_factory.mktemp("plain") / "plain"
-    export(exports.block(), exports.batch(), place, dynamic=exports.DYNAMIC, transformations=[], formats=["pt2"])
-    return place
+    target = tmp_path_factory.mktemp("plain") / "plain"
+    export(exports.block(), exports.batch(), target, dynamic=exports.DYNAMIC, transformations=[], formats=["pt2"])
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,10 @@ class Scaled(nn.Module):
         return y
 
 
-def scaled(place: Path, factor: float, size: int = 2) -> Path:
+def scaled(target: Path, factor: float, size: int = 2) -> Path:
     """The bundle of a model with the same weights as all others of it."""
     x = torch.linspace(-1, 1, 4 * size).reshape(size, 4)
-    return exports.quick(randomise(Scaled(factor)), {"x": x}, place).output
+    return exports.quick(randomise(Scaled(factor)), {"x": x}, target).output
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_other_layers_in_lower_precision_compute_something_else(one: Path, tmp_p
 
         return change
 
-    places = [Path(shutil.copytree(one, tmp_path / name)) for name in ("a", "b")]
-    for place, kept in zip(places, (None, "measured"), strict=True):
-        bundles.edit(place, lower(kept))
-    assert document(*places)["reasons"] == ["the precision of a file"]
-    assert document(places[0], places[0])["computes"] == "same"
+    targets = [Path(shutil.copytree(one, tmp_path / name)) for name in ("a", "b")]
+    for target, kept in zip(targets, (None, "measured"), strict=True):
+        bundles.edit(target, lower(kept))
+    assert document(*targets)["reasons"] == ["the precision of a file"]
+    assert document(targets[0], targets[0])["computes"] == "same"
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def test_times_without_intervals_tell_nothing(one: Path, tmp_path: Path) -> None
 
 def test_a_list_that_is_empty_in_one_is_told_by_what_it_holds_in_the_other(one: Path, tmp_path: Path) -> None:
     """Of measured shapes a row said that the one that has them has none."""
-    places = [Path(shutil.copytree(one, tmp_path / name)) for name in ("a", "b")]
-    for place, shapes in zip(places, ([], [{"batch": 3}]), strict=True):
-        bundles.edit(place, lambda manifest: manifest["config"].update(bench={"shapes": shapes}))  # noqa: B023
-    rows = [list(row.values()) for row in document(*places)["sections"]["Config"]["rows"]]
+    targets = [Path(shutil.copytree(one, tmp_path / name)) for name in ("a", "b")]
+    for target, shapes in zip(targets, ([], [{"batch": 3}]), strict=True):
+        bundles.edit(target, lambda manifest: manifest["config"].update(bench={"shapes": shapes}))  # noqa: B023
+    rows = [list(row.values()) for row in document(*targets)["sections"]["Config"]["rows"]]
     assert rows == [["bench.shapes[0].batch", "not there", "3"]]
 
 

@@ -29,10 +29,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_changed_document_gives_a_page_or_a_refusal(small: Path, data: st.DataObject) -> None:
     kept = {name: (small / name).read_bytes() for name in (MANIFEST, MEASUREMENTS)}
     name = data.draw(st.sampled_from((MANIFEST, MEASUREMENTS)))
-    place = data.draw(st.sampled_from([p for p in every_place(json.loads(kept[name])) if p[0] != "digest"]))
+    target = data.draw(st.sampled_from([p for p in every_place(json.loads(kept[name])) if p[0] != "digest"]))
     value = data.draw(ANYTHING | st.floats(-1e300, 1e300) | st.just("x"))
     try:
-        exports.edit_json(small / name, lambda document: put(document, place, value))
+        exports.edit_json(small / name, lambda document: put(document, target, value))
         html = page.render(small, digests.read_manifest(small))
         assert Page(html).wrong == []
         side = difference.read_side(small)

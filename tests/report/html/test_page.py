@@ -73,7 +73,7 @@ def test_the_verdict_comes_first_and_every_part_is_there(read: Page) -> None:
                       "Inputs and outputs", "How to reproduce it"]  # fmt: skip
     manifest = exports.exported().manifest
     for told in (
-        *(place.title for place in manifest.parity.places),
+        *(target.title for target in manifest.parity.targets),
         *(f"{bound.floor:.3g}" for bound in manifest.parity.bounds.values()),
         *(rule.rule for rule in manifest.transformations),
         *(node for rule in manifest.transformations for change in rule.changes for node in change.nodes),
@@ -260,8 +260,8 @@ def test_a_model_of_many_changes_outputs_and_cases_gives_a_small_page(tmp_path: 
         document["transformations"][1]["near_misses"] = [
             {"node": f"node_{index}", "reason": f"reason {index}"} for index in range(2000)
         ]
-        place = document["parity"]["places"][0]
-        place["outputs"] = [{**place["outputs"][0], "output": f"output {index}"} for index in range(500)]
+        target = document["parity"]["places"][0]
+        target["outputs"] = [{**target["outputs"][0], "output": f"output {index}"} for index in range(500)]
         bound = document["parity"]["bounds"]["hidden"]
         document["parity"]["bounds"] |= {f"output {index}": bound for index in range(500)}
         document["parity"]["cases"] += [f"data {index}" for index in range(2000)]

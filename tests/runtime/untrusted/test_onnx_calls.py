@@ -44,13 +44,13 @@ def branching(levels: int) -> list[onnx.FunctionProto]:
     """The same, where each call is in a branch."""
     functions = []
     for level in range(levels - 1):
-        branches = {}
+        variants = {}
         for name in ("then_branch", "else_branch"):
             made = helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
-            branches[name] = helper.make_graph([call(f"F{level + 1}", "a", name)], name, [], [made])
+            variants[name] = helper.make_graph([call(f"F{level + 1}", "a", name)], name, [], [made])
         true = helper.make_tensor("true", TensorProto.BOOL, [], [True])
         condition = helper.make_node("Constant", [], ["c"], value=true)
-        functions.append(function(f"F{level}", [condition, helper.make_node("If", ["c"], ["b"], **branches)]))
+        functions.append(function(f"F{level}", [condition, helper.make_node("If", ["c"], ["b"], **variants)]))
     return [*functions, function(f"F{levels - 1}", [relu("a", "b")])]
 
 

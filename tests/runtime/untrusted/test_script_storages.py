@@ -75,10 +75,10 @@ class Forged:
     """Pickles as a tensor that lies in record 0, which has 4 elements."""
 
     def __init__(self, *place: object) -> None:
-        self.place = place
+        self.target = place
 
     def __reduce__(self) -> tuple[object, ...]:
-        return torch._utils._rebuild_tensor_v2, (Record(), *self.place, False, {})
+        return torch._utils._rebuild_tensor_v2, (Record(), *self.target, False, {})
 
 
 class Record:

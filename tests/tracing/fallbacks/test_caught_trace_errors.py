@@ -87,7 +87,7 @@ def test_a_model_that_goes_on_where_the_trace_raises_is_refused_by_the_line(body
     with pytest.raises(TraceError, match=r"goes on where that raises, at test_swallowed\.py:\d+: \w+") as raised:
         trace(Program(body), {"x": X})
     assert raised.value.exit_code == 3
-    assert raised.value.mend
+    assert raised.value.hint
 
 
 def test_code_of_no_file_is_the_models_own() -> None:

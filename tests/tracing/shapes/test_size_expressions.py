@@ -40,6 +40,6 @@ def test_where_it_is_declared_it_is_refused_with_the_line_of_the_model() -> None
         TraceError, match=r"a size would be computed of others by \d+ operations, at test_long_sizes"
     ) as caught:
         trace(Windows().eval(), EXAMPLE, dynamic)
-    assert caught.value.place == "Windows"
-    assert caught.value.mend is not None
-    assert "Leave all dimensions but the batch out of inputs.dynamic" in caught.value.mend
+    assert caught.value.location == "Windows"
+    assert caught.value.hint is not None
+    assert "Leave all dimensions but the batch out of inputs.dynamic" in caught.value.hint

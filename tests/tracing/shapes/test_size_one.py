@@ -40,13 +40,13 @@ def doubled_where(condition: Where) -> Program:
 def test_what_is_asked_of_other_sizes_behind_a_size_of_one_is_in_doubt(condition: Where) -> None:
     traced = trace(doubled_where(condition), {"x": torch.randn(3, 7, 5)}, DYNAMIC)
     usual = {"batch": 3, "rows": 7, "columns": 5}
-    tried = [torch.zeros(list({**usual, **sizes}.values())) for sizes in traced.doubtful]
+    tried = [torch.zeros(list({**usual, **sizes}.values())) for sizes in traced.suspect_sizes]
     assert any(condition(x) for x in tried)
 
 
 def test_sizes_that_no_line_asks_about_cost_no_second_trace() -> None:
     traced = trace(Program(lambda m, x: x.softmax(-1) @ x.mT).eval(), {"x": torch.randn(3, 7, 5)}, DYNAMIC)
-    assert traced.doubtful == ()
+    assert traced.suspect_sizes == ()
 
 
 class Attends(torch.nn.Module):
