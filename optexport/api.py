@@ -47,10 +47,10 @@ def export(
     transformations: Transformation | Iterable[Transformation] | None = None,
     formats: Sequence[str] = FORMATS,
     dynamic: Dynamic | None = None,
-    multiple: float = 4.0,
+    noise_multiple: float = 4.0,
     atol: float | None = None,
     rtol: float | None = None,
-    decisions: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
     precision: Mapping[str, Any] | None = None,
     effort: Effort = "standard",
     opset: int | None = None,
@@ -69,9 +69,9 @@ def export(
         formats: Any of "torchscript", "onnx" and "pt2".
         dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: Dim("sequence", 2, 512)}}``; one of a single size
             is fixed. By default every axis that the model leaves dynamic.
-        multiple: How many times farther from float64 than the original a result may be.
+        noise_multiple: How many times farther from float64 than the original a result may be.
         atol: With rtol, a fixed tolerance against the original instead.
-        decisions: Gates as in ``[parity.decisions]``: ``{"argmax_agreement": 0.999, "cosine": {"min": 0.9999, "output":
+        metrics: Gates as in ``[parity.metrics]``: ``{"argmax_agreement": 0.999, "cosine": {"min": 0.9999, "output":
             "logits"}}``. The module of a ``python:`` metric is looked for in the working directory first.
         precision: Formats of lower precision, which are held to the decisions, as in ``[precision]``: ``{"onnx":
             "int8"}``.
@@ -87,7 +87,7 @@ def export(
         GateError: It computes the same as far as atol and rtol tell, but does not decide as the gates demand.
         ExportError: A file cannot be written in its format.
     """
-    check_arguments(model, dynamic=dynamic, decisions=decisions, precision=precision)
+    check_arguments(model, dynamic=dynamic, metrics=metrics, precision=precision)
     rules = named_rules(transformations)
     output = bundle_layout.as_path(output, "output").resolve()
     contents.check_output(output)
@@ -110,11 +110,11 @@ def export(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
             "parity": {
-                "multiple": multiple,
+                "noise_multiple": noise_multiple,
                 "atol": atol,
                 "rtol": rtol,
                 "effort": effort,
-                "decisions": None if decisions is None else dict(decisions),
+                "metrics": None if metrics is None else dict(metrics),
             },
             "export": {"formats": listed(formats), "output": output.name, "opset": opset, "layout": layout},
             "precision": None if precision is None else dict(precision),
@@ -123,10 +123,10 @@ def export(
     )
     check_formats(config, "export")
     check_precision(config, "export")
-    metrics = load_metrics(config.parity.decisions, Path())
+    own_metrics = load_metrics(config.parity.metrics, Path())
     example = cases.at_least_two(batches[0]) if dynamic is None else cases.traceable(batches[0], dynamic)
     free = None if dynamic is None else {name: _that_change(axes) for name, axes in dynamic.items()}
-    job = Job(config, loaded, example, batches, free, rules, output, metrics=metrics)
+    job = Job(config, loaded, example, batches, free, rules, output, metrics=own_metrics)
     return run.produce(job, progress or Progress())
 
 

@@ -96,8 +96,8 @@ class OptexportError(Exception):
 
     Args:
         message: What is wrong, as one sentence.
-        location: Where it is wrong: a file, a key of the config, a node, an input. It is written on one line: others name
-            files, and could write a line of ours.
+        location: Where it is wrong: a file, a key of the config, a node or an input. It is printed on one line, because
+            file names come from others.
         hint: What the user can do about it.
         proof: All that was compared, as the manifest of a bundle would hold it; None where it did not come to that.
 

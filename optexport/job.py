@@ -151,7 +151,7 @@ def rules_of(config: Config, folder: Path, without: Sequence[str]) -> tuple[Name
             name,
             rule.options,
             registry.load(name, rule.options, folder, f"transformations[{index}]"),
-            0 if rule.expect is None else rule.expect.min,
+            rule.min_matches or 0,
             formats=None if rule.formats is None else tuple(rule.formats),
         )
         for index, (name, rule) in enumerate(named)
@@ -166,7 +166,7 @@ def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = N
             TransformationConfig.model_validate(
                 {
                     "use": rule.name,
-                    **({"expect": {"min": rule.min_matches}} if rule.min_matches else {}),
+                    **({"min_matches": rule.min_matches} if rule.min_matches else {}),
                     **({"formats": list(rule.formats)} if rule.formats is not None else {}),
                     **rule.options,
                 }
@@ -176,7 +176,7 @@ def resolved(config: Config, rules: Sequence[NamedRule], output: Path | None = N
     }
     if output is not None:
         name = str(Path(config.export.output).with_name(output.name))
-        update["export"] = config.export.model_copy(update={"output": name, "lowerings": {}})
+        update["export"] = config.export.model_copy(update={"output": name, "passes": {}})
         update["precision"] = None
     return config.model_copy(update=update)
 

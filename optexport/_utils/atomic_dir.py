@@ -132,7 +132,7 @@ def _draft(output: Path, locks: contextlib.ExitStack, *, alone: bool = True) -> 
         with locked(output, wait=False) if alone else contextlib.nullcontext(True) as was_free:
             if not was_free:
                 raise ConfigError(
-                    "what is there is being sent to MLflow, by the run that made it or by optexport log",
+                    "what is there is being sent to MLflow, by the run that made it or by optexport upload",
                     location=f"export.output: {output}",
                     hint="Wait until that has ended, or choose another place.",
                 )

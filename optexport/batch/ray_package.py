@@ -30,7 +30,7 @@ from optexport.tracking.run import LATER_VARIABLE
 from optexport.tracking.store import resolved_uri
 
 # What has a say in the bytes of a bundle, or in what may be run.
-_VARIABLES = ("OMP_NUM_THREADS", "OPTEXPORT_NO_CODE", "HF_HUB_OFFLINE", "HF_ENDPOINT")
+_VARIABLES = ("OMP_NUM_THREADS", "OPTEXPORT_NO_CUSTOM_CODE", "HF_HUB_OFFLINE", "HF_ENDPOINT")
 
 _PREFIX = "optexport-parcel-"
 

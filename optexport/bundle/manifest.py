@@ -269,7 +269,7 @@ class PrecisionRecord(_Record):
 
 
 class ArtifactRecord(_Record):
-    """One exported model, and the lowerings that were applied to its file, whether or not they found work.
+    """One exported model, and the passes that were applied to its file, whether or not they found work.
 
     ``fixed_shape`` says why it works at the traced shape only, where it does. ``precision`` is null where the file is
     of the model's own. ``device`` is the one that it was made for, and proven on.
@@ -279,7 +279,7 @@ class ArtifactRecord(_Record):
     path: str
     device: Device = "cpu"
     fixed_shape: str | None
-    lowerings: list[str] = []
+    passes: list[str] = []
     precision: PrecisionRecord | None = None
 
     @model_validator(mode="after")

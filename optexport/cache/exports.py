@@ -16,7 +16,7 @@ from optexport.exporters.writer import Writer
 
 
 def export(
-    writer: Writer, file_format: Format, folder: Path, lowerings: Sequence[str], opset: int | None
+    writer: Writer, file_format: Format, folder: Path, passes: Sequence[str], opset: int | None
 ) -> tuple[ArtifactRecord, bool]:
     """Writes a file, or takes the one that an earlier run wrote of the same graph; tells whether it did.
 
@@ -25,12 +25,12 @@ def export(
     Raises:
         ExportError: The graph cannot be written in that format.
     """
-    entry = _name(writer, file_format, lowerings, opset)
+    entry = _name(writer, file_format, passes, opset)
     if entry is not None and (kept := store.read(entry)) is not None:
         place, (known, names) = kept
         if _copied(place, names, folder):
             return ArtifactRecord.model_validate_json(known), True
-    record = writer.write(file_format, folder, lowerings, opset)
+    record = writer.write(file_format, folder, passes, opset)
     if entry is not None:
         files = keys.files_of(folder / record.path)
 
@@ -65,8 +65,8 @@ def of_file(path: Path) -> str | None:
     return keys.of_file(path) if store.enabled() else None
 
 
-def _name(writer: Writer, file_format: Format, lowerings: Sequence[str], opset: int | None) -> str | None:
+def _name(writer: Writer, file_format: Format, passes: Sequence[str], opset: int | None) -> str | None:
     if (graph := of_graph(writer.flat)) is None:
         return None
-    made_of = [keys.of_tensors([writer.example]), str(writer.signature), writer.metadata(lowerings)]
-    return store.name("export", graph, file_format, writer.device, lowerings, opset, made_of)
+    made_of = [keys.of_tensors([writer.example]), str(writer.signature), writer.metadata(passes)]
+    return store.name("export", graph, file_format, writer.device, passes, opset, made_of)

@@ -64,8 +64,8 @@ def _forbid_code(context: click.Context, parameter: click.Parameter, given: bool
         os.environ[custom_code.VARIABLE] = "1"
 
 
-no_code_option = click.option(
-    "--no-code",
+no_custom_code_option = click.option(
+    "--no-custom-code",
     is_flag=True,
     is_eager=True,
     expose_value=False,

@@ -1,11 +1,11 @@
-"""What a config can name: rules and lowerings, for people and for machines."""
+"""What a config can name: rules and passes, for people and for machines."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from optexport.config.passes import PASSES
+from optexport.config.format_passes import PASSES
 from optexport.transformations.registry import RULES, installed
 
 
@@ -40,12 +40,12 @@ def rules_as_text() -> str:
     return "\n".join(lines)
 
 
-def lowerings() -> dict[str, Any]:
-    """The lowerings by name."""
+def passes() -> dict[str, Any]:
+    """The passes by name."""
     return {known.name: {"summary": known.summary, "formats": list(known.formats)} for known in PASSES}
 
 
-def lowerings_as_text() -> str:
+def passes_as_text() -> str:
     """One line for each lowering."""
     width = max(len(known.name) for known in PASSES)
     return "\n".join(f"{known.name:{width}}  {known.summary} ({', '.join(known.formats)})" for known in PASSES)

@@ -15,7 +15,7 @@ import click
 
 from optexport._version import __version__
 from optexport.cli._console import clean_warnings, console, echo, prints_aside, show_progress
-from optexport.cli._group import Group, debug_option, json_option, junit_option, no_code_option, print_json
+from optexport.cli._group import Group, debug_option, json_option, junit_option, no_custom_code_option, print_json
 from optexport.cli.batch import batch
 from optexport.cli.bench import bench
 from optexport.cli.lock import lock
@@ -23,7 +23,7 @@ from optexport.cli.predict import predict
 from optexport.cli.report import diff, report
 from optexport.cli.reproduce import reproduce
 from optexport.cli.sign import sign
-from optexport.cli.tracking import log, promote, rollback
+from optexport.cli.tracking import promote, rollback, upload
 from optexport.cli.verify import verify
 from optexport.errors import ConfigError, OptexportError
 
@@ -50,7 +50,7 @@ def cli() -> None:
 
 cli.add_command(batch)
 cli.add_command(bench)
-for command in (log, promote, rollback):
+for command in (upload, promote, rollback):
     cli.add_command(command)
 cli.add_command(predict)
 cli.add_command(lock)
@@ -65,11 +65,11 @@ _CONFIG = click.argument("config", type=click.Path(path_type=Path, dir_okay=Fals
 @cli.command()
 @_CONFIG
 @click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be given more than once.")
-@click.option("--tune", is_flag=True, help="Search for the rules and lowerings that make the files faster.")
+@click.option("--tune", is_flag=True, help="Search for the rules and passes that make the files faster.")
 @click.option("--baseline", is_flag=True, help="Write the untransformed export too, to OUTPUT-baseline.")
 @click.option("--dump", type=click.Path(path_type=Path, file_okay=False), help="Write every graph to this folder.")
 @click.option("--locked", is_flag=True, help="Refuse what is not in CONFIG.lock (optexport lock).")
-@no_code_option
+@no_custom_code_option
 @junit_option
 @json_option
 def run(
@@ -148,7 +148,7 @@ def _run_generation(config: Path, without: tuple[str, ...], refused: list[str], 
 @click.argument(
     "configs", nargs=-1, required=True, metavar="CONFIG...", type=click.Path(path_type=Path, dir_okay=False)
 )
-@no_code_option
+@no_custom_code_option
 def check(configs: tuple[Path, ...]) -> None:
     """Check the whole of each CONFIG, without loading anything."""
     from optexport.config.checks import check_here, open_question
@@ -241,14 +241,14 @@ def transformations(as_json: bool) -> None:
 
 @cli.command()
 @json_option
-def lowerings(as_json: bool) -> None:
+def passes(as_json: bool) -> None:
     """List the ways in which files can be written."""
     from optexport.cli import listing
 
     if as_json:
-        print_json(listing.lowerings())
+        print_json(listing.passes())
     else:
-        echo(listing.lowerings_as_text())
+        echo(listing.passes_as_text())
 
 
 @cli.command("new-rule")
@@ -270,8 +270,8 @@ def new_rule(name: str, folder: Path) -> None:
 
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True))
-@no_code_option
-def blame(path: Path) -> None:
+@no_custom_code_option
+def diagnose(path: Path) -> None:
     """Say what a failed proof is to be blamed on.
 
     Runs a CONFIG up to the proof, or the files of a BUNDLE on their stored inputs; names the rule, its change and the

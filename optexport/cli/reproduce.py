@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from optexport.cli._console import echo, prints_aside, show_progress
-from optexport.cli._group import Command, key_option, no_code_option
+from optexport.cli._group import Command, key_option, no_custom_code_option
 from optexport.errors import ParityError
 
 
@@ -20,7 +20,7 @@ from optexport.errors import ParityError
     help="What paths in its config are relative to; by default this folder.",
 )
 @key_option
-@no_code_option
+@no_custom_code_option
 def reproduce(bundle: Path, folder: Path, key: Path | None) -> None:
     """Make BUNDLE again, and say what differs.
 

@@ -1,4 +1,4 @@
-"""``optexport log``, ``promote`` and ``rollback``: what is done with MLflow outside of a run."""
+"""``optexport upload``, ``promote`` and ``rollback``: what is done with MLflow outside of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ALIAS = click.option("--alias", help='By default that of --config, or "champion
 @click.option("--experiment", help="By default that of the config.")
 @key_option
 @json_option
-def log(
+def upload(
     bundle: Path, uri: str | None, config: Path | None, experiment: str | None, key: Path | None, as_json: bool
 ) -> None:
     """Send BUNDLE to MLflow, if it is not there yet.

@@ -55,7 +55,7 @@ def _duration(text: str) -> str:
 
 
 class TuneConfig(_Table):
-    """``[tune]``: search for the rules and lowerings that pay, for so long.
+    """``[tune]``: search for the rules and passes that pay, for so long.
 
     Attributes:
         budget: How long: ``"90s"``, ``"5m"``, ``"1h"``.

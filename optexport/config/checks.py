@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from optexport._utils import packages
 from optexport._utils.extras import check_extra
 from optexport.bundle.layout import check_place
-from optexport.config import passes
+from optexport.config import format_passes
 from optexport.config.source import check_module, is_template, missing_model, source_folder
 from optexport.config.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
 from optexport.config.validation import Mistakes
@@ -95,7 +95,7 @@ def check_formats(config: Config, location: str) -> None:
     """
     exported = config.export.formats
     said = {f"transformations[{index}].formats": rule.formats or [] for index, rule in enumerate(config.rules())}
-    for key, formats in {**said, "export.lowerings": list(config.export.lowerings)}.items():
+    for key, formats in {**said, "export.passes": list(config.export.passes)}.items():
         for missing in [name for name in formats if name not in exported]:
             raise ConfigError(
                 f"no {missing} file is exported", location=f"{location}: {key}", hint=f"export.formats is {exported}."
@@ -151,9 +151,9 @@ def check_device(config: Config, location: str) -> None:
         "register": config.registering is not None,
         "export.layout": config.export.layout is not None,
     }
-    for file_format, names in config.export.lowerings.items():
-        known = passes.of_format(file_format, config.model.device)
-        asked |= {f"export.lowerings.{file_format}: {name}": name not in known for name in names}
+    for file_format, names in config.export.passes.items():
+        known = format_passes.of_format(file_format, config.model.device)
+        asked |= {f"export.passes.{file_format}: {name}": name not in known for name in names}
     for key in [key for key, value in asked.items() if value]:
         raise ConfigError(
             f'it is done for the CPU alone, and model.device is "{config.model.device}"',

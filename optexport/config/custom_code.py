@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from optexport.config.schema import Config
 
 # Set to anything but 0, it holds for the whole process, also for its children and for calls from Python.
-VARIABLE = "OPTEXPORT_NO_CODE"
+VARIABLE = "OPTEXPORT_NO_CUSTOM_CODE"
 
 
 def check_custom_code(config: Config, location: str) -> None:
@@ -25,7 +25,7 @@ def check_custom_code(config: Config, location: str) -> None:
         return
     for key, what in _called(config).items():
         raise ConfigError(
-            f"{what} is code of others, and {VARIABLE} or --no-code forbids to run any",
+            f"{what} is code of others, and {VARIABLE} or --no-custom-code forbids to run any",
             location=f"{location}: {key}",
             hint="Read that code, and run the config without the option; or do without that code.",
         )
@@ -41,7 +41,7 @@ def _called(config: Config) -> dict[str, str]:
     for index, rule in enumerate(config.rules()):
         if registry.canonical_name(rule.use) is None:  # of an installed package, or beside the config
             called[f"transformations[{index}].use"] = f'"{rule.use}"'
-    for name in config.parity.decisions or ():
+    for name in config.parity.metrics or ():
         if name.startswith(registry.PLUGIN):
-            called[f"parity.decisions.{name}"] = f'"{name}"'
+            called[f"parity.metrics.{name}"] = f'"{name}"'
     return called

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import ModelSchema
 
-from optexport.config import passes
+from optexport.config import format_passes
 from optexport.config.schema import FORMATS, Config
 from optexport.config.tasks import AUTO_CLASSES
 from optexport.config.validation import table_in
@@ -28,8 +28,8 @@ def config_schema() -> dict[str, Any]:
     schema = Config.model_json_schema(schema_generator=_Described)
     tables = schema["$defs"]
     tables["ModelConfig"]["properties"]["task"] |= {"anyOf": [{"enum": list(AUTO_CLASSES)}, {"type": "null"}]}
-    tables["ExportConfig"]["properties"]["lowerings"]["properties"] = {
-        name: {"type": "array", "items": {"enum": list(passes.of_format(name))}} for name in FORMATS
+    tables["ExportConfig"]["properties"]["passes"]["properties"] = {
+        name: {"type": "array", "items": {"enum": list(format_passes.of_format(name))}} for name in FORMATS
     }
     rule = tables["TransformationConfig"]
     rule["properties"]["use"] |= {"anyOf": [{"enum": list(RULES)}, {"type": "string"}]}
@@ -65,7 +65,7 @@ def _rule(name: str) -> dict[str, Any]:
     """A table of a built-in rule, which has these options and no others."""
     info = RULES[name]
     options = {key: _option(option) for key, option in info.options.items()}
-    shared = {"expect": True, "formats": True}
+    shared = {"min_matches": True, "formats": True}
     use = {"const": name, "description": info.summary}
     return {"properties": {"use": use, **shared, **options}, "additionalProperties": False}
 

@@ -51,9 +51,9 @@ def parse_config(text: str, path: Path, without: Collection[str] = ()) -> Config
     for index, rule in enumerate(config.rules()):
         location = f"{path}: transformations[{index}]"
         mistakes.of(check_rule, rule, path.parent, location)
-    for name in config.parity.decisions or ():
+    for name in config.parity.metrics or ():
         if name.startswith(METRIC):
-            location = f"{path}: parity.decisions.{name}"
+            location = f"{path}: parity.metrics.{name}"
             mistakes.of(check_module, name.removeprefix(METRIC), path.parent, location)
     mistakes.of(check_formats, config, str(path))
     formats, dynamic = config.export.formats, config.inputs.dynamic

@@ -1,4 +1,4 @@
-"""``[parity.decisions]``: what a config may demand of decisions. `optexport.parity.gates` defines the measures."""
+"""``[parity.metrics]``: what a config may demand of decisions. `optexport.parity.gates` defines the measures."""
 
 from __future__ import annotations
 

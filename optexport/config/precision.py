@@ -16,14 +16,14 @@ class PrecisionConfig(BaseModel):
         onnx: What the layers of the ONNX file are computed in.
         torchscript: What those of the TorchScript file are.
         pt2: What those of the ``.pt2`` file are.
-        keep: Layers, or modules with all layers in them, that stay in float32 whatever is measured.
+        keep_float32: Layers, or modules with all layers in them, that stay in float32 whatever is measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     onnx: Literal["int8", "int8-blocks", "int8-static"] | None = None
     torchscript: Half | None = None
     pt2: Half | None = None
-    keep: list[Annotated[str, Field(min_length=1)]] = []
+    keep_float32: list[Annotated[str, Field(min_length=1)]] = []
 
     def of(self, file_format: str) -> str | None:
         """The precision of a format's file; None where it is the model's own."""

@@ -38,7 +38,7 @@ def alias_name(alias: str) -> str:
 
 
 class MaxRegressionConfig(_Table):
-    """``[register.ratchet]``: by how much, as a part of the champion's figure, a new version may be worse.
+    """``[register.max_regression]``: by how much, as a part of the champion's figure, a new version may be worse.
 
     Attributes:
         parity: Of the distance from the original, as a multiple of the noise floor. One floor is as good as none.

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from optexport.config import passes
+from optexport.config import format_passes
 from optexport.config.benchmarks import BenchConfig, GateConfig, TuneConfig
 from optexport.config.generation import GenerationConfig
 from optexport.config.metrics import Decisions
@@ -199,28 +199,18 @@ class InputsConfig(_Table):
         return self
 
 
-class ExpectConfig(_Table):
-    """``expect`` of a rule: in how many places it must find work.
-
-    Attributes:
-        min: At least in so many; else the run fails.
-    """
-
-    min: int = Field(ge=1)
-
-
 class TransformationConfig(BaseModel):
     """``[[transformations]]``: a rule by name, or a plugin as ``python:module:Class``; other keys are its options.
 
     Attributes:
         use: A rule of ``optexport transformations``, or ``python:module:Class``.
-        expect: In how many places it must find work.
+        min_matches: In how many places the rule must find work at least; else the run fails.
         formats: Which files it is applied for; all by default.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     use: str = Field(min_length=1)
-    expect: ExpectConfig | None = None
+    min_matches: int | None = Field(default=None, ge=1)
     formats: list[Format] | None = Field(default=None, min_length=1)
 
     @property
@@ -231,7 +221,7 @@ class TransformationConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_written(self, default: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        own = ("expect", "formats")
+        own = ("min_matches", "formats")
         return {key: value for key, value in default(self).items() if key not in own or value is not None}
 
     @model_validator(mode="after")
@@ -244,21 +234,21 @@ class ParityConfig(_Table):
     """``[parity]``: how near to float64 the results must be. Without atol and rtol the limit is measured.
 
     Attributes:
-        multiple: How many times the noise floor of the original is allowed.
-        atol: Together with ``rtol``, in place of ``multiple``: what ``abs(result - original)`` may be.
+        noise_multiple: How many times the noise floor of the original is allowed.
+        atol: Together with ``rtol``, in place of ``noise_multiple``: what ``abs(result - original)`` may be.
         rtol: As much more, as a part of ``abs(original)``.
         effort: How much is checked.
         seed: Of random inputs.
-        decisions: Gates on what the model decides, each a number or ``{ min = 0.99, output = "logits" }``.
+        metrics: Gates on what the model decides, each a number or ``{ min = 0.99, output = "logits" }``.
     """
 
     # Below 1 the original itself would not pass.
-    multiple: float = Field(default=4.0, ge=1, le=1e6, allow_inf_nan=False)
+    noise_multiple: float = Field(default=4.0, ge=1, le=1e6, allow_inf_nan=False)
     atol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     rtol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     effort: Effort = "standard"
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    decisions: Decisions | None = None
+    metrics: Decisions | None = None
 
 
 class ExportConfig(_Table):
@@ -269,7 +259,7 @@ class ExportConfig(_Table):
         output: The bundle's folder.
         opset: Of ONNX; by default the exporter's own. It writes older ones wrongly, and ONNX Runtime reads no
             newer ones.
-        lowerings: Other ways to write a format's file, as ``{ onnx = ["sum-residuals"] }``; ``optexport lowerings``
+        passes: Other ways to write a format's file, as ``{ onnx = ["sum-residuals"] }``; ``optexport passes``
             lists them.
         layout: Where the files lie in the bundle; by default beside the manifest.
     """
@@ -277,23 +267,23 @@ class ExportConfig(_Table):
     formats: Annotated[list[Format], Field(min_length=1), AfterValidator(_once)] = list(FORMATS)
     output: Annotated[str, Field(min_length=1), AfterValidator(_folder)] = "build/model"
     opset: int | None = Field(default=None, ge=18, le=26)
-    lowerings: dict[Format, list[str]] = {}
+    passes: dict[Format, list[str]] = {}
     layout: Layout | None = None
 
     @model_validator(mode="after")
-    def _known_lowerings(self) -> ExportConfig:
-        for file_format, names in self.lowerings.items():
+    def _known_passes(self) -> ExportConfig:
+        for file_format, names in self.passes.items():
             for name in names:
-                if name not in (known := passes.of_format(file_format)):
+                if name not in (known := format_passes.of_format(file_format)):
                     raise ValueError(
-                        f'lowerings.{file_format}: there is no "{name}" for it. {did_you_mean(name, list(known))}'
+                        f'passes.{file_format}: there is no "{name}" for it. {did_you_mean(name, list(known))}'
                     )
         if (
             self.opset is not None
-            and self.opset < passes.ATTENTION_OPSET
-            and "attention" in self.lowerings.get("onnx", ())
+            and self.opset < format_passes.ATTENTION_OPSET
+            and "attention" in self.passes.get("onnx", ())
         ):
-            raise ValueError(f"lowerings.onnx: attention is of opset {passes.ATTENTION_OPSET}, not {self.opset}")
+            raise ValueError(f"passes.onnx: attention is of opset {format_passes.ATTENTION_OPSET}, not {self.opset}")
         return self
 
 

@@ -29,7 +29,7 @@ def check_generation(config: Config, location: str) -> None:
         "precision": config.precision is not None,
         "register": config.registering is not None,
         "export.layout": config.export.layout is not None,
-        "parity.decisions": config.parity.decisions is not None,
+        "parity.metrics": config.parity.metrics is not None,
         "inputs.images": inputs.images is not None,
         "inputs.tensors": inputs.tensors is not None,
         "inputs.axes": bool(inputs.axes),
@@ -72,17 +72,17 @@ def check_precision(config: Config, location: str) -> None:
                 location=f"{location}: precision.{name}",
                 hint=f"export.formats is {', '.join(config.export.formats)}.",
             )
-    if config.parity.decisions is None:
+    if config.parity.metrics is None:
         raise ConfigError(
             "a file of lower precision is not near enough to be proven to rounding, and nothing says what it must keep",
             location=f"{location}: precision.{lowered[0]}",
-            hint="Set a gate in [parity.decisions], as cosine = 0.99.",
+            hint="Set a gate in [parity.metrics], as cosine = 0.99.",
         )
-    gates = config.parity.decisions.items()
+    gates = config.parity.metrics.items()
     if all(name in MEASURES and gate.min <= MEASURES[name][0] for name, gate in gates):
         raise ConfigError(
             "a file of lower precision is held to gates alone, and these let anything pass",
-            location=f"{location}: parity.decisions",
+            location=f"{location}: parity.metrics",
             hint="Demand more than the least that there is: " + ", ".join(f"{n} = {g.min:g}" for n, g in gates) + ".",
         )
     if config.model.dtype not in (None, "float32"):
@@ -120,11 +120,11 @@ def check_processing(config: Config, folder: Path, location: str) -> None:
             location=f"{location}: inputs.tensors.{IMAGES}",
             hint='Write dtype = "uint8", low = 0, high = 256.',
         )
-    for measure, gate in (config.parity.decisions or {}).items():
+    for measure, gate in (config.parity.metrics or {}).items():
         if table.outputs in OF_LABELS and measure in MEASURES and gate.output in (None, PROBABILITIES, LABELS):
             raise ConfigError(
                 f'outputs = "{table.outputs}" leaves nothing that it could be measured on',
-                location=f"{location}: parity.decisions.{measure}",
+                location=f"{location}: parity.metrics.{measure}",
                 hint='Write processing.outputs = "probabilities", or leave the gate out: labels must be equal anyway.',
             )
 

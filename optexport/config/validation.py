@@ -87,7 +87,7 @@ def _as_one(mistakes: Sequence[ConfigError], name: str, after: str = "") -> Conf
     lines = []
     for mistake in mistakes:
         location = (mistake.location or name).removeprefix(f"{name}: ")
-        lines.append(f"\n  {location}: {'. '.join(filter(None, [mistake.cause, mistake.hint]))}")
+        lines.append(f"\n  {location}: {'. '.join(filter(None, [mistake.message, mistake.hint]))}")
     return ConfigError(f"{len(mistakes)} mistakes{after}{''.join(lines)}", location=name)
 
 

@@ -168,7 +168,7 @@ def _verdict(rule: NamedRule, changes: Sequence[Change], which: int | None) -> s
         return f"{text}. {rule.leaving_it_out[0].upper()}{rule.leaving_it_out[1:]}."
     return (
         f"{text}. It does not preserve the computation: set parity.atol and parity.rtol, and the gates "
-        f"of parity.decisions, to what the task allows, or {rule.leaving_it_out}."
+        f"of parity.metrics, to what the task allows, or {rule.leaving_it_out}."
     )
 
 

@@ -27,7 +27,7 @@ from optexport.runtime.untrusted import archives
 SCRIPT = "reproduce.py"
 _PARITY, _CASE, _PIECE = "parity.json", "case.safetensors", "piece.safetensors"
 _NAMES = {
-    *(SCRIPT, _PARITY, _CASE, _PIECE, "config.toml", "blame.txt", "piece.onnx"),
+    *(SCRIPT, _PARITY, _CASE, _PIECE, "config.toml", "diagnosis.txt", "piece.onnx"),
     *("before.pt2", "after.pt2", "before.pt", "after.pt"),
     *("model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt", "model.pt"),
 }
@@ -204,7 +204,7 @@ def leave(
             (draft / "config.toml").write_text(config_text, encoding="utf-8")
         record = parity_record(proof).model_dump(mode="json")
         (draft / _PARITY).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        (draft / "blame.txt").write_text(f"{explanation}\n", encoding="utf-8")
+        (draft / "diagnosis.txt").write_text(f"{explanation}\n", encoding="utf-8")
         if finding is None:
             return False
         save_file(_case(proof, finding), draft / _CASE)

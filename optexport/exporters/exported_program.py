@@ -19,7 +19,6 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from optexport.errors import ExportError, first_line
 from optexport.exporters.disk_space import check_room
-from optexport.exporters.torchscript import passes
 from optexport.signature.signature import Signature, TensorSpec, as_argument, as_arguments
 from optexport.tracing import transformers_exporter
 from optexport.tracing.shapes.size_guards import drop_own_exclusions
@@ -168,20 +167,20 @@ def _widen(program: ExportedProgram, signature: Signature) -> None:
                     program.range_constraints[symbol] = ValueRanges(least, limits.upper)
 
 
-def save(program: ExportedProgram, path: Path, *, lowerings: Sequence[str] = ()) -> None:
+def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) -> None:
     """Writes a ``.pt2`` file; ``torch.export.load(path).module()(**inputs)`` returns a tuple of tensors.
 
     Sample inputs are left out, and so is where each node came from: the one is not needed to run the file, the other
     differs from run to run.
 
     Args:
-        lowerings: Names of `optexport.config.passes`; those of other formats are passed over.
+        passes: Names of `optexport.config.format_passes`; those of other formats are passed over.
 
     Raises:
         ExportError: The graph, or a weight, is of a kind that the format lacks.
         OSError: The disk is full.
     """
-    program = copy.copy(passes.lower(program, lowerings, "pt2"))
+    program = copy.copy(passes.lower(program, passes, "pt2"))
     program._example_inputs = None
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):

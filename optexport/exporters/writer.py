@@ -13,11 +13,10 @@ from torch.export import ExportedProgram
 
 from optexport._version import __version__
 from optexport.bundle.manifest import ArtifactRecord
-from optexport.config.passes import of_format
+from optexport.config.format_passes import of_format
 from optexport.config.schema import Format
 from optexport.exporters import exported_program
 from optexport.exporters.onnx import exporter as onnx_exporter
-from optexport.exporters.onnx import passes
 from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.runtime import placement
 from optexport.runtime.devices import Device
@@ -64,7 +63,7 @@ class Writer:
         return program if self.device == "cpu" else placement.program_to(program, self.device)
 
     def write(
-        self, file_format: Format, folder: Path, lowerings: Sequence[str], opset: int | None = None
+        self, file_format: Format, folder: Path, passes: Sequence[str], opset: int | None = None
     ) -> ArtifactRecord:
         """Writes a file.
 
@@ -75,20 +74,20 @@ class Writer:
             ExportError: The graph cannot be written in that format.
         """
         path, fixed_shape = folder / _FILES[file_format], None
-        lowerings = [name for name in of_format(file_format) if name in lowerings]  # in the order of their application
+        passes = [name for name in of_format(file_format) if name in passes]  # in the order of their application
         if file_format == "pt2":
-            exported_program.save(self.program, path, lowerings=lowerings)
+            exported_program.save(self.program, path, passes=passes)
         elif file_format == "torchscript":
             example = {name: tensor.to(self.device) for name, tensor in self.example.items()}
-            fixed_shape = torchscript_exporter.save(self.program, self.signature, example, path, lowerings=lowerings)
+            fixed_shape = torchscript_exporter.save(self.program, self.signature, example, path, passes=passes)
         else:
-            model = self._onnx_model(passes.opset(lowerings, opset))
-            onnx_exporter.write(model, path, metadata=self.metadata(lowerings), lowerings=lowerings)
+            model = self._onnx_model(passes.opset(passes, opset))
+            onnx_exporter.write(model, path, metadata=self.metadata(passes), passes=passes)
         return ArtifactRecord(
-            format=file_format, path=path.name, device=self.device, fixed_shape=fixed_shape, lowerings=lowerings
+            format=file_format, path=path.name, device=self.device, fixed_shape=fixed_shape, passes=passes
         )
 
-    def metadata(self, lowerings: Sequence[str]) -> dict[str, Any]:
+    def metadata(self, passes: Sequence[str]) -> dict[str, Any]:
         """What an ONNX file says of its own making, in its ``metadata_props``."""
         return {
             "optexport.version": __version__,
@@ -97,7 +96,7 @@ class Writer:
                 {"rule": a.rule.name, "options": dict(a.rule.options), "changes": len(a.report.changes)}
                 for a in self._applied
             ],
-            "optexport.lowerings": list(lowerings),
+            "optexport.passes": list(passes),
         }
 
     def _convert(self, opset: int | None) -> onnx_ir.Model:

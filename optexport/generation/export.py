@@ -60,7 +60,7 @@ def export_generation(
     transformations: Transformation | Iterable[Transformation] | None = None,
     formats: Sequence[str] = FORMATS,
     new_tokens: int = 64,
-    multiple: float = 4.0,
+    noise_multiple: float = 4.0,
     effort: Effort = "standard",
     opset: int | None = None,
     progress: Progress | None = None,
@@ -81,7 +81,7 @@ def export_generation(
         prompts: One or several batches of what ``model.generate`` takes: ``input_ids`` and ``attention_mask``, padded
             at the left, or ``input_features``.
         output: A folder; what an earlier export left there is replaced.
-        transformations: As for `optexport.export`, and so are formats, multiple, effort and opset.
+        transformations: As for `optexport.export`, and so are formats, noise_multiple, effort and opset.
         new_tokens: How many tokens are compared; fewer where the model has no positions for them.
         progress: Is told of every stage.
 
@@ -96,7 +96,7 @@ def export_generation(
     config = checked_settings(
         {
             "model": {"source": f"python:{type(model).__module__}:{type(model).__qualname__}"},
-            "parity": {"multiple": multiple, "effort": effort},
+            "parity": {"noise_multiple": noise_multiple, "effort": effort},
             "export": {"formats": listed(formats), "output": output.name, "opset": opset},
         },
         "export_generation",

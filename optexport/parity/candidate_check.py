@@ -89,7 +89,9 @@ class CandidateChecker:
     def _look_closer(self, parity: TargetParity, *, traced_shape_only: bool) -> TargetParity:
         """Compares a place that failed anew, where the original itself is no nearer to float64 by rounding alone."""
         proof, config = self.proof, self.config
-        found = perturbation.bounds(proof, parity, self.run, self.model, config.multiple, config.seed, self._measured)
+        found = perturbation.bounds(
+            proof, parity, self.run, self.model, config.noise_multiple, config.seed, self._measured
+        )
         if found is None:
             return parity
         cases = dict.fromkeys(case.case for output in parity.outputs for case in output.cases if case.failure)
@@ -138,4 +140,4 @@ class CandidateChecker:
     def _measurer(self, outputs: Sequence[str]) -> search.Measure:
         bounds = {name: self.proof.bounds[name] for name in outputs}
         fallback = self.proof.reference.fallback is not None
-        return search.measurer(self.run, self.model, bounds, self.config.multiple, fallback=fallback)
+        return search.measurer(self.run, self.model, bounds, self.config.noise_multiple, fallback=fallback)

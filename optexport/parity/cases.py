@@ -56,8 +56,7 @@ def cases(
     Fewer only where the declared ranges hold fewer sizes.
 
     Args:
-        suspect_sizes: Sizes to check on whatever else is, since the trace may not hold there; of those dimensions that the
-            doubt is about.
+        suspect_sizes: Sizes that are always checked, because the trace may not hold there.
         effort: With "quick", of the data only the first batch, and of the declared ranges not every end. With
             "exhaustive", many more sizes, none of them cut for being large.
 

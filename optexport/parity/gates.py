@@ -151,7 +151,7 @@ def load_metrics(gates: Mapping[str, DecisionConfig] | None, folder: Path) -> di
     """
     metrics: dict[str, Metric] = {}
     for name in (name for name in gates or () if name.startswith(METRIC)):
-        target = f"parity.decisions.{name}"
+        target = f"parity.metrics.{name}"
         metrics[name] = registry.import_from(name.removeprefix(METRIC), folder, target)
         if not callable(metrics[name]):
             raise ConfigError(f"it is a {type(metrics[name]).__name__}, not a function", location=target)
@@ -179,7 +179,7 @@ def make_gates(
             gates.append(Gate(measure, None, config.min, cases, real, metric=metrics[measure]))
             continue
         k = (config.k or DEFAULT_K) if measure == "top_k_agreement" else 1
-        known, target = list(bounds), f"parity.decisions.{measure}"
+        known, target = list(bounds), f"parity.metrics.{measure}"
         if config.output is not None and config.output not in known:
             raise ConfigError(
                 f'there is no output "{config.output}"',
@@ -231,7 +231,7 @@ def check_usable(decisions: Iterable[Decision]) -> None:
         if decision.failure is not None:
             raise ConfigError(
                 f"the original itself does not pass: {decision.failure}",
-                location=f"parity.decisions.{decision.gate.measure}",
+                location=f"parity.metrics.{decision.gate.measure}",
             )
 
 

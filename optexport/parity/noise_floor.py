@@ -114,7 +114,7 @@ def _bound(name: str, reference: Reference, multiple: float, atol: float | None,
     if limit > LARGEST_LIMIT * scale and atol is None and rtol is None:
         # Files of torch are mostly equal to the original to the bit, and pass with any multiple.
         provable = math.floor(10 * multiple * LARGEST_LIMIT * scale / limit) / 10
-        fewer = f"Set parity.multiple to {provable:g}, or parity" if provable >= 1 else "Set parity"
+        fewer = f"Set parity.noise_multiple to {provable:g}, or parity" if provable >= 1 else "Set parity"
         raise ParityError(
             f"nothing can be proven: {multiple:g} times the noise floor is {limit:.2g}, the largest value {scale:.2g}",
             location=f"output {name}",

@@ -16,7 +16,7 @@ from optexport.transformations.apply import NamedRule
 # How what is a mapping is written.
 _WRITTEN = {
     "dynamic": '{"x": {0: "batch"}}',
-    "decisions": '{"cosine": 0.999}',
+    "metrics": '{"cosine": 0.999}',
     "precision": '{"onnx": "int8"}',
 }
 

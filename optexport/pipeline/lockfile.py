@@ -188,7 +188,7 @@ def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, s
 def _code(job: Job, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The lock's ``imports`` and ``packages``."""
     made = [*job.loaded.model.modules(), *(rule.transformation for rule in job.rules)]
-    called = [job.config.model.source, *(job.config.parity.decisions or ())]
+    called = [job.config.model.source, *(job.config.parity.metrics or ())]
     named = [location.removeprefix(METRIC).partition(":")[0] for location in called if location.startswith(METRIC)]
     modules = {*named, *(type(each).__module__ for each in made)}
     imported = imports_of(modules, folder)
@@ -224,7 +224,7 @@ def _named(config: Config, folder: Path) -> list[str]:
         named.append(config.model.adapter)
     if source_kind(source, folder) in (SourceKind.FOLDER, SourceKind.PT2, SourceKind.TORCHSCRIPT):
         named.append(source)
-    called = [source, *(rule.use for rule in config.rules()), *(config.parity.decisions or ())]
+    called = [source, *(rule.use for rule in config.rules()), *(config.parity.metrics or ())]
     for location in called:
         if location.startswith(METRIC):
             module = location.removeprefix(METRIC).partition(":")[0].partition(".")[0]

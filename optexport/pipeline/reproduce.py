@@ -99,7 +99,7 @@ def _check_named(config: Config, bundle: Path, folder: Path) -> None:
     path = folder / "config.toml"
     mistakes = Mistakes(str(path))
     called = {f"transformations[{index}].use": rule.use for index, rule in enumerate(config.rules())}
-    called |= {f"parity.decisions.{name}": name for name in config.parity.decisions or ()}
+    called |= {f"parity.metrics.{name}": name for name in config.parity.metrics or ()}
     for key, name in called.items():
         if name.startswith(PLUGIN):
             mistakes.of(check_module, name.removeprefix(PLUGIN), folder, f"{path}: {key}")

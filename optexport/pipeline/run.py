@@ -161,7 +161,7 @@ def prepare(
         folder: What paths in the config are relative to.
         downloads: A folder for what is fetched from elsewhere.
     """
-    metrics = gates.load_metrics(config.parity.decisions, folder)
+    metrics = gates.load_metrics(config.parity.metrics, folder)
     with progress.step("load"):
         loaded = load_model(config, folder, downloads)
     with progress.step("inputs"):
@@ -259,9 +259,9 @@ def make_checker(job: Job, reference: Reference, signature: Signature) -> Parity
     """What every artifact is held to: the answers of the original, a bound for each output, and the decisions."""
     parity = job.config.parity
     always_empty = [spec.name for spec in signature.outputs if 0 in spec.shape]
-    bounds = noise_floor.bounds(reference, parity.multiple, parity.atol, parity.rtol, always_empty=always_empty)
+    bounds = noise_floor.bounds(reference, parity.noise_multiple, parity.atol, parity.rtol, always_empty=always_empty)
     proof = ParityChecker(
-        reference, bounds, gates.make_gates(parity.decisions, job.metrics, reference, bounds, parity.multiple)
+        reference, bounds, gates.make_gates(parity.metrics, job.metrics, reference, bounds, parity.noise_multiple)
     )
     gates.check_usable(proof.targets[0].decisions)
     return proof

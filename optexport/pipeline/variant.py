@@ -126,8 +126,8 @@ def _write(
             later = name == "onnx" and precision is not None
             with progress.step(f"export {name}"):
                 folder = scratch if later else draft
-                lowerings = job.config.export.lowerings.get(name, [])
-                artifact, is_kept = exports.export(writer, name, folder, lowerings, job.config.export.opset)
+                passes = job.config.export.passes.get(name, [])
+                artifact, is_kept = exports.export(writer, name, folder, passes, job.config.export.opset)
                 content = exports.of_file(folder / artifact.path)
             files[name] = folder / artifact.path
             artifacts.append(artifact)

@@ -35,7 +35,7 @@ def cast_graph(
         The copy, what was done, and what was found on the way.
 
     Raises:
-        ConfigError: There is nothing to cast, or `precision.keep` names no layer.
+        ConfigError: There is nothing to cast, or `precision.keep_float32` names no layer.
         ParityError: No choice of layers passes the gates.
     """
     precision = branch.precision
@@ -70,7 +70,7 @@ def quantize_file(
         What was found on the way.
 
     Raises:
-        ConfigError: There is nothing to quantise, or `precision.keep` names no layer.
+        ConfigError: There is nothing to quantise, or `precision.keep_float32` names no layer.
         ExportError: onnxruntime cannot quantise the file, or run what it made.
         ParityError: No choice of layers passes the gates.
     """
@@ -101,9 +101,9 @@ def check_passed(target: TargetParity, proof: ParityChecker) -> None:
     if target.precision is not None and not target.passed:
         told = "".join(f"\n  {failure}" for failure in failures(target))
         raise ParityError(
-            f"in {target.precision} it does not give what is demanded, though it did where the layers were chosen{told}",
+            f"in {target.precision} it does not give what is demanded, although it did when the layers were chosen{told}",
             location=target.target,
-            hint="Name more layers in precision.keep, or leave its format out of [precision].",
+            hint="Name more layers in precision.keep_float32, or leave its format out of [precision].",
             proof=parity_record(proof),
         )
 
@@ -116,7 +116,7 @@ def _kept(job: Job, graph_module: fx.GraphModule, layers: Collection[str]) -> Co
     """
     precision = job.config.precision
     assert precision is not None
-    keep = [found for name in precision.keep for found in _here(name, layers)]
+    keep = [found for name in precision.keep_float32 for found in _here(name, layers)]
     if sum(precision.of(name) is not None for name in job.config.export.formats) < 2:
         return keep
     known = {name for name, _ in (*job.loaded.model.named_modules(), *graph_module.named_modules())}

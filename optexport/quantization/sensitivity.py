@@ -113,7 +113,7 @@ def choose(
             merged = any(one.rstrip("-").endswith("-merged") for one in (name, *layers))
             raise ConfigError(
                 f'{target} has no layer "{name}" that could be lowered',
-                location="precision.keep",
+                location="precision.keep_float32",
                 hint=did_you_mean(name, layers) + (_MERGED if merged else ""),
             )
     units = units_of(layers)
@@ -206,7 +206,7 @@ def _nothing_passes(target: str, choice: Choice, least: str, proof: ParityChecke
     return ParityError(
         f"{choice.precision} passes the gates with no choice of layers\n  " + "\n  ".join(lines),
         location=target,
-        hint=f"Lower the gates in parity.decisions, or leave {choice.precision} out of [precision].",
+        hint=f"Lower the gates in parity.metrics, or leave {choice.precision} out of [precision].",
         proof=parity_record(proof),
     )
 

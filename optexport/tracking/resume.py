@@ -82,7 +82,7 @@ def log_locked(folder: Path, uri: str, experiment: str | None, beside: Path) -> 
     except BaseException as error:  # mlflow, SQLAlchemy and requests each raise their own, and a signal may come
         failed = error
         if isinstance(error, Exception) and (isinstance(error, TrackingError) or not isinstance(error, OptexportError)):
-            again = shlex.join(["optexport", "log", str(finished.folder)])
+            again = shlex.join(["optexport", "upload", str(finished.folder)])
             hint = f"The bundle is whole on disk. {store.when(error)}, again with the same options: {again}"
             failed = store.failure(error, uri, hint)
         if run_id is not None:

@@ -113,7 +113,7 @@ class Tracker:
             raise
 
     def _later(self) -> str:
-        return shlex.join(["optexport", "log", str(self._bundle), "--config", str(self._path)])
+        return shlex.join(["optexport", "upload", str(self._bundle), "--config", str(self._path)])
 
 
 def new_run(client: Any, experiment: str, name: str, tags: Mapping[str, str]) -> str:
@@ -159,7 +159,7 @@ def give_up(client: Any, run_id: str, reason: str) -> None:
 def end_left(client: Any, experiment: str, bundle: Path) -> None:
     """Marks the run of an earlier bundle as FAILED where it is RUNNING yet, and nobody sends to it any more.
 
-    The store was lost before its end, or the program was killed. `optexport log` completes it all the same, as long as
+    The store was lost before its end, or the program was killed. `optexport upload` completes it all the same, as long as
     the bundle is there. Whoever sends a bundle has locked it, and the run says which folder that is: a copy may be sent
     elsewhere. What keeps this from being done is no failure of the next run.
     """

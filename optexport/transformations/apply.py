@@ -160,5 +160,5 @@ def _check_expectation(rule: NamedRule, report: Report) -> None:
         raise GateError(
             f"it found work in fewer places than expected: {len(report.changes)} of at least {rule.min_matches}{misses}",
             location=rule.name,
-            hint="Mend the model, or lower expect.min of the rule.",
+            hint="Mend the model, or lower min_matches of the rule.",
         )

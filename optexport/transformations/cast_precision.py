@@ -116,7 +116,9 @@ class CastPrecision(Rule):
         for name in self.keep:
             if name not in known and not any(f"{product}.".startswith(f"{name}.") for product in products):
                 raise ConfigError(
-                    f'there is no module "{name}"', location="cast-precision.keep", hint=did_you_mean(name, known)
+                    f'there is no module "{name}"',
+                    location="cast-precision.keep",
+                    hint=did_you_mean(name, known),
                 )
 
     def _match_layer(self, graph_module: GraphModule, node: Node) -> Match | Skip | None:

@@ -1,1 +1,1 @@
-"""Chooses, for each format, the rules and lowerings whose file is the fastest of those that are proven."""
+"""Chooses, for each format, the rules and passes whose file is the fastest of those that are proven."""

@@ -19,7 +19,7 @@ from optexport.parity.reference import Call, graph_runner
 from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import Applied, sharing_copy, transform
-from optexport.tuning.candidate import Recipe, lowerings_in, rules_in
+from optexport.tuning.candidate import Recipe, passes_in, rules_in
 from optexport.tuning.outcome import NOT_THE_SAME
 
 _Made = TypeVar("_Made")
@@ -67,7 +67,7 @@ class CandidateBuilder:
         folder.mkdir()
 
         def build() -> Artifact:
-            record = writer.write(file_format, folder, lowerings_in(recipe), self.job.config.export.opset)
+            record = writer.write(file_format, folder, passes_in(recipe), self.job.config.export.opset)
             (artifact,) = exported([record], list(self.job.example), folder, "")
             names = writer.signature.output_names
             for target, run in runners.open_file(artifact.path, file_format, names, writer.device):
@@ -135,5 +135,5 @@ def _refusing(make: Callable[[], _Made]) -> _Made:
         raise
     except OptexportError as error:
         raise CandidateRejected(f"{error.location}: {error.message}" if error.location else error.message) from error
-    except Exception as error:  # lowerings are the code of many, and a candidate is no more than a try
+    except Exception as error:  # passes are the code of many, and a candidate is no more than a try
         raise CandidateRejected(f"it raised {type(error).__name__}: {first_line(error)}") from error

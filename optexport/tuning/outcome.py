@@ -33,7 +33,7 @@ class Trial:
 
     change: str
     rules: tuple[int, ...]
-    lowerings: tuple[str, ...]
+    passes: tuple[str, ...]
     refused: str | None = None
     comparison: Comparison | None = None
     earlier: bool = False

@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from optexport.bench.artifact import Artifact
 from optexport.bench.comparison import Comparison
-from optexport.config import passes
+from optexport.config import format_passes
 from optexport.config.benchmarks import LEAST_ROUNDS
 from optexport.config.schema import Format
 from optexport.errors import BenchError
 from optexport.job import Job
 from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import NamedRule
-from optexport.tuning.candidate import Ingredient, Recipe, change_in_words, configured, in_order, lowerings_in, rules_in
+from optexport.tuning.candidate import Ingredient, Recipe, change_in_words, configured, in_order, passes_in, rules_in
 from optexport.tuning.candidate_builder import CandidateBuilder, CandidateRejected, content_of
 from optexport.tuning.outcome import Outcome, Trial
 from optexport.tuning.tournament import Contest
@@ -76,7 +76,7 @@ class Search:
             return None
         self.begun = time.monotonic()
         self.end = self.begun + self.seconds
-        known = {Recipe([*trial.rules, *trial.lowerings]): trial for trial in earlier if self._can_be(trial)}
+        known = {Recipe([*trial.rules, *trial.passes]): trial for trial in earlier if self._can_be(trial)}
         chosen_then = list(known)[:1]
         for recipe in [*chosen_then, *(recipe for recipe in self._single_changes() if recipe not in known)]:
             self._try(recipe, until=self.begun + _MAKING * self.seconds)
@@ -98,8 +98,8 @@ class Search:
 
     def _can_be(self, trial: Trial) -> bool:
         """Whether a trial that was kept is one of this search's; a damaged one may say anything."""
-        known = passes.of_format(self.format, self.job.config.model.device)
-        return set(trial.rules) <= set(range(len(self.job.rules))) and set(trial.lowerings) <= set(known)
+        known = format_passes.of_format(self.format, self.job.config.model.device)
+        return set(trial.rules) <= set(range(len(self.job.rules))) and set(trial.passes) <= set(known)
 
     def _start_from_what_passes(self) -> None:
         """Where what is configured is refused, starts from those of its ingredients that pass, taken one by one."""
@@ -115,7 +115,7 @@ class Search:
     def _single_changes(self) -> list[Recipe]:
         """The start with each lowering that it lacks, or without one it has, and without each rule that finds work."""
         # Those first that change more, should there be no time for all.
-        lowered: list[Ingredient] = [*passes.of_format(self.format, self.job.config.model.device)]
+        lowered: list[Ingredient] = [*format_passes.of_format(self.format, self.job.config.model.device)]
         rules = [i for i in self.workshop.working(self.start) if i not in self.plain]
         return [self.start ^ {ingredient} for ingredient in [*lowered, *rules]]
 
@@ -274,7 +274,7 @@ class Search:
     def _told(self, recipe: Recipe) -> str:
         without_rules = rules_in(recipe) == rules_in(self.plain) != rules_in(self.configured)
         if recipe == self.plain != self.configured or without_rules:
-            return ", ".join(["plain export", *(f"with {name}" for name in lowerings_in(recipe))])
+            return ", ".join(["plain export", *(f"with {name}" for name in passes_in(recipe))])
         return change_in_words(self.configured, recipe, self.job.rules)
 
     def _trial(self, recipe: Recipe) -> Trial:
@@ -282,7 +282,7 @@ class Search:
         return Trial(
             self._told(recipe),
             tuple(rules_in(recipe)),
-            tuple(lowerings_in(recipe)),
+            tuple(passes_in(recipe)),
             self.refused.get(recipe),
             self.contest.compare(self.start, recipe) if measured else None,
         )

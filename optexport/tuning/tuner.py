@@ -1,4 +1,4 @@
-"""Finds the rules and lowerings that pay, format by format."""
+"""Finds the rules and passes that pay, format by format."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tune(
         folder: Where to write files.
 
     Returns:
-        The job with the rules and lowerings that were chosen, and what came of the search.
+        The job with the rules and passes that were chosen, and what came of the search.
     """
     workshop = CandidateBuilder(job, traced, call, proof, folder)
     formats = list(dict.fromkeys(job.config.export.formats))
@@ -77,7 +77,7 @@ def share(budget: float, left: float, index: int, formats: int) -> float:
 
 def _entry(job: Job, traced: Traced, proof: ParityChecker, workloads: Sequence[Workload], file_format: Format) -> str:
     """What the trials of a format are kept under."""
-    reference, gates = proof.reference, job.config.parity.decisions or ()
+    reference, gates = proof.reference, job.config.parity.metrics or ()
     plugins = {type(rule.transformation).__module__ for rule in job.rules if not is_built_in(rule.transformation)}
     metrics = {gate.removeprefix(METRIC).partition(":")[0] for gate in gates if gate.startswith(METRIC)}
     return store.name(
@@ -88,7 +88,7 @@ def _entry(job: Job, traced: Traced, proof: ParityChecker, workloads: Sequence[W
         file_format,
         [[rule.name, rule.options, rule.formats, rule.min_matches] for rule in job.rules],
         {module: code_of(module) for module in plugins | metrics},
-        job.config.export.lowerings.get(file_format, []),
+        job.config.export.passes.get(file_format, []),
         job.config.export.opset,
         devices.described(job.config.model.device),
         job.config.parity.model_dump(mode="json"),
@@ -113,9 +113,7 @@ def _with_chosen(job: Job, outcomes: Sequence[Outcome]) -> Job:
         ]
         if own:
             rules.append(replace(rule, formats=None if own == formats else tuple(own)))
-    lowered = {**job.config.export.lowerings, **{name: list(trial.lowerings) for name, trial in chosen.items()}}
-    export = job.config.export.model_copy(
-        update={"lowerings": {name: found for name, found in lowered.items() if found}}
-    )
+    lowered = {**job.config.export.passes, **{name: list(trial.passes) for name, trial in chosen.items()}}
+    export = job.config.export.model_copy(update={"passes": {name: found for name, found in lowered.items() if found}})
     config = resolved(job.config.model_copy(update={"export": export, "tune": None}), rules)
     return replace(job, config=config, rules=tuple(rules))

@@ -99,8 +99,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "range that is a number": (table("inputs.dynamic", "batch = 3"), "inputs.dynamic.batch", "in brackets, not 3"),
     "range of text": (table("inputs.dynamic", 'batch = ["a", 3]'), "inputs.dynamic.batch[0]", "not 'a'"),
     "range of fractions": (table("inputs.dynamic", "batch = [1, 2.0]"), "inputs.dynamic.batch[1]", "not 2.0"),
-    "multiple of nothing": (table("parity", "multiple = 0.0"), "parity.multiple", "not 0.0"),
-    "multiple that is no number": (table("parity", "multiple = nan"), "parity.multiple", "not nan"),
+    "multiple of nothing": (table("parity", "multiple = 0.0"), "parity.noise_multiple", "not 0.0"),
+    "multiple that is no number": (table("parity", "multiple = nan"), "parity.noise_multiple", "not nan"),
     "tolerance below zero": (table("parity", "atol = -1e-6"), "parity.atol", "not -1e-06"),
     "tolerance as text": (table("parity", 'rtol = "1e-6"'), "parity.rtol", "not '1e-6'"),
     "seed of fractions": (table("parity", "seed = 1.5"), "parity.seed", "not 1.5"),
@@ -156,7 +156,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "k of nothing": (table("processing", 'outputs = "top_k"', "k = 0"), "processing.k", "not 0"),
     "gate on labels": (
         table("processing", 'outputs = "argmax"', "[parity]", "decisions.argmax_agreement = 0.9"),
-        "parity.decisions.argmax_agreement",
+        "parity.metrics.argmax_agreement",
         'Write processing.outputs = "probabilities"',
     ),
     "real numbers for images that are scaled": (
@@ -213,8 +213,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "for the CPU alone",
     ),
     "lowering of the CPU for a card": (
-        model('device = "cuda"\n[export.lowerings]\ntorchscript = ["freeze", "onednn-linear"]'),
-        "export.lowerings.torchscript: onednn-linear",
+        model('device = "cuda"\n[export.passes]\ntorchscript = ["freeze", "onednn-linear"]'),
+        "export.passes.torchscript: onednn-linear",
         "for the CPU alone",
     ),
     "rules in one table": (table("transformations", 'use = "merge-linears"'), "transformations", "list"),
@@ -222,8 +222,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "rule that is a name": ('transformations = ["merge-linears"]\n' + MODEL, "transformations[0]", "'merge-linears'"),
     "unknown rule": (rule('use = "merge-linear"'), "transformations[0].use", 'Did you mean "merge-linears"?'),
     "expectation of nothing": (
-        rule('use = "merge-linears"', "expect = { min = 0 }"),
-        "transformations[0].expect.min",
+        rule('use = "merge-linears"', "min_matches = 0"),
+        "transformations[0].min_matches",
         "not 0",
     ),
     "expectation with a typo": (

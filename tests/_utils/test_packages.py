@@ -94,4 +94,4 @@ def test_reproducing_names_the_package_that_is_another_now(made: Path, drifted: 
 
 
 def test_what_fails_to_be_imported_with_an_older_package_is_no_defect(made: Path, drifted: Path) -> None:
-    assert UNMET in _told(made, drifted, "blame", "mine.toml")
+    assert UNMET in _told(made, drifted, "diagnose", "mine.toml")

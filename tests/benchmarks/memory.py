@@ -64,7 +64,7 @@ formats = {formats}
 output = "{output}"
 [parity]
 effort = "{effort}"
-multiple = {multiple}
+noise_multiple = {multiple}
 [tracking]
 enabled = false
 """
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--formats", default="onnx,torchscript,pt2")
     parser.add_argument("--effort", choices=("quick", "standard"), default="quick")
-    parser.add_argument("--multiple", type=float, default=4.0, help="parity.multiple")
+    parser.add_argument("--multiple", type=float, default=4.0, help="parity.noise_multiple")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, help="where a folder for the model and the bundle is made for the time")
     arguments = parser.parse_args()

@@ -25,7 +25,7 @@ from optexport.bench.artifact import Artifact
 from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
-from optexport.config import passes
+from optexport.config import format_passes
 from optexport.exporters import exported_program
 from optexport.exporters.torchscript import exporter
 from optexport.signature.signature import Dynamic
@@ -43,16 +43,16 @@ MODELS: dict[str, _Model] = {
 
 
 def write(made: files.Prepared, file_format: str, names: Sequence[str], folder: Path) -> Artifact:
-    """A file with some lowerings."""
+    """A file with some passes."""
     title = " + ".join(names) or "plain"
     path = folder / title.replace(" ", "") / f"model.{file_format}"  # whose name TorchScript writes into the file
     path.parent.mkdir(exist_ok=True)
     if file_format == "onnx":
-        files.save_onnx(made, path, lowerings=names)
+        files.save_onnx(made, path, passes=names)
     elif file_format == "torchscript":
-        exporter.save(made.program, made.signature, made.example, path, lowerings=names)
+        exporter.save(made.program, made.signature, made.example, path, passes=names)
     else:
-        exported_program.save(made.program, path, lowerings=names)
+        exported_program.save(made.program, path, passes=names)
     inputs = tuple(spec.name for spec in made.signature.inputs)
     return Artifact(title, path, file_format, path.stat().st_size, inputs=inputs)
 
@@ -67,7 +67,7 @@ def race(model: str, formats: Sequence[str], folder: Path, settings: Settings) -
         save_file(batch(*shape), folder / f"{label}.safetensors")
         loads.append(Workload({label: shape[0]}, shape[0], folder / f"{label}.safetensors"))
     for file_format in formats:
-        names = passes.of_format(file_format)
+        names = format_passes.of_format(file_format)
         plain = write(made, file_format, (), folder)
         asked = dict.fromkeys([*((name,) for name in names), names])
         # Of those whose files are equal, the first.

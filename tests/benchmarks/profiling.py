@@ -74,8 +74,8 @@ def main() -> None:
         if not paths:
             made = files.prepare(workloads._minilm(), workloads._text(2, 17), workloads._TEXT)
             paths = [Path(place) / "plain.onnx", Path(place) / "sum-residuals.onnx"]
-            for path, lowerings in zip(paths, ((), ("sum-residuals",)), strict=True):
-                files.save_onnx(made, path, lowerings=lowerings)
+            for path, passes in zip(paths, ((), ("sum-residuals",)), strict=True):
+                files.save_onnx(made, path, passes=passes)
         for path in paths:
             report(path, profile(path, sizes, arguments.threads, arguments.runs, Path(place)))
 

@@ -39,7 +39,7 @@ from tests.benchmarks.peers import PEERS
 # The formats that are lowered, and to what.
 LOWERED = (("onnx", "int8"), ("onnx", "int8-blocks"), ("torchscript", "bfloat16"))
 SHAPES = ((1, 16), (8, 128))
-TUNED = {"export": {"lowerings": {"onnx": ["sum-residuals", "transformers-fusions"], "torchscript": ["onednn-linear"]}}}
+TUNED = {"export": {"passes": {"onnx": ["sum-residuals", "transformers-fusions"], "torchscript": ["onednn-linear"]}}}
 _SENTENCES = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()
 GATED, HELD_OUT = _SENTENCES[: len(_SENTENCES) // 2], _SENTENCES[len(_SENTENCES) // 2 :]
 
@@ -47,16 +47,16 @@ GATED, HELD_OUT = _SENTENCES[: len(_SENTENCES) // 2], _SENTENCES[len(_SENTENCES)
 def export(
     folder: Path, name: str, formats: Sequence[str], more: str = "", recipe: Mapping[str, Any] | None = None
 ) -> Result:
-    """Runs MiniLM's config with some formats, and what else is said; with the rules and lowerings of another run."""
+    """Runs MiniLM's config with some formats, and what else is said; with the rules and passes of another run."""
     example = tomllib.loads((workloads.EXAMPLES / "minilm.toml").read_text(encoding="utf-8"))
-    rules, lowerings = "", ""
+    rules, passes = "", ""
     plain = recipe is not None and not recipe
     for rule in (recipe or {}).get("transformations", []):
         wanted = [one for one in rule.get("formats") or formats if one in formats]
         if wanted:
             rules += f'[[transformations]]\nuse = "{rule["use"]}"\nformats = {wanted}\n'
-    for file_format, names in (recipe or {}).get("export", {}).get("lowerings", {}).items():
-        lowerings += f"{file_format} = {names}\n" if file_format in formats else ""
+    for file_format, names in (recipe or {}).get("export", {}).get("passes", {}).items():
+        passes += f"{file_format} = {names}\n" if file_format in formats else ""
     texts = [*example["inputs"]["texts"], *GATED]
     path = folder / f"{name}.toml"
     path.write_text(
@@ -73,8 +73,8 @@ sequence = [2, 512]
 [export]
 formats = {list(formats)}
 output = "{name}"
-[export.lowerings]
-{lowerings}
+[export.passes]
+{passes}
 [tracking]
 enabled = false
 {more}
@@ -129,7 +129,7 @@ def main() -> None:
     os.environ["OPTEXPORT_CACHE"] = ""
     torch.set_num_threads(arguments.threads)
     print(f"{machine()}, {arguments.threads} thread(s), {arguments.rounds} rounds, gate {arguments.gate}\n", flush=True)
-    gate = f'[parity.decisions]\ncosine = {{ min = {arguments.gate}, output = "last_hidden_state" }}\n'
+    gate = f'[parity.metrics]\ncosine = {{ min = {arguments.gate}, output = "last_hidden_state" }}\n'
     reference = workloads._minilm()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

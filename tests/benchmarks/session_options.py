@@ -19,7 +19,7 @@ from pathlib import Path
 import onnxruntime
 
 from optexport._utils.platform import machine
-from optexport.config import passes
+from optexport.config import format_passes
 from tests.benchmarks.models import RACERS
 from tests.benchmarks.workloads import _TEXT
 from tests.exporters import files
@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, _Change] = {
     "session.disable_prepacking": lambda o: o.add_session_config_entry("session.disable_prepacking", "1"),
     "session.set_denormal_as_zero": lambda o: o.add_session_config_entry("session.set_denormal_as_zero", "1"),
 }
-_LOWERED = [name for name in passes.of_format("onnx") if name in ("attention", "sum-residuals")]
+_LOWERED = [name for name in format_passes.of_format("onnx") if name in ("attention", "sum-residuals")]
 
 
 def seconds(path: Path, inputs: Mapping[str, object], rounds: int) -> dict[str, list[float]]:
@@ -74,7 +74,7 @@ def main() -> None:
             axes = dims if racer.kind == "text" else {0: dims[0]}
             path = Path(folder) / f"{model}.onnx"
             made = files.prepare(racer.load(), example, dict.fromkeys(example, axes), rules=True)
-            files.save_onnx(made, path, lowerings=_LOWERED)
+            files.save_onnx(made, path, passes=_LOWERED)
             ratios: dict[str, list[str]] = {name: [] for name in OPTIONS}
             for shape in racer.shapes:
                 inputs = {name: tensor.numpy() for name, tensor in racer.inputs(shape).items()}

@@ -98,7 +98,7 @@ def test_every_file_is_listed_with_its_size_and_digest(document: dict[str, Any])
 def test_the_artifacts_are_the_models_by_format(document: dict[str, Any]) -> None:
     paths = {"torchscript": "model.torchscript.pt", "onnx": "model.onnx", "pt2": "model.pt2"}
     assert document["artifacts"] == [
-        {"format": name, "path": path, "device": "cpu", "fixed_shape": None, "lowerings": [], "precision": None}
+        {"format": name, "path": path, "device": "cpu", "fixed_shape": None, "passes": [], "precision": None}
         for name, path in paths.items()
     ]
 

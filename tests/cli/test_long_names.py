@@ -32,7 +32,7 @@ _CONFIG = '[model]\nsource = "toy:tiny"\n[input.x]\nshape = [1, 2]\n'
         ("run", "a.toml", "--output", "LONG"),
         ("run", "LONG"),
         ("lock", "LONG"),
-        ("log", "LONG"),
+        ("upload", "LONG"),
     ],
     ids=" ".join,
 )

@@ -172,7 +172,7 @@ FAILURES = {
     "left": (config("halves:leaves"), 3),
     "not proven": (config(more='transformations = [{ use = "python:halves:Doubles" }]'), 4),
     "not transformed": (config(more='transformations = [{ use = "python:halves:Fails" }]'), 5),
-    "without work": (config(more='transformations = [{ use = "merge-linears", expect = { min = 1 } }]'), 6),
+    "without work": (config(more='transformations = [{ use = "merge-linears", min_matches = 1 }]'), 6),
     "interrupted": (config("halves:interrupted"), 130),
 }
 

@@ -1,4 +1,4 @@
-"""``optexport log``, ``promote`` and ``rollback``, and ``run`` with ``[register]``: exit codes and what is said."""
+"""``optexport upload``, ``promote`` and ``rollback``, and ``run`` with ``[register]``: exit codes and what is said."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_run_registers_its_model_and_the_alias_moves_only_to_a_better_one(uri:
     assert result.exit_code == 0, result.stderr
     assert "Registered block version 1 holds best" in result.stdout
     # The same numbers in a larger file, and parity is not what is looked at.
-    config.write_text(f"{text}[register.ratchet]\nsize = 0.0\nparity = 1000.0\n")
+    config.write_text(f"{text}[register.max_regression]\nsize = 0.0\nparity = 1000.0\n")
     result = call("run", "--json", config)
     document = json.loads(result.stdout)
     assert (result.exit_code, document["exit_code"]) == (6, 6), result.stderr
@@ -65,18 +65,18 @@ def test_a_bundle_is_sent_to_the_store_that_is_named(
         named = ["--config", stores.project(tmp_path, "sqlite:///mlflow.db")]
     else:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    result = call("log", place, *named)
+    result = call("upload", place, *named)
     assert result.exit_code == 0, result.stderr
     assert f"{place}: sent, MLflow run " in result.stdout
     assert "block version 1 holds champion" in result.stdout
-    again = json.loads(call("log", place, *named, "--json").stdout)
+    again = json.loads(call("upload", place, *named, "--json").stdout)
     assert (again["before"], again["passed"], again["registered"]["holder"]) == (True, True, "1")
     assert holder(uri) == "1"
 
 
 def test_a_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None:
     for _ in range(2):
-        assert call("log", bundle(tmp_path, manifest=registering()), "--uri", uri).exit_code == 0
+        assert call("upload", bundle(tmp_path, manifest=registering()), "--uri", uri).exit_code == 0
     result = call("promote", "block", "1", "--uri", uri)
     assert (result.exit_code, result.stdout) == (0, "block version 1 holds champion, which version 2 held.\n")
     result = call("rollback", "block", "--uri", uri, "--json")
@@ -91,8 +91,8 @@ def test_a_version_is_promoted_and_rolled_back(uri: str, tmp_path: Path) -> None
         (["rollback", "block"], "--uri: nothing says which MLflow is meant"),
         (["promote", "block", "1", "--uri", "URI"], "block: there is no such registered model"),
         (["rollback", "block", "--uri", "URI"], "block: there is no such registered model"),
-        (["log", "nowhere", "--uri", "URI"], "nowhere: there is no such folder"),
-        (["log", "nowhere", "--config", "nowhere.toml"], "nowhere.toml: there is no such file"),
+        (["upload", "nowhere", "--uri", "URI"], "nowhere: there is no such folder"),
+        (["upload", "nowhere", "--config", "nowhere.toml"], "nowhere.toml: there is no such file"),
     ],
     ids=" ".join,
 )
@@ -107,7 +107,7 @@ def test_a_store_that_cannot_be_reached_ends_with_7(command: list[str], tmp_path
     assert "The alias stays where it was" in message(result, 7)
 
 
-@pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"], ["log", "nowhere"]])
+@pytest.mark.parametrize("command", [["promote", "block", "1"], ["rollback", "block"], ["upload", "nowhere"]])
 def test_a_uri_that_is_none_is_a_wrong_call_and_told_without_its_password(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ CALLING = {
         '[model]\nsource = "org/name"\n[[transformations]]\nuse = "merge-linears"\n'
         '[[transformations]]\nuse = "python:spy:Rule"'
     ),
-    "parity.decisions.python:spy:f1": '[model]\nsource = "org/name"\n[parity.decisions]\n"python:spy:f1" = 0.9',
+    "parity.metrics.python:spy:f1": '[model]\nsource = "org/name"\n[parity.metrics]\n"python:spy:f1" = 0.9',
 }
 
 
@@ -28,14 +28,14 @@ def spy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["check", "run", "blame"])
+@pytest.mark.parametrize("command", ["check", "run", "diagnose"])
 @pytest.mark.parametrize("place", CALLING)
 def test_it_is_refused_by_its_place_and_never_imported(
     spy: Path, command: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "0")  # so that what the option sets is taken back
     (spy / "config.toml").write_text(CALLING[place])
-    done = CliRunner().invoke(cli, [command, "--no-code", str(spy / "config.toml")])
+    done = CliRunner().invoke(cli, [command, "--no-custom-code", str(spy / "config.toml")])
     assert done.exit_code == 2
     assert done.stderr.startswith(f"Error: {spy / 'config.toml'}: {place}: ")
     assert "Read that code" in done.stderr
@@ -53,5 +53,5 @@ def test_the_variable_does_the_same_as_the_option(spy: Path, monkeypatch: pytest
 def test_what_calls_no_code_of_others_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "0")
     (tmp_path / "config.toml").write_text('[model]\nsource = "org/name"\n[[transformations]]\nuse = "MergeLinears"')
-    done = CliRunner().invoke(cli, ["check", "--no-code", str(tmp_path / "config.toml")])
+    done = CliRunner().invoke(cli, ["check", "--no-custom-code", str(tmp_path / "config.toml")])
     assert done.exit_code == 0, done.output

@@ -45,14 +45,14 @@ GOOD: list[dict[str, Any]] = [
     {},
     {"inputs": {"tensors": {"x": {"shape": ["batch", 3], "low": 0.0}}, "dynamic": {"batch": [1, 8]}}},
     {"inputs": {"constants": {"a": True, "b": 1, "c": 0.5, "d": "x", "e": [[1, 2], [3, 4]], "f": []}}},
-    {"parity": {"decisions": {"cosine": 0.99, "top_k_agreement": {"min": 1, "k": 3}}}},
+    {"parity": {"metrics": {"cosine": 0.99, "top_k_agreement": {"min": 1, "k": 3}}}},
     {"gate": {"max_size_mb": 20, "min_speedup": {"onnx": 1.1}}},
     {"processing": {"normalize": True, "outputs": "top_k", "k": 3}},
-    {"transformations": [{"use": "merge-linears", "expect": {"min": 1}, "formats": ["onnx"]}]},
+    {"transformations": [{"use": "merge-linears", "min_matches": 1, "formats": ["onnx"]}]},
     {"transformations": [{"use": "MergeLinears"}, {"use": "keep-outputs", "outputs": ["a"]}]},
     {"transformations": [{"use": "python:mine:Rule", "anything": 1}]},
     {"export": {"layout": "triton"}},
-    {"export": {"lowerings": {"onnx": ["gemm"]}, "opset": 20}, "tune": {}, "bench": {"shapes": [{"batch": 1}]}},
+    {"export": {"passes": {"onnx": ["gemm"]}, "opset": 20}, "tune": {}, "bench": {"shapes": [{"batch": 1}]}},
 ]
 BAD: list[dict[str, Any]] = [
     {"model": {"source": ""}},
@@ -63,14 +63,14 @@ BAD: list[dict[str, Any]] = [
     {"inputs": {"tensors": {"x": {"shape": [1.5]}}}},
     {"inputs": {"dynamic": {"batch": [1]}}},
     {"inputs": {"constants": {"a": {"b": 1}}}},
-    {"parity": {"multiple": 0.5}},
+    {"parity": {"noise_multiple": 0.5}},
     {"parity": {"effort": "lots"}},
-    {"parity": {"decisions": {"cosine": "high"}}},
+    {"parity": {"metrics": {"cosine": "high"}}},
     {"gate": {"max_size_mb": 0}},
     {"export": {"formats": ["onxx"]}},
     {"export": {"formats": []}},
     {"export": {"layout": "flat"}},
-    {"export": {"lowerings": {"onnx": ["gemmm"]}}},
+    {"export": {"passes": {"onnx": ["gemmm"]}}},
     {"model": {"source": "org/name", "task": "feature-extractoin"}},
     {"transformations": [{"use": "merge-linears", "outputs": ["a"]}]},
     {"transformations": [{"use": "replace-activation", "new": "tanh"}]},
@@ -109,7 +109,7 @@ def test_it_names_the_values_that_are_known_and_leaves_those_of_packages_open() 
     tables = SCHEMA["$defs"]
     assert tables["ModelConfig"]["properties"]["task"]["anyOf"][0] == {"enum": list(AUTO_CLASSES)}
     assert {"enum": list(RULES)} in tables["TransformationConfig"]["properties"]["use"]["anyOf"]
-    named = tables["ExportConfig"]["properties"]["lowerings"]["properties"]
+    named = tables["ExportConfig"]["properties"]["passes"]["properties"]
     assert "sum-residuals" in named["onnx"]["items"]["enum"]
     assert is_valid(MODEL | {"transformations": [{"use": "rule-of-a-package", "anything": 1}]})
 

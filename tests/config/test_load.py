@@ -101,7 +101,7 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        (table("parity", "multiple = inf"), "parity.multiple"),
+        (table("parity", "multiple = inf"), "parity.noise_multiple"),
         (table("parity", "atol = inf"), "parity.atol"),
         (table("parity", "rtol = inf"), "parity.rtol"),
         (table("inputs.tensors.x", "shape = [1]", "low = nan"), "inputs.tensors.x.low"),
@@ -114,7 +114,7 @@ def test_a_path_that_no_file_can_have_is_refused(text: str, key: str, tmp_path: 
         (table("tracking", 'uri = ""'), "tracking.uri"),
         (table("tracking", 'uri = "http:/host"'), "tracking.uri"),
         (table("tracking", 'uri = "gopher://x"'), "tracking.uri"),
-        (table("parity", "multiple = 1e300"), "parity.multiple"),
+        (table("parity", "multiple = 1e300"), "parity.noise_multiple"),
         (table("export", 'formats = ["onnx", "onnx"]'), "export.formats"),
         (table("inputs", 'data = "mine.toml"'), "inputs.data: files of the kind .toml are not known"),
     ],
@@ -264,7 +264,7 @@ GOOD: dict[str, Any] = {
         "dynamic": {"batch": [1, 8]},
     },
     "transformations": [{"use": "merge-linears"}, {"use": "change-true-div-to-mul-by-inverse", "exact": True}],
-    "parity": {"multiple": 4.0, "atol": 1e-5, "rtol": 1e-5, "seed": 3},
+    "parity": {"noise_multiple": 4.0, "atol": 1e-5, "rtol": 1e-5, "seed": 3},
     "export": {"formats": ["onnx"], "output": "build/x", "opset": 20},
     "tracking": {"enabled": False, "uri": "sqlite:///a.db", "experiment": "x"},
 }

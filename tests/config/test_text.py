@@ -22,7 +22,7 @@ BEYOND = f"0x{'f' * 4000}"
     ("text", "told"),
     [
         (f"{MODEL}arguments = {{ n = {BEYOND} }}", "model.arguments.n: it is no whole number of 64 bits"),
-        (f"{MODEL}[parity]\nmultiple = {BEYOND}", "parity.multiple: it is no whole number of 64 bits"),
+        (f"{MODEL}[parity]\nmultiple = {BEYOND}", "parity.noise_multiple: it is no whole number of 64 bits"),
         (f"{MODEL}arguments = {{ a = {'[' * 300}{']' * 300} }}", "nested deeper than 64"),
         (f"[model.arguments.{'a.' * 5000}a]", "nested deeper than 64"),
         (MODEL + "[parity]\n" + "".join(f"k{n} = 1\n" for n in range(20_000)), "more than 10000 keys"),

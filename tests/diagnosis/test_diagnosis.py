@@ -44,7 +44,7 @@ from tests._helpers.graphs import Program
 from tests._helpers.models import randomise
 from tests._helpers.tampering import bake_torchscript, tamper_onnx, tamper_pt2
 
-NAMES = {"blame.txt", "case.safetensors", "parity.json", "reproduce.py"}
+NAMES = {"diagnosis.txt", "case.safetensors", "parity.json", "reproduce.py"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,11 +319,11 @@ def test_two_equal_failures_leave_equal_files_and_a_success_takes_them_away(tmp_
 
 def test_blame_runs_a_config_up_to_the_proof_and_leaves_no_bundle(tmp_path: Path) -> None:
     call = Caller(tmp_path)
-    result = call("blame", config())
+    result = call("diagnose", config())
     assert result.exit_code == 0, result.stderr
     assert "nothing to blame: original, transformed graph, pt2 pass" in result.stdout
     assert not (tmp_path / "build" / "model").exists()
-    told = message(call("blame", config(more='transformations = [{ use = "python:halves:Doubles" }]')), 4)
+    told = message(call("diagnose", config(more='transformations = [{ use = "python:halves:Doubles" }]')), 4)
     assert "python:halves:Doubles is to blame, which changed" in told
     folder = tmp_path / "build" / "model-failure"
     assert [path.name for path in (tmp_path / "build").iterdir()] == ["model-failure"]
@@ -333,16 +333,16 @@ def test_blame_runs_a_config_up_to_the_proof_and_leaves_no_bundle(tmp_path: Path
 
 def test_blame_explains_a_bundle_by_itself(tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(exports.exported().output, tmp_path / "bundle"))
-    result = CliRunner().invoke(cli, ["blame", str(bundle)])
+    result = CliRunner().invoke(cli, ["diagnose", str(bundle)])
     assert result.exit_code == 0, result.stderr
     assert "nothing to blame" in result.stdout
     weight_of("norm.bias", lambda bias: 2 * bias)(bundle / "model.onnx")
-    told = message(CliRunner().invoke(cli, ["blame", str(bundle)]), 4)
+    told = message(CliRunner().invoke(cli, ["diagnose", str(bundle)]), 4)
     assert "model.onnx: it was changed since the bundle was written, so that no exporter need be to blame" in told
     assert "values part first at layer_norm" in told
     assert "norm.bias" in told
     assert (tmp_path / "bundle-failure" / "reproduce.py").is_file()
-    assert "no bundle" in message(CliRunner().invoke(cli, ["blame", str(tmp_path)]), 2)
+    assert "no bundle" in message(CliRunner().invoke(cli, ["diagnose", str(tmp_path)]), 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,6 +416,6 @@ def test_an_output_of_another_dtype_is_said_to_be_one(tmp_path: Path) -> None:
 
 def test_every_file_of_a_failure_is_explained() -> None:
     text = (Path(__file__).parents[2] / "optexport" / "proof" / "README.md").read_text(encoding="utf-8")
-    table = text.partition("`OUTPUT-failure/`:")[2].partition("`optexport blame")[0]
+    table = text.partition("`OUTPUT-failure/`:")[2].partition("`optexport diagnose")[0]
     whole = {"model.onnx", "model.onnx.data", "model.pt2", "model.torchscript.pt", "model.pt", "before.pt", "after.pt"}
     assert [name for name in sorted(reproduction._NAMES - whole) if f"`{name}`" not in table] == []

@@ -18,7 +18,6 @@ from torch.export import ExportedProgram
 
 from optexport.exporters import exported_program
 from optexport.exporters.onnx import exporter as onnx_exporter
-from optexport.exporters.onnx import passes
 from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.job import preset
 from optexport.runtime import runners
@@ -75,11 +74,11 @@ def save_onnx(
     *,
     example: dict[str, torch.Tensor] | None = None,
     opset: int | None = None,
-    lowerings: Sequence[str] = (),
+    passes: Sequence[str] = (),
     **options: Any,
 ) -> None:
-    model = onnx_exporter.convert(made.flat, made.signature, example or made.example, passes.opset(lowerings, opset))
-    onnx_exporter.write(model, path, lowerings=lowerings, **options)
+    model = onnx_exporter.convert(made.flat, made.signature, example or made.example, passes.opset(passes, opset))
+    onnx_exporter.write(model, path, passes=passes, **options)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from tests.exporters import files
 AXES = {0: Dim("batch", 0, 16), 1: Dim("sequence", 2, 40)}
 X = torch.linspace(-2, 2, 60).reshape(3, 5, 4)
 
-_PLACE = tempfile.TemporaryDirectory(prefix="optexport-lowerings-")
+_PLACE = tempfile.TemporaryDirectory(prefix="optexport-passes-")
 
 
 class Mlp(nn.Module):
@@ -83,16 +83,16 @@ def _converted(made: files.Prepared, opset: int | None) -> onnx_ir.Model:
 
 
 def save(made: files.Prepared, file_format: str, folder: Path, names: Sequence[str] = ()) -> Path:
-    """Writes a file with some lowerings, by a name that differs in the folder alone: TorchScript writes it inside."""
+    """Writes a file with some passes, by a name that differs in the folder alone: TorchScript writes it inside."""
     folder.mkdir(exist_ok=True)
     path = folder / f"model.{file_format}"
     match file_format:
         case "onnx":
-            onnx_exporter.write(_converted(made, passes.opset(names, None)), path, lowerings=names)
+            onnx_exporter.write(_converted(made, passes.opset(names, None)), path, passes=names)
         case "torchscript":
-            assert torchscript_exporter.save(made.program, made.signature, made.example, path, lowerings=names) is None
+            assert torchscript_exporter.save(made.program, made.signature, made.example, path, passes=names) is None
         case "pt2":
-            exported_program.save(made.program, path, lowerings=names)
+            exported_program.save(made.program, path, passes=names)
     return path
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from optexport.config import passes
+from optexport.config import format_passes
 from tests._helpers.graphs import Program
 from tests.exporters import files
 from tests.exporters.passes_applied import AXES, X, agree, batches, both, plain_file, prepared, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
-EACH = [(format_pass.name, file_format) for format_pass in passes.PASSES for file_format in format_pass.formats]
+EACH = [(format_pass.name, file_format) for format_pass in format_passes.PASSES for file_format in format_pass.formats]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_every_lowering_gives_a_file_that_opens_and_agrees_at_any_size(
 def test_all_lowerings_of_a_format_together_agree_in_whatever_order_they_are_named(
     file_format: str, tmp_path: Path
 ) -> None:
-    made, names = prepared("bert"), passes.of_format(file_format)
+    made, names = prepared("bert"), format_passes.of_format(file_format)
     lowered = save(made, file_format, tmp_path / "lowered", names)
     backwards = save(made, file_format, tmp_path / "backwards", names[::-1])
     agree(lowered, plain_file("bert", file_format), file_format, made, batches("bert"))
@@ -70,11 +70,13 @@ def test_a_lowering_leaves_what_it_was_given_as_it_was(name: str, file_format: s
 
 
 def test_those_of_a_format_come_in_the_order_in_which_they_are_applied() -> None:
-    assert passes.of_format("onnx").index("sum-residuals") < passes.of_format("onnx").index("transformers-fusions")
-    assert set(passes.of_format("pt2")) == {"onednn-linear", "channels-last"}
+    assert format_passes.of_format("onnx").index("sum-residuals") < format_passes.of_format("onnx").index(
+        "transformers-fusions"
+    )
+    assert set(format_passes.of_format("pt2")) == {"onednn-linear", "channels-last"}
 
 
 def test_those_for_the_cpu_are_none_for_a_card() -> None:
-    assert passes.of_format("pt2", "cuda") == ()
-    assert passes.of_format("torchscript", "cuda") == ("freeze",)
-    assert passes.of_format("onnx", "cuda") == ("sum-residuals", "attention", "gemm")
+    assert format_passes.of_format("pt2", "cuda") == ()
+    assert format_passes.of_format("torchscript", "cuda") == ("freeze",)
+    assert format_passes.of_format("onnx", "cuda") == ("sum-residuals", "attention", "gemm")

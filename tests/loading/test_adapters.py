@@ -114,7 +114,7 @@ def test_a_pattern_beside_the_model_itself_is_read_too(base: Path, tmp_path: Pat
 
 
 def test_an_adapter_that_has_a_module_imported_is_refused(base: Path, tmp_path: Path) -> None:
-    """It ran under ``--no-code``; also where it lies in a folder of a part of the model."""
+    """It ran under ``--no-custom-code``; also where it lies in a folder of a part of the model."""
     (tmp_path / "model" / "0_Transformer").mkdir(parents=True)
     shutil.copytree(base, tmp_path / "model", dirs_exist_ok=True)
     file = tmp_path / "model" / "0_Transformer" / "adapter_config.json"

@@ -215,7 +215,7 @@ def test_an_output_that_is_not_there_or_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         gates(THREE, **demanded)
-    assert caught.value.location == f"parity.decisions.{target}"
+    assert caught.value.location == f"parity.metrics.{target}"
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_metric_that_the_original_itself_fails_is_a_mistake_of_the_config(metr
     proof = ParityChecker(THREE, bounds(THREE, 4.0), gates(THREE, {name: metric}))
     with pytest.raises(ConfigError) as caught:
         check_usable(proof.targets[0].decisions)
-    assert caught.value.location == f"parity.decisions.{name}"
+    assert caught.value.location == f"parity.metrics.{name}"
     assert why in str(caught.value)
 
 

@@ -22,7 +22,7 @@ from optexport.pipeline import run as pipeline_run
 from tests._helpers import exports
 from tests._helpers.config_errors import table
 
-D = "parity.decisions"
+D = "parity.metrics"
 MISTAKES = {
     "unknown measure": (table(D, "argmax_agrement = 1.0"), D, 'no measure "argmax_agrement". Did you mean "argmax_ag'),
     "unknown far from any": (table(D, "zzz = 1.0"), D, "Known are: argmax_agreement, top_k_agreement, cosine, iou"),
@@ -115,7 +115,7 @@ old = "silu"
 new = "hardswish"
 [parity]
 atol = 1.0
-[parity.decisions]
+[parity.metrics]
 """
 
 
@@ -168,7 +168,7 @@ def test_what_preserves_the_computation_passes_the_strictest_gates_everywhere(fo
         ]
         assert target["decisions"][0]["count"] == sum(case["count"] for case in target["decisions"][0]["cases"])
         assert [d["count"] for d in target["decisions"]] == [ROWS, ROWS, 13]
-    assert manifest["config"]["parity"]["decisions"]["top_k_agreement"] == {"min": 1.0, "k": 2}
+    assert manifest["config"]["parity"]["metrics"]["top_k_agreement"] == {"min": 1.0, "k": 2}
 
 
 def test_where_distances_fail_too_the_exit_code_is_theirs(folder: Path) -> None:
@@ -220,7 +220,7 @@ def test_gates_are_tracked_as_metrics(folder: Path) -> None:
     assert metrics[f"{prefix}.low"] < metrics[f"{prefix}.value"] < metrics[f"{prefix}.high"]
     assert metrics[f"{prefix}.count"] == ROWS
     assert 0.5 <= metrics["decisions.torchscript.python_my_metrics_agreement.value"] <= 1.0
-    assert run.data.params["parity.decisions.argmax_agreement.min"] == "0.5"
+    assert run.data.params["parity.metrics.argmax_agreement.min"] == "0.5"
 
 
 # The bundle
@@ -276,8 +276,8 @@ def test_a_gate_on_nothing_known_is_a_damaged_bundle(bundle: Path, wrong: dict[s
 def test_gates_can_be_given_from_python(tmp_path: Path) -> None:
     given = {"dynamic": exports.DYNAMIC, "formats": ["pt2"], "transformations": []}
     demanded = {"cosine": {"min": 0.9999, "output": "hidden"}, "argmax_agreement": 1}
-    result = export(exports.block(), exports.batch(), tmp_path / "block", decisions=demanded, **given)
+    result = export(exports.block(), exports.batch(), tmp_path / "block", metrics=demanded, **given)
     assert [d.gate.measure for d in result.parity[-1].decisions] == ["cosine", "argmax_agreement"]
     assert all(d.value == pytest.approx(1.0) for d in result.parity[-1].decisions)
     with pytest.raises(ConfigError, match='no measure "cosin". Did you mean "cosine"'):
-        export(exports.block(), exports.batch(), tmp_path / "other", decisions={"cosin": 1.0}, **given)
+        export(exports.block(), exports.batch(), tmp_path / "other", metrics={"cosin": 1.0}, **given)

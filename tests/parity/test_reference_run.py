@@ -255,7 +255,7 @@ def test_where_a_smaller_multiple_would_prove_something_it_is_named() -> None:
     known = run_original(call, Coarse(), [Case("only", {"x": torch.rand(64, 6)})])
     with pytest.raises(ParityError, match="nothing can be proven") as told:
         bounds(known, 4.0)
-    named = re.match(r"Set parity.multiple to ([\d.]+), or", told.value.hint or "")
+    named = re.match(r"Set parity.noise_multiple to ([\d.]+), or", told.value.hint or "")
     assert named is not None
     assert bounds(known, float(named[1]))["y"].limit <= 0.1
     with pytest.raises(ParityError):

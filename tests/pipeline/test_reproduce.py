@@ -47,7 +47,7 @@ use = "merge-linears"
 formats = ["onnx"]
 [export]
 formats = ["torchscript", "onnx", "pt2"]
-[export.lowerings]
+[export.passes]
 torchscript = ["freeze"]
 [parity]
 effort = "quick"

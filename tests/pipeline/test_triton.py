@@ -177,7 +177,7 @@ def test_blame_finds_a_wrong_file_and_writes_over_what_it_left_before(tmp_path: 
     exports.rezip(bundle / name, lambda part, content: bytes(len(content)) if part.endswith("data/0") else content)
     exports.reseal(bundle, name)
     for _ in range(2):
-        done = CliRunner().invoke(cli, ["blame", str(bundle)])
+        done = CliRunner().invoke(cli, ["diagnose", str(bundle)])
         assert done.exit_code == 4, done.stderr
         assert "model.pt does not" in done.stderr
         assert "could not be left" not in done.stderr

@@ -125,7 +125,7 @@ def test_what_fails_in_one_graph_is_laid_at_its_rule(tmp_path: Path) -> None:
         (("[tracking]", '[export]\nformats = ["onnx"]\n[tracking]'), "transformations\\[0\\].formats: no torchscript"),
         (('use = "merge-linears"', 'use = "keep-outputs"\noutputs = ["hidden"]'), "all files have the same outputs"),
         (('"torchscript", "pt2"', '"torchsript"'), "transformations\\[0\\].formats\\[0\\]"),
-        (("[tracking]", '[export.lowerings]\nonnx = ["sum"]\n[tracking]'), 'there is no "sum" for it'),
+        (("[tracking]", '[export.passes]\nonnx = ["sum"]\n[tracking]'), 'there is no "sum" for it'),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, changed: tuple[str, str], told: str) -> None:

@@ -102,13 +102,13 @@ def test_a_rule_to_leave_out_that_is_not_there_is_refused(project: Path) -> None
 
 def expecting(project: Path, rule: str, least: int) -> Path:
     path = config(project, rule)
-    path.write_text(path.read_text().replace(f'use = "{rule}"', f'use = "{rule}"\nexpect = {{ min = {least} }}'))
+    path.write_text(path.read_text().replace(f'use = "{rule}"', f'use = "{rule}"\nmin_matches = {least}'))
     return path
 
 
 def test_a_rule_that_finds_as_much_as_is_expected_passes(project: Path) -> None:
     result = run.run(expecting(project, "merge-linears", 1))
-    assert result.manifest.config["transformations"] == [{"use": "merge-linears", "expect": {"min": 1}}]
+    assert result.manifest.config["transformations"] == [{"use": "merge-linears", "min_matches": 1}]
 
 
 @pytest.mark.parametrize(("rule", "least", "found"), [("merge-linears", 2, "1"), ("fuse-batch-norm", 1, "0")])

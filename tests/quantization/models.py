@@ -188,13 +188,13 @@ def write(
 
     Args:
         precision: What stands in its table ``[precision]``.
-        gates: What stands in ``[parity.decisions]``; nothing of either where it is empty.
+        gates: What stands in ``[parity.metrics]``; nothing of either where it is empty.
     """
     text = _CONFIG.format(model=model, formats=formats)
     if precision:
         text += f"[precision]\n{precision}\n"
     if gates:
-        text += f"[parity.decisions]\n{gates}\n"
+        text += f"[parity.metrics]\n{gates}\n"
     path = folder / "config.toml"
     path.write_text(text, encoding="utf-8")
     return path

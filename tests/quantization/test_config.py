@@ -16,15 +16,15 @@ from tests.quantization import models
 @pytest.mark.parametrize(
     ("precision", "formats", "gates", "told"),
     [
-        ('onnx = "int8"', '"onnx"', "", r"precision.onnx: .*nothing says what it must keep\n.*parity.decisions"),
+        ('onnx = "int8"', '"onnx"', "", r"precision.onnx: .*nothing says what it must keep\n.*parity.metrics"),
         ('torchscript = "bfloat16"', '"torchscript"', "", "precision.torchscript: .*nothing says what it must keep"),
         ('onnx = "int8"', '"pt2"', "cosine = 0.9", "precision.onnx: no onnx file is exported"),
         ('onnx = "bfloat16"', '"onnx"', "cosine = 0.9", "precision.onnx"),
         ('pt2 = "int8"', '"pt2"', "cosine = 0.9", "precision.pt2"),
-        ('keep = ["layers.0"]', '"onnx"', "cosine = 0.9", "precision: it lowers nothing"),
-        ('onnx = "int8"', '"onnx"', "cosine = -1", "parity.decisions: .*let anything pass\n.*more than .*cosine = -1"),
-        ('onnx = "int8"', '"onnx"', "iou = 0\nargmax_agreement = 0", "parity.decisions: .*let anything pass"),
-        ('onnx = "int8"\nkep = ["layers.0"]', '"onnx"', "cosine = 0.9", 'Did you mean "keep"'),
+        ('keep_float32 = ["layers.0"]', '"onnx"', "cosine = 0.9", "precision: it lowers nothing"),
+        ('onnx = "int8"', '"onnx"', "cosine = -1", "parity.metrics: .*let anything pass\n.*more than .*cosine = -1"),
+        ('onnx = "int8"', '"onnx"', "iou = 0\nargmax_agreement = 0", "parity.metrics: .*let anything pass"),
+        ('onnx = "int8"\nkep = ["layers.0"]', '"onnx"', "cosine = 0.9", 'Did you mean "keep_float32"'),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, precision: str, formats: str, gates: str, told: str) -> None:

@@ -109,7 +109,7 @@ def test_python_asks_for_it_too_and_needs_a_gate_as_well(tmp_path: Path) -> None
     options = {"formats": ["pt2"], "precision": {"pt2": "bfloat16"}}
     with pytest.raises(ConfigError, match="nothing says what it must keep"):
         export(models.harmless(), {"x": torch.randn(3, 32)}, tmp_path / "none", **options)
-    result = export(models.harmless(), {"x": torch.randn(3, 32)}, tmp_path / "b", decisions={"cosine": 0.99}, **options)
+    result = export(models.harmless(), {"x": torch.randn(3, 32)}, tmp_path / "b", metrics={"cosine": 0.99}, **options)
     assert all(layer.kept is None for layer in _layers(result, "pt2"))
 
 

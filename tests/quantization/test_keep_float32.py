@@ -1,4 +1,4 @@
-"""What ``precision.keep`` names, where a rule may have merged the layers, or tuning left that rule out."""
+"""What ``precision.keep_float32`` names, where a rule may have merged the layers, or tuning left that rule out."""
 
 from __future__ import annotations
 

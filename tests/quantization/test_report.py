@@ -64,13 +64,13 @@ def test_verify_refuses_a_file_that_no_longer_decides_so(folder: Path, tmp_path:
     done = CliRunner().invoke(cli, ["verify", str(bundle)])
     assert done.exit_code == 6, done.output
     assert "onnx: output, cosine is" in done.output
-    blamed = CliRunner().invoke(cli, ["blame", str(bundle)])
+    blamed = CliRunner().invoke(cli, ["diagnose", str(bundle)])
     assert blamed.exit_code == 6, blamed.output
 
 
 @pytest.mark.usefixtures("told")
 def test_blame_has_nothing_against_a_bundle_that_keeps_to_its_gates(folder: Path) -> None:
-    done = CliRunner().invoke(cli, ["blame", str(folder / "bundle")])
+    done = CliRunner().invoke(cli, ["diagnose", str(folder / "bundle")])
     assert done.exit_code == 0, done.output
     assert "onnx (int8)" in done.output
 
@@ -198,7 +198,7 @@ output = "bundle"
 formats = ["pt2"]
 [precision]
 pt2 = "bfloat16"
-[parity.decisions]
+[parity.metrics]
 cosine = 0.99
 [tracking]
 enabled = false

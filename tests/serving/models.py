@@ -115,5 +115,5 @@ def served(name: str) -> Result:
             return laid_out(name, Crossed(), {"x": x, "y": x[:3]}, dynamic=axes, formats=["onnx"])
         case _:  # a precision
             inputs = {"x": torch.randn(8, 32, generator=torch.Generator().manual_seed(0))}
-            lowered = {"precision": {"onnx": name}, "decisions": {"cosine": 0.9}}
+            lowered = {"precision": {"onnx": name}, "metrics": {"cosine": 0.9}}
             return laid_out(name, Chain(), inputs, dynamic=exports.BATCH, formats=["onnx"], **lowered)

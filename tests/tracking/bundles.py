@@ -46,7 +46,7 @@ def bundle(
 
 def registering(name: str = "block", **max_regression: float) -> Change:
     """Has the bundle's config register its model."""
-    settings = {"name": name, "alias": "champion", "ratchet": max_regression}
+    settings = {"name": name, "alias": "champion", "max_regression": max_regression}
     return lambda document: document["config"].update(register=settings)
 
 

@@ -95,7 +95,7 @@ def test_a_run_that_is_interrupted_as_it_ends_is_marked_failed_and_says_how_to_g
     with pytest.raises(KeyboardInterrupt) as caught:
         pipeline_run.run(config)
     (note,) = caught.value.__notes__
-    assert note.startswith("The bundle is whole on disk. What was not sent is sent by: optexport log ")
+    assert note.startswith("The bundle is whole on disk. What was not sent is sent by: optexport upload ")
     run = only_run(uri)
     assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")
     monkeypatch.undo()
@@ -211,13 +211,13 @@ def test_a_server_that_refuses_the_credentials_has_answered(tmp_path: Path, stat
     )
     place = bundle(tmp_path)
     with answering(status) as uri:
-        with pytest.raises(TrackingError, match=rf"on disk\. {hint}, again with the same options: optexport log"):
+        with pytest.raises(TrackingError, match=rf"on disk\. {hint}, again with the same options: optexport upload"):
             log_bundle(place, uri)
         with pytest.raises(TrackingError, match=rf"The alias stays where it was\. {hint}, do it again\."):
             promotion.promote(uri, "block", "1", "champion")
         tracker = Tracker(TrackingConfig(uri=uri), tmp_path / "a config.toml", place)
         tracker.start({}, {})
-    later = rf"{hint}: optexport log {place} --config '{tmp_path}/a config\.toml'"
+    later = rf"{hint}: optexport upload {place} --config '{tmp_path}/a config\.toml'"
     with pytest.raises(TrackingError, match=later):
         raise tracker.failure or AssertionError
 

@@ -170,7 +170,7 @@ def test_a_champion_that_changes_during_the_comparison_is_compared_with_too(
     store.log(size=1)
     promotion.promote(store.uri, "block", "1", "champion")
     seen: list[str | None] = []
-    compare = registry.max_regression.compare
+    compare = registry.regression_gate.compare
 
     def slowly(new: BundleRecord, champion: BundleRecord, allowed: Any) -> Any:
         seen.append(store.holder)

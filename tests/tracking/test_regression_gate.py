@@ -247,7 +247,7 @@ def test_a_manifest_of_impossible_figures_is_not_compared_with(tmp_path: Path, c
     ("changes", "told"),
     [
         ({"manifest": multiple(1e308)}, "onnx, hidden: 1e[+]308 times a floor"),
-        ({"manifest": lambda m: m["config"]["parity"].update(multiple=0.5)}, "schema: parity.multiple"),
+        ({"manifest": lambda m: m["config"]["parity"].update(noise_multiple=0.5)}, "schema: parity.noise_multiple"),
         ({"manifest": lowered("int8", -1e308)}, "argmax_agreement: -1e[+]308"),
         ({"measurements": timed(-1.0, 1e300)}, "onnx at batch=1: -1 to 1e[+]300 ms"),
     ],

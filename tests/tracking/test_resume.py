@@ -107,7 +107,7 @@ def test_a_run_that_stopped_half_way_is_completed_and_not_doubled(tmp_path: Path
     (tmp_path / "mlartifacts").write_text("a file where a folder should be")
     result = pipeline_run.run(config)
     assert result.tracking_failure is not None
-    assert f"optexport log {result.output} --config {config}" in str(result.tracking_failure)
+    assert f"optexport upload {result.output} --config {config}" in str(result.tracking_failure)
     (half,) = runs(uri, "tracked")
     assert half.info.status == "FAILED"
     (tmp_path / "mlartifacts").unlink()

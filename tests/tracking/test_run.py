@@ -64,7 +64,7 @@ def test_the_params_are_the_flattened_config(tracked: Tracked) -> None:
     assert json.loads(params["inputs.tensors.x.shape"]) == ["batch", "sequence", 8]
     assert json.loads(params["inputs.dynamic.batch"]) == [1, 16]
     assert json.loads(params["export.formats"]) == ["onnx", "pt2"]
-    assert params["parity.multiple"] == "4.0"
+    assert params["parity.noise_multiple"] == "4.0"
     assert params["tracking.experiment"] == "tracked"
 
 

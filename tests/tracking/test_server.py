@@ -113,7 +113,7 @@ def test_a_worse_version_is_registered_and_the_alias_is_moved_by_hand(server: Se
 
     log_bundle(bundle(tmp_path, manifest=rated(0.5)), server.uri)
     worse = bundle(tmp_path, manifest=rated(1.35))
-    process = optexport("log", worse, "--uri", server.uri)
+    process = optexport("upload", worse, "--uri", server.uri)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 6, err
     assert "parity: onnx, optimised, hidden: 1.35 times the floor, the champion's 0.5" in err
@@ -189,7 +189,7 @@ def test_a_server_that_is_lost_ends_with_seven_and_what_is_missing_is_sent_later
     place = tmp_path / "out" / "block"
     assert all(place.passed for place in verify(place).targets)
     assert [path.name for path in place.parent.iterdir()] == ["block"]
-    again = optexport("log", place, "--config", config)
+    again = optexport("upload", place, "--config", config)
     out, err = again.communicate(timeout=120)
     assert again.returncode == 7, err
     assert SECRET not in out + err
@@ -197,7 +197,7 @@ def test_a_server_that_is_lost_ends_with_seven_and_what_is_missing_is_sent_later
     started = [run.info.run_id for run in runs(mortal[-1].uri, "mortal")]
     assert len(started) == (0 if moment is before_the_start else 1)
     for said in ("sent", "was there already"):
-        again = optexport("log", place, "--config", config)
+        again = optexport("upload", place, "--config", config)
         out, err = again.communicate(timeout=120)
         assert again.returncode == 0, err
         assert said in out
@@ -220,7 +220,7 @@ def test_where_each_answer_is_lost_once_nothing_is_made_twice(server: Server, tm
             process = optexport("run", project(tmp_path, uri, name))
         else:
             place = bundle(tmp_path, manifest=registering(name))
-            process = optexport("log", place, "--uri", uri, "--experiment", name)
+            process = optexport("upload", place, "--uri", uri, "--experiment", name)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert [kind for kind in CREATING if not any(lost.endswith(f"/{kind}") for lost in lossy.lost)] == []
@@ -238,12 +238,12 @@ def test_files_that_a_page_to_sign_on_took_are_told_and_sent_later(server: Serve
     name = f"signing on {'bundle' if 'bundle' in lost else 'model'}"
     place = bundle(tmp_path, manifest=registering(name))
     with Lossy(signing_on=lost).to(server.port) as uri:
-        process = optexport("log", place, "--uri", uri, "--experiment", name)
+        process = optexport("upload", place, "--uri", uri, "--experiment", name)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 7, err
     assert "files did not arrive, though the store took them: " in err
     assert "model.onnx is not there" in err
-    assert f"When the store keeps what it is sent, again with the same options: optexport log {place}" in err
+    assert f"When the store keeps what it is sent, again with the same options: optexport upload {place}" in err
     (run,) = runs(server.uri, name)
     assert run.info.status == "FAILED"
     log_bundle(place, server.uri, name)

@@ -117,7 +117,7 @@ def test_a_signal_ends_what_log_sends_as_failed_and_log_completes_it(
     uri, place = stores.store(tmp_path), bundle(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(resume, "send", sends_first(resume.send, sent))
-        ended = CliRunner().invoke(cli, ["log", str(place), "--uri", uri])
+        ended = CliRunner().invoke(cli, ["upload", str(place), "--uri", uri])
     assert ended.exit_code == code
     assert "Error: interrupted\n  The bundle is whole on disk. What was not sent is sent by the same" in ended.stderr
     (run,) = runs(uri)
@@ -139,7 +139,7 @@ def test_a_signal_while_a_run_sends_leaves_a_whole_bundle_and_says_how_the_rest_
         ended = CliRunner().invoke(cli, ["run", str(config)])
     assert ended.exit_code == 143
     place = tmp_path / "out" / "block"
-    told = f"  The bundle is whole on disk. What was not sent is sent by: optexport log {place} --config {config}\n"
+    told = f"  The bundle is whole on disk. What was not sent is sent by: optexport upload {place} --config {config}\n"
     assert ended.stderr.endswith(f"Error: interrupted\n{told}")
     run = only_run(uri)
     assert (run.info.status, run.data.tags["optexport.blame.failure"]) == ("FAILED", "interrupted")

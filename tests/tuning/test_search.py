@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from optexport.bench.artifact import Artifact
 from optexport.bench.turns import ROUNDS_PER_LAUNCH, Settings, Timing
 from optexport.bench.workload import Workload
-from optexport.config import passes
+from optexport.config import format_passes
 from optexport.config.benchmarks import BarConfig
 from optexport.errors import BenchError
 from optexport.tuning.candidate import Ingredient, Recipe, rules_in
@@ -28,7 +28,7 @@ from optexport.tuning.search import Search
 from optexport.tuning.tournament import Contest
 from optexport.tuning.tuner import share
 
-_LOWERINGS = passes.of_format("torchscript")
+_PASSES = format_passes.of_format("torchscript")
 _WORKLOADS = (Workload({"batch": 1}, 1, Path(), traced=True), Workload({"batch": 8}, 8, Path()))
 
 
@@ -105,7 +105,7 @@ class World:
         config = SimpleNamespace(
             model=SimpleNamespace(device=device),
             bench=SimpleNamespace(rounds=20),
-            export=SimpleNamespace(lowerings={"torchscript": list(configured)}),
+            export=SimpleNamespace(passes={"torchscript": list(configured)}),
             gate=SimpleNamespace(max_size_mb=None if most_mb is None else BarConfig(every=most_mb)),
         )
         job: Any = SimpleNamespace(rules=rules, config=config)
@@ -136,27 +136,27 @@ def test_a_rule_that_only_breaks_is_refused_and_the_others_stay(world: Callable[
 
 
 def test_lowerings_that_pay_are_put_in_together(world: Callable[..., World]) -> None:
-    outcome = world(dict.fromkeys(_LOWERINGS, 1.2)).search()
-    assert outcome.chosen.lowerings == _LOWERINGS
+    outcome = world(dict.fromkeys(_PASSES, 1.2)).search()
+    assert outcome.chosen.passes == _PASSES
 
 
 def test_lowerings_for_the_cpu_are_not_tried_for_a_card(world: Callable[..., World]) -> None:
-    outcome = world(dict.fromkeys(_LOWERINGS, 1.2)).search(device="cuda")
-    assert outcome.chosen.lowerings == passes.of_format("torchscript", "cuda") == ("freeze",)
+    outcome = world(dict.fromkeys(_PASSES, 1.2)).search(device="cuda")
+    assert outcome.chosen.passes == format_passes.of_format("torchscript", "cuda") == ("freeze",)
 
 
-@pytest.mark.parametrize("paying", _LOWERINGS)
+@pytest.mark.parametrize("paying", _PASSES)
 def test_of_few_candidates_each_is_measured_and_the_one_that_pays_is_found(
     world: Callable[..., World], paying: str
 ) -> None:
     outcome = world({paying: 1.3}, rules=0).search()
-    assert outcome.chosen.lowerings == (paying,)
-    assert len([trial for trial in outcome.trials if trial.comparison is not None]) >= len(_LOWERINGS)
+    assert outcome.chosen.passes == (paying,)
+    assert len([trial for trial in outcome.trials if trial.comparison is not None]) >= len(_PASSES)
 
 
 def test_of_few_candidates_those_that_pay_are_put_in_together(world: Callable[..., World]) -> None:
-    outcome = world(dict.fromkeys(_LOWERINGS[:2], 1.3), rules=0, broken=frozenset(_LOWERINGS[2:])).search()
-    assert outcome.chosen.lowerings == _LOWERINGS[:2]
+    outcome = world(dict.fromkeys(_PASSES[:2], 1.3), rules=0, broken=frozenset(_PASSES[2:])).search()
+    assert outcome.chosen.passes == _PASSES[:2]
 
 
 def test_on_a_noisy_machine_what_is_configured_stays_and_it_says_so(world: Callable[..., World]) -> None:
@@ -173,7 +173,7 @@ def test_what_is_slower_than_the_plain_export_at_one_shape_is_not_chosen(world: 
 
 
 def test_a_file_that_crashes_where_it_is_measured_is_refused_and_the_race_goes_on(world: Callable[..., World]) -> None:
-    outcome = world({0: 1.2, _LOWERINGS[0]: 2.0}, crashing=frozenset([_LOWERINGS[0]])).search()
+    outcome = world({0: 1.2, _PASSES[0]: 2.0}, crashing=frozenset([_PASSES[0]])).search()
     assert outcome.chosen.rules == (0, 1)
     (refused,) = {trial.refused for trial in outcome.trials if trial.refused is not None}
     assert "its process ended" in refused
@@ -209,7 +209,7 @@ def test_without_time_only_what_is_configured_is_compared_with_the_plain_export(
 
 
 def test_a_second_search_starts_from_what_the_first_one_chose(world: Callable[..., World]) -> None:
-    speed = {0: 0.8, 1: 1.1, **dict.fromkeys(_LOWERINGS, 1.2)}
+    speed = {0: 0.8, 1: 1.1, **dict.fromkeys(_PASSES, 1.2)}
     first = world(speed).search()
     second = world(speed).search([first.chosen, *first.trials])
     assert second.chosen.change == first.chosen.change
@@ -219,8 +219,8 @@ def test_a_second_search_starts_from_what_the_first_one_chose(world: Callable[..
 
 
 def test_a_configured_lowering_that_slows_is_taken_out(world: Callable[..., World]) -> None:
-    outcome = world({_LOWERINGS[0]: 0.7}).search(configured=[_LOWERINGS[0]])
-    assert outcome.chosen.change == f"without {_LOWERINGS[0]}"
+    outcome = world({_PASSES[0]: 0.7}).search(configured=[_PASSES[0]])
+    assert outcome.chosen.change == f"without {_PASSES[0]}"
 
 
 def test_a_rule_that_is_expected_to_find_work_stays_however_slow_it_is(world: Callable[..., World]) -> None:
@@ -229,7 +229,7 @@ def test_a_rule_that_is_expected_to_find_work_stays_however_slow_it_is(world: Ca
 
 
 def test_a_file_that_is_larger_than_the_gate_allows_is_refused(world: Callable[..., World]) -> None:
-    outcome = world({_LOWERINGS[0]: 3.0}, large=frozenset([_LOWERINGS[0]])).search(most_mb=0.5)
+    outcome = world({_PASSES[0]: 3.0}, large=frozenset([_PASSES[0]])).search(most_mb=0.5)
     assert outcome.chosen.change == "as configured"
     refused = [trial.refused for trial in outcome.trials if trial.refused is not None]
     assert refused
@@ -259,40 +259,40 @@ _SPEEDS = st.sampled_from([0.7, 0.9, 1.0, 1.1, 1.4])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     speeds=st.lists(_SPEEDS, min_size=2, max_size=5),
-    lowered=st.lists(_SPEEDS, min_size=len(_LOWERINGS), max_size=len(_LOWERINGS)),
+    lowered=st.lists(_SPEEDS, min_size=len(_PASSES), max_size=len(_PASSES)),
     broken=st.sets(st.integers(0, 4), max_size=2),
     noise=st.sampled_from([0.0, 0.01, 0.03]),
 )
 def test_what_is_chosen_is_never_much_slower_than_the_plain_export_nor_than_what_is_configured(
     tmp_path: Path, speeds: list[float], lowered: list[float], broken: set[int], noise: float
 ) -> None:
-    speed: dict[Ingredient, float] = {**dict(enumerate(speeds)), **dict(zip(_LOWERINGS, lowered, strict=True))}
+    speed: dict[Ingredient, float] = {**dict(enumerate(speeds)), **dict(zip(_PASSES, lowered, strict=True))}
     world = World(tmp_path, speed, rules=len(speeds), broken=frozenset(broken), noise=noise)
     chosen = world.search().chosen
-    factor = math.prod(speed[one] for one in (*chosen.rules, *chosen.lowerings))
+    factor = math.prod(speed[one] for one in (*chosen.rules, *chosen.passes))
     passing = math.prod(s for i, s in enumerate(speeds) if i not in broken)
     assert not broken & set(chosen.rules)
     assert factor >= max(1.0, passing) * (1 - 2 * noise) - 1e-9
 
 
 def test_of_changes_that_are_alike_the_smallest_is_made(world: Callable[..., World]) -> None:
-    outcome = world({_LOWERINGS[0]: 1.5}).search()
-    assert outcome.chosen.change == f"with {_LOWERINGS[0]}"
-    assert any(_LOWERINGS[0] in trial.lowerings and len(trial.lowerings) > 1 for trial in outcome.trials)
+    outcome = world({_PASSES[0]: 1.5}).search()
+    assert outcome.chosen.change == f"with {_PASSES[0]}"
+    assert any(_PASSES[0] in trial.passes and len(trial.passes) > 1 for trial in outcome.trials)
 
 
 def test_of_changes_that_cannot_be_told_apart_the_one_that_looks_faster_by_a_hundredth_is_made(
     world: Callable[..., World],
 ) -> None:
-    outcome = world({_LOWERINGS[0]: 1.5, _LOWERINGS[1]: 1.04}, noise=0.05).search()
-    assert {*_LOWERINGS[:2]} <= {*outcome.chosen.lowerings}
+    outcome = world({_PASSES[0]: 1.5, _PASSES[1]: 1.04}, noise=0.05).search()
+    assert {*_PASSES[:2]} <= {*outcome.chosen.passes}
 
 
 def test_leaving_out_the_only_rule_is_put_together_with_a_lowering_that_pays(world: Callable[..., World]) -> None:
     """Without its only rule the file is the plain export, which is measured in any case, and is no candidate."""
-    outcome = world({0: 0.9, _LOWERINGS[0]: 1.3}, rules=1).search()
-    assert (outcome.chosen.rules, outcome.chosen.lowerings) == ((), _LOWERINGS[:1])
-    assert outcome.chosen.change == f"plain export, with {_LOWERINGS[0]}"
+    outcome = world({0: 0.9, _PASSES[0]: 1.3}, rules=1).search()
+    assert (outcome.chosen.rules, outcome.chosen.passes) == ((), _PASSES[:1])
+    assert outcome.chosen.change == f"plain export, with {_PASSES[0]}"
 
 
 def test_making_what_candidates_are_compared_with_takes_none_of_their_time(world: Callable[..., World]) -> None:

@@ -32,9 +32,7 @@ def test_what_was_chosen_comes_first_and_what_may_fare_better_another_time_is_no
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(
-    "notes", [None, "x", [1], [{"change": "x"}], [{"change": "x", "rules": ["a"], "lowerings": []}]]
-)
+@pytest.mark.parametrize("notes", [None, "x", [1], [{"change": "x"}], [{"change": "x", "rules": ["a"], "passes": []}]])
 def test_what_another_version_kept_is_none(notes: object) -> None:
     store.write("name", notes)
     assert trial_cache.read("name") == []

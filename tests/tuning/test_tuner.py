@@ -123,17 +123,17 @@ def test_what_was_tried_is_in_the_measurements_and_what_was_chosen_in_the_manife
     assert manifest.config["transformations"] == []
     assert "tune" not in manifest.config
     (artifact,) = manifest.artifacts
-    assert artifact.lowerings == list(tuned["chosen"]["lowerings"])
+    assert artifact.passes == list(tuned["chosen"]["passes"])
 
 
 def test_a_config_of_what_was_chosen_gives_the_same_file_without_a_search(result: Result, tmp_path: Path) -> None:
-    lowered = json.dumps(result.manifest.artifacts[0].lowerings)
+    lowered = json.dumps(result.manifest.artifacts[0].passes)
     head, _, _ = _CONFIG.partition("[[transformations]]")
     text = f"""transformations = []
 {head}
 [export]
 formats = ["onnx"]
-[export.lowerings]
+[export.passes]
 onnx = {lowered}
 [tracking]
 enabled = false
@@ -189,10 +189,10 @@ class _Kept:
         (folder / "metric_of_mine.py").write_text(
             "import metric_helper\n\ndef mean(own, original):\n    return 1.0\n", encoding="utf-8"
         )
-        text = f'{_CONFIG}\n[parity.decisions]\n"python:metric_of_mine:mean" = 0.5\n'
+        text = f'{_CONFIG}\n[parity.metrics]\n"python:metric_of_mine:mean" = 0.5\n'
         path = _write(folder, text)
         config = load_config(path)
-        load_metrics(config.parity.decisions, folder)
+        load_metrics(config.parity.metrics, folder)
         self.norm = nn.Sequential(nn.LayerNorm(3))
         self.batches = [{"x": torch.zeros(2, 3)}, {"x": torch.ones(2, 3)}]
         self.job: Any = SimpleNamespace(

@@ -16,10 +16,10 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import fx
 
-from optexport.config.passes import ATTENTION_OPSET
+from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.exporters.exported_program import to_program
-from optexport.exporters.onnx import fourier, int64, max_pool, passes, sigmoid, transformers_exporter
+from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transformers_exporter
 from optexport.exporters.onnx.session_probe import check_opens
 from optexport.signature.signature import Signature, as_argument, as_arguments
 
@@ -65,7 +65,7 @@ def write(
     path: Path,
     *,
     metadata: Mapping[str, Any] | None = None,
-    lowerings: Sequence[str] = (),
+    passes: Sequence[str] = (),
     external_data_above: int = EXTERNAL_DATA_ABOVE,
 ) -> None:
     """Writes an ONNX file.
@@ -73,13 +73,13 @@ def write(
     Args:
         model: Not changed.
         metadata: Written to the model's ``metadata_props``, each value as JSON.
-        lowerings: Names of `optexport.config.passes`; those of other formats are passed over.
+        passes: Names of `optexport.config.format_passes`; those of other formats are passed over.
         external_data_above: Where the weights take more bytes, they go to ``<path>.data``.
 
     Raises:
         ExportError: A lowering fails, the file does not pass ``onnx.checker``, or it crashes ONNX Runtime.
     """
-    model = passes.lower(model.clone(), lowerings)
+    model = passes.lower(model.clone(), passes)
     model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     onnx_ir.save(model, path, external_data=f"{path.name}.data" if size > external_data_above else None)

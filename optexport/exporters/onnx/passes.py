@@ -9,7 +9,7 @@ import onnx
 import onnx_ir
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-from optexport.config.passes import ATTENTION_OPSET
+from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, first_line
 from optexport.exporters.onnx import transformers_exporter
 
@@ -18,7 +18,7 @@ _TAKEN_FOR_ZERO = 1e-8
 
 
 def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
-    """Applies lowerings of the file, in the order of `optexport.config.passes.LOWERINGS` whatever
+    """Applies passes of the file, in the order of `optexport.config.format_passes.LOWERINGS` whatever
     that of the names.
 
     Args:
@@ -27,14 +27,14 @@ def lower(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
     Raises:
         ExportError: A package that does it fails.
     """
-    for name, apply in _LOWERINGS.items():
+    for name, apply in _PASSES.items():
         if name in names:
             model = apply(model)
     return model
 
 
 def opset(names: Sequence[str], asked: int | None) -> int | None:
-    """The opset to export with: the one that is asked for, or else one that has what the lowerings write."""
+    """The opset to export with: the one that is asked for, or else one that has what the passes write."""
     return ATTENTION_OPSET if asked is None and "attention" in names else asked
 
 
@@ -118,7 +118,7 @@ def _fuse_as_transformers(model: onnx_ir.Model) -> onnx_ir.Model:
     except Exception as error:  # rewriting raises whatever it meets
         raise ExportError(
             f"transformers could not fuse the file's operators: {first_line(error)}",
-            location="lowering transformers-fusions",
+            location="pass transformers-fusions",
             hint="Leave it out.",
         ) from error
     if any(node.domain == "" and not onnx.defs.has(node.op_type) for node in fused.graph.all_nodes()):
@@ -152,7 +152,7 @@ def _constant_shape(value: onnx_ir.Value | None) -> tuple[int, ...] | None:
     return None if value is None or value.const_value is None else tuple(value.const_value.shape.numpy())
 
 
-_LOWERINGS: Mapping[str, Callable[[onnx_ir.Model], onnx_ir.Model]] = {
+_PASSES: Mapping[str, Callable[[onnx_ir.Model], onnx_ir.Model]] = {
     "sum-residuals": _sum_residuals,
     "gemm": _gemm,
     "transformers-fusions": _fuse_as_transformers,

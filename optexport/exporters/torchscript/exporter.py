@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 
 from optexport.errors import ExportError, first_line
 from optexport.exporters.disk_space import check_room
-from optexport.exporters.torchscript import passes
 from optexport.exporters.torchscript.isolation import compile_afresh
 from optexport.signature.signature import Signature, as_argument, as_arguments
 from optexport.tracing import transformers_exporter
@@ -55,14 +54,14 @@ def save(
     example: Mapping[str, torch.Tensor],
     path: Path,
     *,
-    lowerings: Sequence[str] = (),
+    passes: Sequence[str] = (),
 ) -> str | None:
     """Writes a TorchScript file that takes the inputs by name and returns a tuple of tensors.
 
     Args:
         program: Flat: tensors in, a tuple of tensors out.
         example: Inputs to trace with, where the graph cannot be scripted.
-        lowerings: Names of `optexport.config.passes`; those of other formats are passed over.
+        passes: Names of `optexport.config.format_passes`; those of other formats are passed over.
 
     Returns:
         None, or, where only a trace could be had, the reason; such a file works at the example's shapes only.
@@ -79,7 +78,7 @@ def save(
                 location="export.formats: torchscript",
                 hint='Write it in ASCII, or leave "torchscript" out of export.formats.',
             )
-    program = passes.lower(program, lowerings, "torchscript")
+    program = passes.lower(program, passes, "torchscript")
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     with transformers_exporter.quiet():  # TorchScript is deprecated, and asked for
@@ -89,7 +88,7 @@ def save(
         except Exception as error:  # the TorchScript compiler raises many kinds
             reason = first_line(error)
             module = compile_afresh(partial(_trace, graph_module, signature, example, reason))
-        if "freeze" in lowerings:
+        if "freeze" in passes:
             module = passes.freeze(module)
         check_room(path, program)
         torch.jit.save(module, str(path))

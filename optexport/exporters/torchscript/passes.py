@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def lower(program: ExportedProgram, names: Sequence[str], file_format: str) -> ExportedProgram:
-    """Applies the lowerings of a graph, which are all but ``freeze``, to a copy that shares what weights it can.
+    """Applies the passes of a graph, which are all but ``freeze``, to a copy that shares what weights it can.
 
     Args:
         program: Not changed.

@@ -257,7 +257,7 @@ def _made(side: Side) -> dict[str, Cell]:
     for artifact in manifest.artifacts:
         found[artifact.path] = "; ".join(digest[:12] for digest in _digest(manifest, artifact.path))
         found[f"{artifact.path}, device"] = artifact.device
-        found[f"{artifact.path}, lowerings"] = ", ".join(artifact.lowerings) or "none"
+        found[f"{artifact.path}, passes"] = ", ".join(artifact.passes) or "none"
         precision = artifact.precision
         found[f"{artifact.path}, precision"] = "the model's" if precision is None else precision.precision
         found[f"{artifact.path}, fixed shape"] = artifact.fixed_shape or "no"

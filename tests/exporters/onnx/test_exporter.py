@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from optexport.config.passes import ATTENTION_OPSET
+from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, SourceError
 from optexport.exporters.onnx.session_probe import check_opens
 from optexport.runtime import runners

@@ -37,7 +37,7 @@ _COMPARISON = {"speedup": 1.05, "low": 0.97, "high": 1.1, "verdict": "cannot tel
 _TRIAL = {
     "change": "as configured",
     "rules": [0],
-    "lowerings": [],
+    "passes": [],
     "refused": None,
     "comparison": None,
     "earlier": False,

@@ -85,7 +85,7 @@ def archive(tmp_path: Path) -> Path:
 
 
 def test_a_locator_that_points_at_another_directory_does_not_get_past_the_check(archive: Path, tmp_path: Path) -> None:
-    """The pickle that torch found there ran, in `verify` as well, and with --no-code."""
+    """The pickle that torch found there ran, in `verify` as well, and with --no-custom-code."""
     good = members_of(archive)
     (sample,) = (name for name in good if name.endswith(_SAMPLE))
     evil = good | {sample: malice(tmp_path / "ran")}
