@@ -158,8 +158,8 @@ def brought_home(task: Task, folder: Path, found: Return) -> TaskResult:
     """Unpacks what came of a task: its logs, what its failure left, and its bundle, which appears whole."""
     assert task.output is not None and task.config is not None
     told = found.ended.error
-    if told is not None and found.target:
-        told = told.replace(found.log, str(folder / log_name(task))).replace(f"{found.target}/", "")
+    if told is not None and found.place:
+        told = told.replace(found.log, str(folder / log_name(task))).replace(f"{found.place}/", "")
     ended = replace(found.ended, config=task.name, path=str(task.path), digest=task.digest, output=None, error=told)
     for suffix, log in found.logs.items():
         (folder / f"{log_name(task)}{suffix}").write_bytes(log)

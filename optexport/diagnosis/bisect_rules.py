@@ -63,7 +63,7 @@ class _Rules:
         """The graph after the first rules; of the last of them only so many changes, where that is said."""
         self.traced, self.call = self.retrace()
         graph_module = self.traced.graph_module
-        rules = [replace(rule, least=0) for rule in self.rules[:count]]
+        rules = [replace(rule, min_matches=0) for rule in self.rules[:count]]
         if changes is not None:
             last = rules[-1].transformation
             assert isinstance(last, Rule)

@@ -19,6 +19,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from optexport.errors import ExportError, first_line
 from optexport.exporters.disk_space import check_room
+from optexport.exporters.torchscript import passes as torch_passes
 from optexport.signature.signature import Signature, TensorSpec, as_argument, as_arguments
 from optexport.tracing import transformers_exporter
 from optexport.tracing.shapes.size_guards import drop_own_exclusions
@@ -180,7 +181,7 @@ def save(program: ExportedProgram, path: Path, *, passes: Sequence[str] = ()) ->
         ExportError: The graph, or a weight, is of a kind that the format lacks.
         OSError: The disk is full.
     """
-    program = copy.copy(passes.lower(program, passes, "pt2"))
+    program = copy.copy(torch_passes.lower(program, passes, "pt2"))
     program._example_inputs = None
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):

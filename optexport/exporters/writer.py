@@ -17,6 +17,7 @@ from optexport.config.format_passes import of_format
 from optexport.config.schema import Format
 from optexport.exporters import exported_program
 from optexport.exporters.onnx import exporter as onnx_exporter
+from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.torchscript import exporter as torchscript_exporter
 from optexport.runtime import placement
 from optexport.runtime.devices import Device
@@ -81,7 +82,7 @@ class Writer:
             example = {name: tensor.to(self.device) for name, tensor in self.example.items()}
             fixed_shape = torchscript_exporter.save(self.program, self.signature, example, path, passes=passes)
         else:
-            model = self._onnx_model(passes.opset(passes, opset))
+            model = self._onnx_model(onnx_passes.opset(passes, opset))
             onnx_exporter.write(model, path, metadata=self.metadata(passes), passes=passes)
         return ArtifactRecord(
             format=file_format, path=path.name, device=self.device, fixed_shape=fixed_shape, passes=passes

@@ -20,6 +20,7 @@ from optexport.config.format_passes import ATTENTION_OPSET
 from optexport.errors import ExportError, OptexportError, first_line, root_cause
 from optexport.exporters.exported_program import to_program
 from optexport.exporters.onnx import fourier, int64, max_pool, sigmoid, transformers_exporter
+from optexport.exporters.onnx import passes as onnx_passes
 from optexport.exporters.onnx.session_probe import check_opens
 from optexport.signature.signature import Signature, as_argument, as_arguments
 
@@ -79,7 +80,7 @@ def write(
     Raises:
         ExportError: A lowering fails, the file does not pass ``onnx.checker``, or it crashes ONNX Runtime.
     """
-    model = passes.lower(model.clone(), passes)
+    model = onnx_passes.lower(model.clone(), passes)
     model.metadata_props.update({key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()})
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     onnx_ir.save(model, path, external_data=f"{path.name}.data" if size > external_data_above else None)

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from optexport.errors import ExportError, first_line
 from optexport.exporters.disk_space import check_room
+from optexport.exporters.torchscript import passes as torch_passes
 from optexport.exporters.torchscript.isolation import compile_afresh
 from optexport.signature.signature import Signature, as_argument, as_arguments
 from optexport.tracing import transformers_exporter
@@ -78,7 +79,7 @@ def save(
                 location="export.formats: torchscript",
                 hint='Write it in ASCII, or leave "torchscript" out of export.formats.',
             )
-    program = passes.lower(program, passes, "torchscript")
+    program = torch_passes.lower(program, passes, "torchscript")
     graph_module = program.module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     with transformers_exporter.quiet():  # TorchScript is deprecated, and asked for
@@ -89,7 +90,7 @@ def save(
             reason = first_line(error)
             module = compile_afresh(partial(_trace, graph_module, signature, example, reason))
         if "freeze" in passes:
-            module = passes.freeze(module)
+            module = torch_passes.freeze(module)
         check_room(path, program)
         torch.jit.save(module, str(path))
     return reason
