@@ -1,68 +1,150 @@
-"""The processes below one, as Linux tells of them, whichever session or group they have gone to."""
+"""Finds and ends the processes of an attempt, including those that left its session or process group.
+
+A process inherits the environment of the process that starts it. So a variable whose value starts with a unique mark
+identifies all processes that an attempt starts, directly or not.
+
+``python -m optexport.batch.processes MARK FOLDER`` waits until the process that started it ends, and then cleans up.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-from collections.abc import Iterable
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+import psutil
+
+from optexport.tracking.run import ATTEMPT_VARIABLE
+
+_POLL_SECONDS = 0.01
+# A process may start another one while the list of processes is read.
+_EMPTY_SCANS = 2
+_DONE = b"done"
 
 
-def below(ancestor: int) -> dict[int, int]:
-    """The processes that one has started, and those that these have, which are alive, and the bytes resident of each.
+class MarkedProcesses:
+    """Processes whose attempt variable starts with a mark.
 
-    One that ends while this looks may hide those below it until they are looked for again.
+    The environment of a process is read only when its id is seen for the first time, so a scan is fast.
     """
-    parents, resident = {}, {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                # What follows the name, which may hold spaces: state, parent, group, session, ...
-                told = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
-                fields = told.rpartition(")")[2].split()
-                pid = int(entry.name)
-                parents[pid] = int(fields[1])
-                if fields[0] not in "ZX":
-                    resident[pid] = int(fields[21]) * _PAGE
-    return {pid: used for pid, used in resident.items() if _is_below(pid, ancestor, parents)}
 
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._processes: dict[int, psutil.Process | None] = {}  # None: not marked, or ended
+        self._is_complete = False
 
-def _is_below(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
-    seen = set()  # a number that is given anew while this looks may close a circle
-    while pid in parents and pid not in seen:
-        seen.add(pid)
-        pid = parents[pid]
-        if pid == ancestor:
-            return True
-    return False
+    def scan(self) -> Iterator[psutil.Process]:
+        """Yields the marked processes that are alive, each as soon as it is found."""
+        pids = psutil.pids()
+        # A process that ended after the ids were listed may have started another one that is marked.
+        self._is_complete = all(pid in pids or process is None for pid, process in self._processes.items())
+        self._processes = {pid: self._processes[pid] for pid in pids if pid in self._processes}
+        for pid in reversed(pids):  # the newest first
+            if pid not in self._processes:
+                self._read(pid)
+            process = self._processes.get(pid)
+            if process is not None and _is_alive(process):
+                yield process
+            elif process is not None:
+                self._is_complete = False
+                self._processes[pid] = None
 
-
-def used(resident: dict[int, int], limit: int) -> int:
-    """Bytes resident of processes; where it seems too much, pages that several share are counted once among them."""
-    if sum(resident.values()) <= limit:
-        return sum(resident.values())
-    shared = 0
-    for pid, alone in resident.items():
+    def _read(self, pid: int) -> None:
+        """Finds out from the environment of a process whether it is marked."""
         try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-            shared += next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-        except (OSError, StopIteration):
-            shared += alone
-    return shared
+            process = psutil.Process(pid)
+        except psutil.NoSuchProcess:
+            self._is_complete = False
+            return
+        try:
+            environment = process.environ()
+        except (psutil.Error, OSError):  # a kernel thread, a zombie, or a process of another user
+            if not _is_alive(process):
+                self._is_complete = False
+            self._processes[pid] = None
+            return
+        if environment:  # empty while a process replaces its program
+            is_marked = environment.get(ATTEMPT_VARIABLE, "").startswith(self._mark)
+            self._processes[pid] = process if is_marked else None
+
+    def memory(self, limit: float) -> int:
+        """Returns the resident memory in bytes.
+
+        Shared pages are counted once per process, or proportionally if the sum exceeds the limit and the system can
+        tell (Linux): that takes long to read.
+        """
+        processes = list(self.scan())
+        total = sum(map(_resident, processes))
+        return total if total <= limit else sum(map(_proportional, processes))
+
+    def kill(self) -> None:
+        """Kills all marked processes, and returns when none is left."""
+        empty_scans = 0
+        while empty_scans < _EMPTY_SCANS:
+            is_empty = True
+            for process in self.scan():
+                is_empty = False
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            empty_scans = empty_scans + 1 if is_empty and self._is_complete else 0
+            time.sleep(_POLL_SECONDS)
 
 
-def end(processes: Iterable[int]) -> None:
-    """Ends processes at once. Each is stopped first, so that none starts others while its like are ended."""
-    each = list(processes)
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in each:
-            tell(pid, number)
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
-def tell(pid: int, number: int) -> None:
-    """Sends a signal to a process, if it is there yet."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def _resident(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _proportional(process: psutil.Process) -> int:
+    try:
+        info = process.memory_full_info()
+        return int(getattr(info, "pss", info.rss))
+    except psutil.Error:
+        return 0
+
+
+@contextmanager
+def cleaned_up_if_killed(mark: str, folder: Path) -> Iterator[None]:
+    """Starts a process that kills the marked processes and removes the folder if this process is killed meanwhile."""
+    # Without -P, Python would import modules from the working directory.
+    command = [sys.executable, "-P", "-m", "optexport.batch.processes", mark, str(folder)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # signals of the terminal are for the batch
+    ) as cleaner:
+        try:
+            yield
+        finally:
+            assert cleaner.stdin is not None
+            with contextlib.suppress(OSError):  # the cleaner itself was killed
+                cleaner.stdin.write(_DONE)
+                cleaner.stdin.close()
+
+
+def main() -> None:
+    """Waits for the end of standard input; cleans up if nothing was written to it."""
+    mark, folder = sys.argv[1:]
+    if sys.stdin.buffer.read() != _DONE:
+        MarkedProcesses(mark).kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

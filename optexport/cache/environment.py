@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from optexport._utils.packages import versions
-from optexport._utils.platform import machine
+from optexport._utils.platform import machine, usable_cores
 
 
 def surroundings() -> dict[str, Any]:
@@ -19,7 +18,7 @@ def surroundings() -> dict[str, Any]:
     return {
         **_of_process(),
         "threads": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
     }
 
 

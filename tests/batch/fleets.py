@@ -35,11 +35,6 @@ def hangs():
     time.sleep(600)
 
 
-def ignores():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(600)
-
-
 def leaves():
     os._exit(0)
 
@@ -52,14 +47,6 @@ def prints():
 def changes_its_config():
     for path in Path(__file__).parent.glob("*.toml"):
         path.write_text("[modle]")
-    return good()
-
-
-def moves_away():
-    if os.fork() == 0:
-        os.setpgid(0, 0)
-        Path(__file__).with_name("moved").write_text(str(os.getpid()))
-        time.sleep(600)
     return good()
 
 
@@ -79,33 +66,6 @@ def leaves_its_session():
 
 def leaves_its_session_and_hangs():
     leaves_its_session()
-    time.sleep(600)
-
-
-def leaves_its_session_and_eats():
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            Path(__file__).with_name("moved").write_text(str(os.getpid()))
-            eats()
-        os._exit(0)
-    time.sleep(600)
-
-
-def leaves_its_session_and_crashes():
-    leaves_its_session()
-    os.abort()
-
-
-def hops():
-    for _ in range(10):
-        if os.fork() == 0:
-            os.setsid()
-            while True:  # nowhere for more than a moment
-                Path(__file__).with_name("moved").write_text(str(os.getpid()))
-                time.sleep(0.005)
-                if os.fork():
-                    os._exit(0)
     time.sleep(600)
 
 

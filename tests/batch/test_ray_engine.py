@@ -119,7 +119,7 @@ def test_a_batch_that_is_interrupted_leaves_nothing_on_the_nodes(tmp_path: Path)
     program = [sys.executable, "-m", "optexport", "batch", "hangs.toml", "--engine", "ray", "--memory", "1"]
     with subprocess.Popen(program, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 240
-        while not list((tmp_path / "temporary").glob("optexport-attempt-*")):
+        while not list((tmp_path / "temporary").glob("optexport-batch-*")):
             assert time.monotonic() < until
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.2)
@@ -140,6 +140,6 @@ def test_what_a_cluster_cannot_have_is_told(tmp_path: Path, monkeypatch: pytest.
     path.write_text(path.read_text(encoding="utf-8").replace('"out/a"', f'"{tmp_path}/out"'), encoding="utf-8")
     absolute = CliRunner().invoke(cli, ["batch", "a.toml", "--engine", "ray"])
     assert absolute.exit_code == 2
-    assert "a.toml: export.output: it is a place of this machine" in absolute.output
+    assert "a.toml: export.output: it is an absolute path" in absolute.output
     jobs = CliRunner().invoke(cli, ["batch", "a.toml", "--engine", "ray", "--jobs", "2"])
     assert jobs.exit_code == 2

@@ -1,0 +1,110 @@
+"""A config on a node of a cluster: its files travel there, and its bundle comes to where a local run writes it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from optexport import verify
+from optexport.batch import ray_engine
+from optexport.batch.ray_engine import RemoteTask, check_portable, collect, run_on_node, stage
+from optexport.batch.results import TaskResult
+from optexport.batch.supervisor import Limits
+from optexport.batch.tasks import Task, tasks_of
+from optexport.errors import ConfigError
+from tests.batch import fleets
+
+_LIMITS = Limits(4 << 30, 300.0, 0)
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    path = fleets.config(folder, "a")
+    np.savez(tmp_path / "x.npz", input=np.ones((3, 4), dtype=np.float32))
+    data = 'data = "../x.npz"\naxes.input = ["batch", "width"]'
+    text = path.read_text(encoding="utf-8").replace('tensors.input.shape = ["batch", 4]', data)
+    path.write_text(text.replace('"out/a"', '"../out/a"'), encoding="utf-8")
+    (task,) = tasks_of([str(path)])
+    return task
+
+
+Run = Callable[[Task], TaskResult]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a task as a node does, in a copy of the staged files, and collects the result."""
+
+    def run(task: Task, change: Callable[[RemoteTask], RemoteTask] = lambda remote_task: remote_task) -> TaskResult:
+        staged, node = tmp_path / "staged", tmp_path / "node"
+        for folder in (staged, node):
+            shutil.rmtree(folder, ignore_errors=True)
+        staged.mkdir()
+        ((_, remote_task),), failures = stage([task], staged)
+        assert failures == []
+        shutil.copytree(staged, node)  # follows links, as Ray does
+        with monkeypatch.context() as context:
+            context.chdir(node)
+            result = run_on_node(change(remote_task), _LIMITS)
+        assert not (node / "out" / "a").exists()
+        return collect(task, tmp_path, result)
+
+    return run
+
+
+def test_files_elsewhere_travel_too_and_the_bundle_comes_to_its_place(task: Task, run: Run, tmp_path: Path) -> None:
+    ended = run(task)
+    assert ended.error is None
+    assert (ended.config, ended.exit_code, ended.output) == (task.name, 0, str(tmp_path / "out" / "a"))
+    verify(tmp_path / "out" / "a")
+    assert [path.suffix for path in sorted(tmp_path.glob("a-*"))] == [".json", ".log"]
+
+
+def test_a_failure_comes_with_its_log_and_removes_no_bundle(task: Task, run: Run, tmp_path: Path) -> None:
+    run(task)
+    task.path.write_text(task.path.read_text(encoding="utf-8").replace(":good", ":crashes"), encoding="utf-8")
+    ended = run(task)
+    assert ended.exit_code == 1
+    (log,) = tmp_path.glob("a-*.log")
+    assert ended.error == f"it crashed by SIGSEGV\n  Its log: {log}"
+    verify(tmp_path / "out" / "a")
+
+
+def test_a_node_with_other_packages_is_refused_by_name(task: Task, run: Run) -> None:
+    ended = run(task, lambda each: replace(each, versions={**each.versions, "torch": "0.1"}))
+    assert ended.exit_code == 2
+    assert " in place of 0.1: its bundle would be another" in str(ended.error)
+    assert str(ended.error).startswith("the node has torch ")
+
+
+def test_an_absolute_output_is_refused(task: Task, tmp_path: Path) -> None:
+    text = task.path.read_text(encoding="utf-8").replace('"../out/a"', f'"{tmp_path}/a"')
+    task.path.write_text(text, encoding="utf-8")
+    (absolute,) = tasks_of([str(task.path)])
+    with pytest.raises(ConfigError, match="it is an absolute path"):
+        check_portable(absolute)
+
+
+def test_files_that_are_too_large_for_ray_are_refused(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "_MAX_PACKAGE_BYTES", 100)
+    with pytest.raises(ConfigError, match=r"too large for Ray.*\n.*storage that every node can read"):
+        stage([task], tmp_path / "staged")
+
+
+def test_a_task_whose_files_cannot_be_read_stops_no_other(task: Task, tmp_path: Path) -> None:
+    other = fleets.config(task.path.parent, "b")
+    tasks = tasks_of([str(task.path), str(other)])
+    task.path.unlink()
+    remote_tasks, failures = stage(tasks, tmp_path / "staged")
+    assert [remote_task.config for _, remote_task in remote_tasks] == ["b.toml"]
+    assert [(each.name, ended.exit_code) for each, ended in failures] == [(str(task.path), 1)]
