@@ -1,72 +1,65 @@
-"""Folders that appear under their name only when they are whole, whatever ends the program before.
+"""Folders that appear under their final name only when they are complete, however the program ends.
 
-A draft lies beside its final name, and is locked as long as its run lives. So a run finds out whether another one
-writes to the same place, and removes what one that was killed has left. A lock is of the folder and not of its name: it
-stays on what has become the bundle for whoever goes on to read it there.
+A run writes a draft beside the final name and holds two locks. The writer lock lasts as long as the run: a second run
+to the same output is refused, and a draft without a writer is what a killed run left. The lock of the folder itself is
+held while the folder is replaced, and while its bundle is uploaded.
+
+Two renames replace an earlier folder. If the program is killed between them, the earlier folder is put back by the next
+program that reads it or writes to the same place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from optexport._utils import signals
 from optexport.bundle.layout import GENERATION, check_replaceable
 from optexport.errors import ConfigError, OptexportError
 
-# Of <linux/fs.h> and <fcntl.h>.
-_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
-# What file systems answer that know no locks, or no exchange of names.
-_UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
+# Errors of file systems without locks.
+_NO_LOCKS = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)
 
-# More than a run takes to look for the drafts of others, or to make the tables of a store.
-_PATIENCE_SECONDS = 60.0
-# The drafts that this process has locked.
-_OWN: set[Path] = set()
+# The drafts of this process.
+_own_drafts: set[Path] = set()
 
 
 @contextmanager
 def drafting(
     output: Path, check: Callable[[Path], None] = check_replaceable, held: contextlib.ExitStack | None = None
 ) -> Iterator[Path]:
-    """Gives a folder to write a bundle in; it takes its final name when the block ends well, and goes when it fails.
-
-    A bundle of an earlier run stays under the name until then, and longer where it is locked, as while it is sent.
+    """Gives a folder that takes the name of the output when the block succeeds, and is removed when it fails.
 
     Args:
-        check: Raises where something is there that may not be replaced.
-        held: Takes the lock over once the bundle has its name: until it is closed nobody replaces it.
+        check: Raises an error if what has the name must not be replaced.
+        held: Takes over the lock of the output: until it is closed, nobody replaces the output.
 
     Raises:
-        ConfigError: Another run writes to the same place, or what is there is being sent.
+        ConfigError: Another run writes to the same output, or the bundle there is being uploaded.
     """
     with contextlib.ExitStack() as locks:
-        draft = _draft(output, locks)
+        draft = _make_draft(output, locks)
         try:
             yield draft
             mask = _umask()
-            for path in (draft, *draft.rglob("*")):  # some writers keep their files to themselves
+            for path in (draft, *draft.rglob("*")):  # some writers make their files readable to their user only
                 path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-            with locked(output, wait=True):
-                check(output)  # once more: the work took its time
+            with contextlib.ExitStack() as output_lock:
+                output_lock.enter_context(locked(output, wait=True))
+                check(output)  # again, as the run took its time
                 with signals.deferred():
                     signals.check()
-                    if output.exists():
-                        _exchange(draft, output)
-                        shutil.rmtree(draft)
-                    else:
-                        draft.rename(output)
+                    _replace(draft, output)
                     if held is not None:
-                        held.enter_context(locks.pop_all())
+                        held.enter_context(output_lock.pop_all())
         except BaseException as error:
             with signals.deferred():
                 shutil.rmtree(draft, ignore_errors=True)
@@ -75,158 +68,173 @@ def drafting(
             raise
 
 
+def recover(output: Path) -> None:
+    """Puts an earlier folder back if the program that was replacing it was killed between the two renames."""
+    output = Path(os.path.abspath(output))
+    if output.exists() or not _previous(output).is_dir():
+        return
+    with locked(output, wait=True) as is_locked:
+        if is_locked:
+            _put_back(output)
+
+
 @contextmanager
 def scratch(bundle: Path) -> Iterator[Path]:
-    """Gives a folder on the file system of a bundle that is there already, which is gone afterwards.
+    """Gives a temporary folder on the file system of a bundle.
 
-    It lies beside the bundle: what a killed program leaves is no part of it, and goes when the next one comes by. Where
-    nothing may be written there, or where another file system begins with the bundle, it lies within.
+    It is beside the bundle, so that a killed program leaves nothing in the bundle; the next call removes what was left.
+    It is within the bundle if the folder beside is not writable or is on another file system.
 
     Raises:
-        OSError: Nothing may be written there either.
+        OSError: The bundle is not writable either.
     """
     location = bundle.resolve()
-    while (location.parent / GENERATION).is_file():  # a part, and its signature is that of the whole
+    while (location.parent / GENERATION).is_file():  # a part of a bundle: the signature covers all parts
         location = location.parent
-    own = {draft.resolve() for draft in _OWN}
-    beside = location.parent
+    parent = location.parent
     if (
-        not own.isdisjoint((location, *location.parents))
-        or not os.access(beside, os.W_OK | os.X_OK)
-        or beside.stat().st_dev != location.stat().st_dev
+        not _own_drafts.isdisjoint((location, *location.parents))
+        or not os.access(parent, os.W_OK | os.X_OK)
+        or parent.stat().st_dev != location.stat().st_dev
     ):
         with tempfile.TemporaryDirectory(dir=bundle) as within:
             yield Path(within)
         return
-    with contextlib.ExitStack() as locks:
-        draft = _draft(location, locks, alone=False)
+    prefix = f".{location.name}.scratch-"
+    _remove_scratch(parent, prefix)
+    with contextlib.ExitStack() as lock:
+        folder = _make_scratch(parent, prefix, lock)
         try:
-            yield draft
+            yield folder
         finally:
             with signals.deferred():
-                shutil.rmtree(draft, ignore_errors=True)
-
-
-def _draft(output: Path, locks: contextlib.ExitStack, *, alone: bool = True) -> Path:
-    """Makes a locked draft, and removes those whose run is no more.
-
-    Args:
-        alone: Whether to refuse where another run has one.
-    """
-    prefix = f".{output.name}.partial-"
-    # One run at a time looks for the others. In a draft of its own, which it has locked, there are none.
-    looking = contextlib.nullcontext() if output.parent in _OWN else locked_for_a_moment(output.parent)
-    with looking:
-        for other in output.parent.glob(f"{_literally(prefix)}*"):
-            with locked(other, wait=False) as was_free:
-                if was_free:
-                    with signals.deferred():
-                        shutil.rmtree(other, ignore_errors=True)
-                elif alone:
-                    raise ConfigError(
-                        "another run is writing to it",
-                        location=f"export.output: {output}",
-                        hint="Wait until that one has ended, or choose another place.",
-                    )
-        # After the drafts, of which one may just have got its name.
-        with locked(output, wait=False) if alone else contextlib.nullcontext(True) as was_free:
-            if not was_free:
-                raise ConfigError(
-                    "what is there is being sent to MLflow, by the run that made it or by optexport upload",
-                    location=f"export.output: {output}",
-                    hint="Wait until that has ended, or choose another place.",
-                )
-        draft = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
-        locks.enter_context(locked(draft, wait=False))
-        _OWN.add(draft)
-        locks.callback(_OWN.discard, draft)
-    return draft
-
-
-def _literally(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def locked(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Locks a folder, which the system undoes when the process ends, however it ends; says whether it could.
+    """Locks a folder by a lock file beside it; the system releases the lock however the process ends.
 
     Args:
-        wait: Whether to wait for another process that has locked it. Then what is locked is what has the name at last.
+        wait: Wait for another process that holds the lock.
+
+    Yields:
+        False if another process holds the lock, or if no lock file can be written there.
     """
-    while True:
-        try:
-            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except (FileNotFoundError, NotADirectoryError):  # its run has just ended, or it is nobody's folder
-            yield True
-            return
-        except PermissionError:  # of another user
-            yield False
-            return
-        try:
-            is_ours = _lock(handle, wait=wait)
-            if not wait or _has_name(handle, folder):
-                yield is_ours
-                return
-        finally:
-            os.close(handle)
-
-
-@contextmanager
-def locked_for_a_moment(folder: Path) -> Iterator[None]:
-    """Locks a folder of which others than runs know too, for as long as it takes to look through it.
-
-    Raises:
-        ConfigError: Another program holds a lock on it, and does not give it back: ``flock`` by which this one is run
-            would wait for itself.
-    """
-    patience = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        with locked(folder, wait=False) as is_ours:
-            if is_ours or not os.access(folder, os.R_OK):  # a folder that cannot be opened cannot be locked
-                yield
-                return
-        if time.monotonic() > patience:
-            raise ConfigError(
-                "another program holds a lock on this folder (flock), and does not give it back",
-                location=str(folder),
-                hint="Have that program lock a file in place of the folder.",
-            )
-        time.sleep(0.02)
-
-
-def _lock(handle: int, *, wait: bool) -> bool:
+    folder = folder.resolve()
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
+        lock = _acquire(folder.with_name(f".{folder.name}.lock"), wait=wait)
     except OSError as error:
-        if error.errno not in _UNKNOWN:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-    return True
+        lock = None
+    with lock or contextlib.nullcontext():
+        yield lock is not None
 
 
-def _has_name(handle: int, folder: Path) -> bool:
-    """Whether an open folder is the one of a name: another may have taken its place while it was waited for."""
+def _acquire(path: Path, *, wait: bool) -> contextlib.ExitStack | None:
+    """Locks a file, and returns what releases it; returns None if another process holds the lock."""
+    path = path.absolute()  # the code of a model may change the working directory
+    release = contextlib.ExitStack()
+    if not path.parent.is_dir():  # FileLock would make it
+        return release
+    # A soft lock would outlive a process that is killed.
+    lock = FileLock(path, fallback_to_soft=False)
     try:
-        return os.path.samestat(os.fstat(handle), folder.stat())
-    except FileNotFoundError:
-        return False
+        lock.acquire(blocking=wait)
+    except Timeout:
+        return None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return release
+    release.callback(lock.release)
+    # While it is locked: whoever waits for it notices that it is gone, and makes another one.
+    release.callback(path.unlink, missing_ok=True)
+    return release
 
 
-def _exchange(draft: Path, output: Path) -> None:
-    """Lets a draft and what has its final name change names, at once where the file system can."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        names = (_AT_FDCWD, os.fsencode(draft), _AT_FDCWD, os.fsencode(output))
-        if libc.renameat2(*names, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
-            return
-        if (number := ctypes.get_errno()) not in _UNKNOWN:
-            raise OSError(number, os.strerror(number), str(output))
-    aside = Path(tempfile.mkdtemp(prefix=draft.name, dir=output.parent))
-    output.rename(aside / output.name)
-    draft.rename(output)
-    aside.rename(draft)
+def _make_draft(output: Path, locks: contextlib.ExitStack) -> Path:
+    """Makes a draft with a writer lock, and removes what a killed run left."""
+    writer = output.with_name(f".{output.name}.partial.lock")
+    if (writer_lock := _acquire(writer, wait=False)) is None:
+        raise ConfigError(
+            "another run is writing to it",
+            location=f"export.output: {output}",
+            hint="Wait until that one has ended, or choose another place.",
+        )
+    locks.enter_context(writer_lock)
+    with locked(output, wait=False) as is_locked:
+        if not is_locked:
+            raise ConfigError(
+                "what is there is being sent to MLflow, by the run that made it or by optexport upload",
+                location=f"export.output: {output}",
+                hint="Wait until that has ended, or choose another place.",
+            )
+        with signals.deferred():
+            _put_back(output)
+            shutil.rmtree(_previous(output), ignore_errors=True)
+    prefix = f".{output.name}.partial-"
+    for abandoned in _with_prefix(output.parent, prefix):
+        with signals.deferred():
+            shutil.rmtree(abandoned, ignore_errors=True)
+    _remove_scratch(output.parent, f".{output.name}.scratch-")
+    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
+    _own_drafts.add(draft.resolve())
+    locks.callback(_own_drafts.discard, draft.resolve())
+    return draft
+
+
+def _replace(draft: Path, output: Path) -> None:
+    """Gives a draft the name of the output, and removes what had the name before."""
+    if not output.exists():
+        draft.rename(output)
+        return
+    previous = _previous(output)
+    output.rename(previous)
+    try:
+        draft.rename(output)
+    except BaseException:
+        previous.rename(output)
+        raise
+    previous.rename(draft)  # under this name it is never put back, since it is not complete from now on
+    shutil.rmtree(draft)
+
+
+def _previous(output: Path) -> Path:
+    """Returns the name that an earlier folder has between the two renames."""
+    return output.with_name(f".{output.name}.previous")
+
+
+def _put_back(output: Path) -> None:
+    if not output.exists() and _previous(output).is_dir():
+        _previous(output).rename(output)
+
+
+def _make_scratch(parent: Path, prefix: str, lock: contextlib.ExitStack) -> Path:
+    """Makes a temporary folder with a lock file in it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        # Another process may take it for an abandoned one, and remove it before it is locked.
+        with contextlib.suppress(FileNotFoundError):
+            own = _acquire(folder / ".lock", wait=False)
+            if own is not None and folder.is_dir():
+                lock.enter_context(own)
+                return folder
+
+
+def _remove_scratch(parent: Path, prefix: str) -> None:
+    """Removes the temporary folders of programs that were killed."""
+    for folder in _with_prefix(parent, prefix):
+        with contextlib.suppress(OSError):  # it has just been removed, or belongs to another user
+            lock = _acquire(folder / ".lock", wait=False)
+            if lock is not None:
+                with lock, signals.deferred():
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_prefix(parent: Path, prefix: str) -> list[Path]:
+    return [path for path in parent.iterdir() if path.name.startswith(prefix)] if parent.is_dir() else []
 
 
 def _umask() -> int:

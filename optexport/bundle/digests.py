@@ -6,6 +6,7 @@ import hashlib
 import shlex
 from pathlib import Path, PurePosixPath
 
+from optexport._utils import atomic_dir
 from optexport.bundle import digest_json, external_data
 from optexport.bundle.layout import GENERATION, MANIFEST, MEASUREMENTS, REPORT, UNLISTED, check_utf8
 from optexport.bundle.manifest import SUFFIXES, FileRecord, Manifest
@@ -52,6 +53,7 @@ def manifest_of_files(folder: Path) -> Manifest:
         BundleError: It holds a link or what is no file, or the manifest was changed or names what lies elsewhere, or an
             ONNX file keeps its weights elsewhere.
     """
+    atomic_dir.recover(folder)
     if not folder.is_dir():
         raise ConfigError("there is no such folder", location=str(folder), hint="Give the folder of a bundle.")
     check_utf8(folder)

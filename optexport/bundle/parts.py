@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from optexport._utils import atomic_dir
 from optexport.bundle import digest_json, digests
 from optexport.bundle.layout import GENERATION, MANIFEST, SIGNED
 from optexport.bundle.manifest import Manifest
@@ -33,6 +34,7 @@ def read_bundles(folder: Path) -> dict[Path, Manifest]:
         ConfigError: The folder is neither.
         BundleError: A file is missing, added or changed.
     """
+    atomic_dir.recover(folder)
     if (folder / MANIFEST).is_file() or not (folder / GENERATION).is_file():
         return {folder: digests.read_manifest(folder)}
     return {folder / name: manifest for name, manifest in read_generation(folder)[1].items()}

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from optexport._utils import atomic_dir
 from optexport.bundle.layout import GENERATION, as_path
 from optexport.bundle.manifest import Manifest, TensorRecord
 from optexport.bundle.parts import read_generation
@@ -110,6 +111,7 @@ class Generator:
             BundleError: A file is missing, added or changed.
         """
         folder = as_path(folder, "folder")
+        atomic_dir.recover(folder)
         if not (folder / GENERATION).is_file():
             raise ConfigError(
                 f"it holds no {GENERATION}", location=str(folder), hint="Give what export_generation wrote."

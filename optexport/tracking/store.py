@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from optexport._utils import telemetry
-from optexport._utils.atomic_dir import locked_for_a_moment
+from optexport._utils.atomic_dir import locked
 from optexport.errors import ConfigError, TrackingError, first_line
 from optexport.redaction import keep_secret, redact
 from optexport.tracking import postgresql
@@ -136,7 +136,7 @@ def open_store(uri: str, folder: Path) -> Any:
     mlflow.set_tracking_uri(uri)
     if not uri.startswith(_SQLITE):
         return mlflow.MlflowClient(uri)
-    with locked_for_a_moment(_database(uri).resolve().parent):  # of two that make the tables at a time one would fail
+    with locked(_database(uri), wait=True):  # if two processes make the tables at the same time, one fails
         _make_tables(mlflow, uri)
         return mlflow.MlflowClient(uri)
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import itertools
 import multiprocessing
 import os
 import random
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from optexport import export
 from optexport._utils import atomic_dir
 from optexport._utils.atomic_dir import drafting
 from optexport.bundle import digests
 from optexport.bundle.layout import GENERATION, REPORT, check_replaceable
+from optexport.bundle.parts import read_bundles
 from optexport.errors import ConfigError
 from optexport.report.html import page
 from tests._helpers import exports
@@ -77,7 +80,8 @@ def test_a_bundle_that_is_held_is_not_replaced_and_the_next_run_says_so(tmp_path
         with pytest.raises(ConfigError, match="what is there is being sent to MLflow") as caught, drafting(output):
             pass
         assert "Wait until that has ended" in str(caught.value)
-        assert _names(tmp_path) == ["out"]
+        assert _names(tmp_path) == [".out.lock", "out"]
+    assert _names(tmp_path) == ["out"]
     with drafting(output, lambda place: None) as draft:
         (draft / "second").touch()
     assert _names(output) == ["second"]
@@ -106,37 +110,33 @@ def test_a_run_that_is_done_while_the_bundle_before_is_sent_waits_for_that(tmp_p
     assert _names(output) == ["new"]
 
 
-def test_who_waits_for_a_folder_locks_what_has_its_name_at_last(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "old").touch()
+def test_many_processes_that_wait_for_a_lock_hold_it_one_at_a_time(tmp_path: Path) -> None:
+    """The lock file is removed by whoever releases the lock, while others wait for it."""
+    counter = tmp_path / "counter"
+    counter.write_text("0")
 
-    def look() -> list[str]:
-        with atomic_dir.locked(output, wait=True):
-            return _names(output)
+    def count() -> None:
+        for _ in range(20):
+            with atomic_dir.locked(tmp_path / "out", wait=True):
+                value = int(counter.read_text())
+                time.sleep(0.001)
+                counter.write_text(str(value + 1))
 
-    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
-        with drafting(output, lambda place: None, held) as draft:
-            with atomic_dir.locked(output, wait=True):
-                looking = pool.submit(look)
-                time.sleep(0.3)
-                (draft / "new").touch()
-                # As a run does that replaces it.
-                atomic_dir._exchange(draft, output)
-            time.sleep(0.3)
-            assert not looking.done(), "what has the name now is locked too"
-            atomic_dir._exchange(draft, output)
-            (output / "back").touch()
-        held.close()
-        assert looking.result(60) == ["new"]
+    processes = [_CONTEXT.Process(target=count, daemon=True) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert counter.read_text() == "80"
+    assert _names(tmp_path) == ["counter"]
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next_one(
     tmp_path: Path, other: multiprocessing.process.BaseProcess
 ) -> None:
     _kill(other)
-    (left,) = _names(tmp_path)
-    assert left.startswith(".out.partial-")
+    draft, lock = _names(tmp_path)
+    assert (draft.startswith(".out.partial-"), lock) == (True, ".out.partial.lock")
     with drafting(tmp_path / "out") as draft:
         (draft / "whole").touch()
     assert _names(tmp_path) == ["out"]
@@ -150,12 +150,7 @@ def test_names_with_the_signs_of_patterns_are_names(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["o*[ut]?", "out"]
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_a_bundle_is_replaced_whether_or_not_the_file_system_exchanges_names(
-    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not exchanges:  # as one that knows no such call
-        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+def test_a_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
     for content in ("first", "second"):
         with drafting(tmp_path / "out", lambda output: None) as draft:
             (draft / "file").write_text(content)
@@ -163,13 +158,79 @@ def test_a_bundle_is_replaced_whether_or_not_the_file_system_exchanges_names(
     assert _names(tmp_path) == ["out"]
 
 
+def test_a_bundle_is_put_back_if_the_new_one_cannot_take_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.startswith(".out.partial-"):
+            raise OSError("no")
+        return rename(path, target)
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").write_text("first")
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="no"), drafting(tmp_path / "out", lambda output: None):
+        pass
+    assert (tmp_path / "out" / "file").read_text() == "first"
+    assert _names(tmp_path) == ["out"]
+
+
+def _replace_and_die(output: Path, dies_before: int) -> None:
+    """Copies a bundle over itself, and is killed before the n-th rename."""
+    rename, calls = Path.rename, itertools.count(1)
+
+    def renames(path: Path, target: Path) -> Path:
+        if next(calls) == dies_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(path, target)
+
+    Path.rename = renames  # type: ignore[method-assign, assignment]
+    with drafting(output) as draft:
+        shutil.copytree(exports.exported().output, draft, dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize("dies_before", [1, 2, 3])
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_a_bundle_is_whole_after_a_kill_at_any_rename(tmp_path: Path, dies_before: int, reads_first: bool) -> None:
+    output = Path(shutil.copytree(exports.exported().output, tmp_path / "out"))
+    process = _CONTEXT.Process(target=_replace_and_die, args=(output, dies_before), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert output.exists() is (dies_before != 2)
+    if reads_first:
+        digests.read_manifest(output)
+        read_bundles(output)
+    with pytest.raises(KeyboardInterrupt), drafting(output):  # a run that fails brings it back too
+        raise KeyboardInterrupt
+    digests.read_manifest(output)
+    assert _names(tmp_path) == ["out"]
+
+
+def test_what_replaces_a_bundle_is_waited_for_by_who_reads_it(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    previous = atomic_dir._previous(output)
+    previous.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with atomic_dir.locked(output, wait=True):
+            reading = pool.submit(atomic_dir.recover, output)
+            time.sleep(0.3)
+            assert not reading.done()
+            output.mkdir()
+            (output / "new").touch()
+        reading.result(60)
+    assert _names(output) == ["new"]
+
+
 def test_a_file_system_without_locks_is_written_to_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(handle: int, how: int) -> None:
-        raise OSError(atomic_dir._UNKNOWN[0], "no locks here")
+    def refuse(lock: FileLock, *, blocking: bool) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
 
-    monkeypatch.setattr(atomic_dir.fcntl, "flock", refuse)
+    monkeypatch.setattr(FileLock, "acquire", refuse)
     with drafting(tmp_path / "out") as draft:
         (draft / "file").touch()
     assert _names(tmp_path) == ["out"]
@@ -279,17 +340,13 @@ def test_what_is_beside_a_bundle_for_a_moment_hinders_no_other(tmp_path: Path) -
     assert _names(tmp_path) == ["model", "out"]
 
 
-def test_a_lock_that_another_program_holds_on_the_folder_beside_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``flock out optexport run`` waited for itself, without a word and without an end."""
-    monkeypatch.setattr(atomic_dir, "_PATIENCE_SECONDS", 0.1)
-    with (
-        atomic_dir.locked(tmp_path, wait=True),
-        pytest.raises(ConfigError, match=f"{tmp_path}: another program holds a lock on this folder"),
-        drafting(tmp_path / "out"),
-    ):
-        pass
-    with drafting(tmp_path / "out") as draft:
-        (draft / "whole").touch()
+@pytest.mark.skipif(shutil.which("flock") is None, reason="flock is a command of util-linux")
+def test_a_lock_that_another_program_holds_on_the_folder_beside_hinders_nobody(tmp_path: Path) -> None:
+    """``flock out optexport run`` waited for itself."""
+    with subprocess.Popen(["flock", str(tmp_path), "sleep", "60"]) as holder:
+        try:
+            with drafting(tmp_path / "out") as draft:
+                (draft / "whole").touch()
+        finally:
+            holder.kill()
     assert _names(tmp_path) == ["out"]

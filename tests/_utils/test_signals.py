@@ -125,7 +125,7 @@ def test_a_signal_while_a_bundle_takes_its_name_leaves_one_whole_bundle_there(
 ) -> None:
     assert call("run", config()).exit_code == 0
     before = (tmp_path / "build" / "model" / "manifest.json").read_bytes()
-    monkeypatch.setattr(atomic_dir, "_exchange", sends_first(atomic_dir._exchange, signal.SIGINT))
+    monkeypatch.setattr(atomic_dir, "_replace", sends_first(atomic_dir._replace, signal.SIGINT))
     assert message(call("run", config()), 130) == "interrupted\n"
     assert left(tmp_path / "build") == ["model"]
     assert (tmp_path / "build" / "model" / "manifest.json").read_bytes() == before

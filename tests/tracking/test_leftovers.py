@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_where_nothing_tells_who_sends_it_is_left_alone(tmp_path: Path, monkeypa
     """As where the file system knows no locks."""
     uri = stores.store(tmp_path)
     place, known = left(tmp_path, uri)
-    monkeypatch.setattr(atomic_dir, "_lock", lambda handle, *, wait: True)
+    monkeypatch.setattr(atomic_dir, "_acquire", lambda path, *, wait: contextlib.ExitStack())
     assert after_the_next(tmp_path, uri, place, known).info.status == "RUNNING"
 
 
