@@ -25,15 +25,6 @@ def echo(text: str, *, err: bool = False) -> None:
     click.echo(printable(text), err=err)
 
 
-# Descriptors of standard output, of which the last is not taken for what is printed meanwhile.
-_outputs = [1]
-
-
-def output_descriptor() -> int:
-    """Where our own result goes now."""
-    return _outputs[-1]
-
-
 @contextlib.contextmanager
 def prints_aside() -> Iterator[None]:
     """Within it, what is printed goes to standard error, from libraries in C too: a model's code may print anything."""
@@ -45,8 +36,6 @@ def prints_aside() -> Iterator[None]:
             undone.callback(os.close, output)
             os.dup2(2, 1)
             undone.callback(os.dup2, output, 1)
-            _outputs.append(output)
-            undone.callback(_outputs.remove, output)
             undone.callback(ctypes.CDLL(None).fflush, None)  # or C would print the rest behind our result
         yield
 

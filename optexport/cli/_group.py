@@ -19,7 +19,7 @@ import click
 
 from optexport._utils import packages, signals
 from optexport.bundle.layout import NO_ROOM, TOO_MANY, cache
-from optexport.cli._console import echo, output_descriptor
+from optexport.cli._console import echo
 from optexport.config import custom_code
 from optexport.errors import OptexportError, printable
 from optexport.redaction import redact_error
@@ -126,16 +126,15 @@ class Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with signals.heeded():
+            with signals.raising_on_signals():
                 return self._invoke(ctx)
-        except KeyboardInterrupt:  # while signals began to be heeded, or ceased to
+        except KeyboardInterrupt:  # while the handlers of signals were installed or removed
             _fail(ctx, "interrupted", 128 + (signals.ended_by() or signal.SIGINT))
         except MemoryError:  # not even what went wrong can be told
             gc.collect()
             _fail(ctx, f"there is no more memory\n  {_room(errno.ENOMEM)}", 1)
 
     def _invoke(self, ctx: click.Context) -> Any:
-        signals.last_words = lambda code: (output_descriptor(), _failure(ctx, "interrupted", code))
         try:
             if not _has_working_directory():  # torch's libraries would end the program while they are imported
                 raise FileNotFoundError
