@@ -1,4 +1,4 @@
-"""Gives memory back to the system that a large model's run holds, and does not need for the time being."""
+"""Gives memory of a large model back to the system. On systems other than Linux only Python's own memory is freed."""
 
 from __future__ import annotations
 
@@ -13,58 +13,64 @@ from typing import Any
 import torch
 from torch import nn
 
-# Weights of fewer bytes are held as often as that saves time.
+# From this size of the weights in bytes, saving a copy of them is worth the time.
 LARGE_MODEL = 256 << 20
 
-# From <linux/mman.h>, since Linux 5.4; what was written to is kept.
+# From <linux/mman.h>, since Linux 5.4. Pages that were written to are kept.
 _MADV_PAGEOUT = 21
-# Where less would be had back, reading it again costs more.
-_LEAST_BYTES = 1 << 20
+# To read smaller tensors again costs more than their memory is worth.
+_MIN_PAGED_OUT_BYTES = 1 << 20
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """How many bytes a model's parameters take."""
+    """Returns the size of a model's parameters in bytes."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def is_large(model: nn.Module) -> bool:
-    """Whether it is worth some time to hold a model's weights once less."""
+    """Returns True if the model is large enough that saving a copy of its weights is worth the time."""
     return weight_bytes(model) >= LARGE_MODEL
 
 
 def page_out(tensors: Iterable[torch.Tensor]) -> None:
-    """Gives back the memory of tensors that are mapped from a file; what is used again is read from there.
+    """Gives back the memory of tensors that are mapped from a file. What is used again is read from the file.
 
-    Does nothing on other systems than Linux, nor to tensors that lie in memory of the process's own.
+    Only Linux can do this (and psutil does not tell which addresses are mapped as fast as /proc does).
     """
-    advise, files = _of_libc("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), _mapped_files()
-    for tensor in tensors if advise is not None else ():
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.nbytes >= _LEAST_BYTES:
+    mapped_files = _mapped_files()
+    if not mapped_files:
+        return
+    madvise = _find_c_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for tensor in tensors if madvise is not None else ():
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.nbytes >= _MIN_PAGED_OUT_BYTES:
             first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if any(start <= first and last <= end for start, end in files):
-                advise(first, last - first, _MADV_PAGEOUT)  # an advice: a system that refuses it changes nothing
+            if any(start <= first and last <= end for start, end in mapped_files):
+                madvise(first, last - first, _MADV_PAGEOUT)  # if the system refuses, nothing changes
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """The addresses at which files are mapped, where the system tells."""
+    """Returns the address ranges at which files are mapped; none if the system is not Linux."""
     maps = Path("/proc/self/maps")
-    lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.is_file() else []
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
     named = [fields[0].split("-") for line in lines if len(fields := line.split(maxsplit=5)) == 6 and "/" in fields[5]]
     return [(int(start, 16), int(end, 16)) for start, end in named]
 
 
 def collect() -> None:
-    """Frees what nobody refers to: modules and graphs refer to each other, and go with their weights only then."""
+    """Frees objects that only refer to each other, such as modules and graphs, together with their weights."""
     gc.collect()
-    trim = _of_libc("malloc_trim", ctypes.c_size_t)  # of glibc alone
-    if trim is not None:
-        trim(0)
+    malloc_trim = _find_c_function("malloc_trim", ctypes.c_size_t)  # only in glibc
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 @functools.cache
-def _of_libc(name: str, *types: Any) -> Any:
-    """A function of the C library; None where there is none of that name."""
+def _find_c_function(name: str, *types: Any) -> Any:
+    """Returns a function of the C library, or None if it has no such function."""
     try:
         function = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):

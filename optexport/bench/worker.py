@@ -194,7 +194,10 @@ def _chosen(inputs: dict[str, Any], names: Any) -> dict[str, Any]:
 
 
 def _memory(*, reset_peak: bool = False) -> dict[str, int] | None:
-    """Resident memory now and at its peak, in bytes; None where the system does not tell."""
+    """Returns the resident memory now and at its peak in bytes, or None if the system is not Linux.
+
+    psutil tells no peak, and that of getrusage cannot be reset.
+    """
     try:
         if reset_peak:
             Path("/proc/self/clear_refs").write_text("5")

@@ -159,7 +159,7 @@ def _engine(engine: str, address: str | None, jobs: int, memory: int | None, sec
     from optexport._utils.platform import free_memory
     from optexport.batch.local import here
 
-    return here(jobs, Limits(memory or (free_memory() or sys.maxsize) // jobs, seconds, retries))
+    return here(jobs, Limits(memory or free_memory() // jobs, seconds, retries))
 
 
 def _tracked(tasks: list[Task]) -> contextlib.AbstractContextManager[Any]:

@@ -1,35 +1,44 @@
-"""Whether there is room for a file. PyTorch ends the whole process where its writer of archives finds none."""
+"""Checks the disk space for a file: PyTorch's writer of archives ends the whole process if there is too little."""
 
 from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
 
-# In bytes: the graph, and the headers of the archive.
-_BESIDE_WEIGHTS = 1 << 20
+# Bytes of the graph and the headers of the archive.
+_OVERHEAD = 1 << 20
 
 
 def check_room(path: Path, program: ExportedProgram) -> None:
-    """Checks that the disk has room for a program and its weights, and that a file may be so large.
+    """Checks that the disk has room for a program with its weights, and that a file may be so large.
 
-    What a quota leaves of the disk is not seen.
+    Quotas are not taken into account.
 
     Raises:
-        OSError: It has not.
+        OSError: There is too little room.
     """
     tensors = [*program.state_dict.values(), *program.constants.values()]
     strided = [each for each in tensors if isinstance(each, torch.Tensor) and each.layout is torch.strided]
     storages = [tensor.untyped_storage() for tensor in strided]
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    needed = sum(weights.values()) + _BESIDE_WEIGHTS
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if resource.RLIM_INFINITY != limit < needed:
+    needed = sum(weights.values()) + _OVERHEAD
+    if needed > _max_file_size():
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     if shutil.disk_usage(path.parent).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _max_file_size() -> float:
+    """Returns the limit on the size of a file in bytes."""
+    if sys.platform == "win32":
+        return float("inf")
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return float("inf") if limit == resource.RLIM_INFINITY else limit

@@ -336,7 +336,7 @@ def _check_memory(path: Path, location: str) -> None:
     """Checks that the arrays of an archive fit into memory: of zeros, a file of megabytes holds gigabytes."""
     with zipfile.ZipFile(path) as archive:
         needed = sum(info.file_size for info in archive.infolist())
-    if (free := free_memory()) is not None and needed > free:
+    if needed > (free := free_memory()):
         raise ConfigError(
             f"its arrays take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free",
             location=location,

@@ -292,7 +292,7 @@ def _why_no_room(model: nn.Module, *, copied: bool = True) -> str | None:
         sizes[not copied and float64.is_shared(tensor)].append(8 * tensor.numel())
     needed = sum(sizes[False]) + max(sizes[True])
     available = free_memory()
-    if available is None or needed <= available:
+    if needed <= available:
         return None
     return f"its weights take {needed / 1e9:.1f} GB in float64, and {available / 1e9:.1f} GB of memory are free"
 

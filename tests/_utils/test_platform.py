@@ -1,22 +1,41 @@
-"""How much memory there is: what the system tells, and no more than a container may have."""
+"""Memory of this machine, and an export on a system that has nothing of Linux."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from optexport._utils import platform
+from optexport import export, verify
+from optexport._utils import memory, platform
+from tests._helpers import exports
 
 
-def test_what_a_container_may_have_is_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_at_most_what_the_container_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / name for name in ("memory.max", "memory.current", "memory.stat")]
     monkeypatch.setattr(platform, "_CONTAINERS", (tuple(map(str, files)),))
-    free = platform.free_memory()
-    assert free is None or free > 64 << 20
+    assert platform.free_memory() > 64 << 20
     for path, text in zip(files, (f"{64 << 20}\n", f"{40 << 20}\n", f"anon 7\ninactive_file {8 << 20}\n"), strict=True):
         path.write_text(text, encoding="ascii")
     assert platform.free_memory() == 32 << 20
     files[0].write_text("max\n", encoding="ascii")
-    unlimited = platform.free_memory()
-    assert unlimited is None or unlimited > 64 << 20
+    assert platform.free_memory() > 64 << 20
+
+
+def test_an_export_needs_nothing_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_text = Path.read_text
+
+    def read(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.parts[:2] in (("/", "proc"), ("/", "sys")):
+            raise FileNotFoundError(path)
+        return read_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(memory, "_find_c_function", lambda name, *types: None)
+    monkeypatch.setattr(memory, "LARGE_MODEL", 1)  # memory of large models is given back
+    output = tmp_path / "out"
+    export(exports.block(), exports.batch(), output, formats=["onnx"], dynamic=exports.DYNAMIC, effort="quick")
+    verify(output)

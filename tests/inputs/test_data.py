@@ -240,7 +240,7 @@ def test_arrays_that_do_not_fit_into_memory_are_refused_before_they_are_read(
     np.savez_compressed(made.folder / "data.npz", x=np.zeros((2, 4096)), y=np.zeros((2, 4)))
     monkeypatch.setattr(preparation, "free_memory", lambda: 1 << 16)
     assert "its arrays take 0.0 GiB, and 0.0 GiB of memory are free" in made.refusal(Rows(), data="data.npz")
-    monkeypatch.setattr(preparation, "free_memory", lambda: None)
+    monkeypatch.setattr(preparation, "free_memory", lambda: 1 << 20)
     assert shapes(made(Rows(), data="data.npz")) == {"x": [2, 4096], "y": [2, 4]}
 
 
