@@ -112,7 +112,7 @@ def _run(
             for task in invalid:
                 yield task, supervisor.run(task)
     with tempfile.TemporaryDirectory(prefix="optexport-ray-") as temporary:
-        remote_tasks, failures = stage(tasks, Path(temporary))
+        remote_tasks, failures = stage_tasks(tasks, Path(temporary))
         yield from failures
         try:
             _check_address(address)
@@ -163,7 +163,7 @@ def check_portable(task: Task) -> None:
         )
 
 
-def step(tasks: Sequence[Task], folder: Path) -> tuple[list[tuple[Task, RemoteTask]], list[tuple[Task, TaskResult]]]:
+def stage_tasks(tasks: Sequence[Task], folder: Path) -> tuple[list[tuple[Task, RemoteTask]], list[tuple[Task, TaskResult]]]:
     """Links the configs and the files that they name into a folder.
 
     Returns:

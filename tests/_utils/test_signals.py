@@ -189,7 +189,7 @@ import signal
 import sys
 from importlib.machinery import PathFinder
 
-from optexport import interrupts
+from optexport._utils import signals as interrupts
 
 class Signals(PathFinder):
     @classmethod
@@ -218,7 +218,7 @@ def test_a_signal_while_torch_is_imported_is_raised_after_the_import(sent: signa
 
 
 COMMAND = """
-from optexport.cli.group import Group, json_option
+from optexport.cli._group import Group, json_option
 
 group = Group("program")
 
@@ -247,8 +247,8 @@ import sys
 import threading
 import time
 
-from optexport import interrupts
-from optexport.cli.group import Group
+from optexport._utils import signals as interrupts
+from optexport.cli._group import Group
 
 interrupts.exit_on_signal()
 first, second, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -330,7 +330,7 @@ class Late:
     def __del__(self):  # while Python takes its modules apart, after all that is called at its end
         os.kill(os.getpid(), signal.SIGTERM)
 
-from optexport import interrupts
+from optexport._utils import signals as interrupts
 interrupts.late = Late()
 interrupts.exit_on_signal()
 """

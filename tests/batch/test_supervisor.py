@@ -203,7 +203,7 @@ def test_a_batch_that_stops_ends_its_attempts(program: None, tmp_path: Path) -> 
 _KILLED = """
 import sys, threading
 from pathlib import Path
-from optexport.batch.attempt import Limits, supervising
+from optexport.batch.supervisor import Limits, supervising
 from optexport.batch.tasks import tasks_of
 
 sys.executable = sys.argv[1]

@@ -36,8 +36,8 @@ def get_kernel(name, **kwargs):
 LOAD = """
 import sys
 from pathlib import Path
-from optexport.config.file import ModelConfig
-from optexport.sources import loading
+from optexport.config.load import ModelConfig
+from optexport.loading import loading
 folder, trusted = sys.argv[1:]
 try:
     loading.load(ModelConfig(source=folder, trust_remote_code=trusted == "trusted"), Path(folder))

@@ -334,8 +334,8 @@ from pathlib import Path
 
 from huggingface_hub.utils import _http
 
-from optexport.config.file import ModelConfig
-from optexport.sources.loading import load
+from optexport.config.load import ModelConfig
+from optexport.loading.loader import load
 
 _http.time.sleep = lambda seconds: None
 load(ModelConfig(source="no-such-org/no-such-model"), Path(sys.argv[1]))
