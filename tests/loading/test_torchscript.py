@@ -130,7 +130,7 @@ def test_a_program_that_no_graph_can_be_made_of_is_refused_by_the_operator(
 def test_a_file_of_weights_is_said_to_be_no_program(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "weights.pt")
     with pytest.raises(
-        SourceError, match=r"weights\.pt: torch\.save wrote it, or nothing of torch: it is no program\n"
+        SourceError, match=r"weights\.pt: it is not a TorchScript program \(torch\.save may have written it\)\n"
     ):
         load(tmp_path / "weights.pt")
 

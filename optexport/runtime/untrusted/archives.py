@@ -1,9 +1,9 @@
-"""Opening ``.pt2`` and TorchScript files without running code that they may carry.
+"""Opens ``.pt2`` and TorchScript files without running code that they may carry.
 
-``torch.export.load`` unpickles tensors, falls back to pickle proper where the guarded unpickler refuses, evaluates
-sizes and guards as Python, and writes names into code that it generates: a file from a stranger could run anything. So
-every pickle in the archive is first read by the guarded unpickler alone, and every text has to be what it should be.
-TorchScript is a program; it can do nothing but compute, as long as it calls no operator that reads or writes files.
+``torch.export.load`` can run code from a file: it unpickles tensors, falls back to plain pickle if the guarded
+unpickler refuses, evaluates sizes and guards as Python, and writes names into generated code. So the guarded unpickler
+reads every pickle first, and `program_texts` checks every text. A TorchScript program only computes, as long as it
+calls no operator that reads or writes files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from optexport.errors import SourceError, first_line
 from optexport.runtime.untrusted import program_texts, script_code, script_storages
-from optexport.runtime.untrusted.program_texts import MEND
+from optexport.runtime.untrusted.program_texts import HINT
 
 _MEMBER = re.compile(
     r"archive_format|archive_version|byteorder|\.data/[\w-]+|\.format_version|\.storage_alignment|version"
@@ -36,20 +36,18 @@ _TORCHSCRIPT_MEMBER = re.compile(
     r"code/[\w/.-]+\.py(\.debug_pkl)?|(data|constants|traced_inputs)(/\d+|\.pkl)|version|byteorder|\.data/[\w-]+"
     r"|\.format_version|\.storage_alignment|extra/.*"
 )
-# Of what is compressed, which in files of torch is code alone.
-_MOST_UNPACKED = 64 << 20
 _SAVE = (
     "Save the model itself with torch.jit.save or torch.export.save, or load it in a function: python:MODULE:FUNCTION."
 )
-# The records at the end of an archive: 56, 20 and 22 bytes.
+# The three records at the end of a zip64 archive have 56, 20 and 22 bytes.
 _ENDS_SIZE = 98
 
 
 def load_pt2(path: Path) -> ExportedProgram:
-    """Loads an ``ExportedProgram`` from a file that may come from anywhere.
+    """Loads an ``ExportedProgram`` from an untrusted file.
 
     Raises:
-        SourceError: It is no such file, is damaged, or holds a pickle that could run code.
+        SourceError: The file is not an exported program, is damaged, or holds a pickle that could run code.
     """
     check_pt2(path)
     warned, log = _Warned(), logging.getLogger("torch.export")
@@ -60,45 +58,48 @@ def load_pt2(path: Path) -> ExportedProgram:
         return program
     except Exception as error:  # a damaged archive fails in as many ways as it has parts
         cause = first_line(warned.error or error)
-        raise SourceError(f"it is no exported program: {cause}", location=str(path), hint=MEND) from error
+        raise SourceError(f"it is not an exported program: {cause}", location=str(path), hint=HINT) from error
     finally:
         log.removeFilter(warned)
 
 
 def pt2_module(path: Path, *, check_guards: bool = True) -> fx.GraphModule:
-    """The module of a ``.pt2`` file that may come from anywhere.
+    """Loads the module of an untrusted ``.pt2`` file.
 
     Args:
-        check_guards: Whether it refuses inputs of sizes that it was not exported for.
+        path: The file.
+        check_guards: True if the module refuses inputs of sizes that it was not exported for.
 
     Raises:
-        SourceError: As for `load_pt2`, or torch cannot write its code.
+        SourceError: `load_pt2` refuses the file, or torch cannot generate code from it.
     """
     program = load_pt2(path)
     try:
         return program.module(check_guards=check_guards)
-    except Exception as error:  # the code is written of what the file holds
-        raise SourceError(f"torch makes no module of it: {first_line(error)}", location=str(path), hint=MEND) from error
+    except Exception as error:  # torch generates code from the content of the file
+        raise SourceError(
+            f"torch cannot make a module of it: {first_line(error)}", location=str(path), hint=HINT
+        ) from error
 
 
 def _check_call(program: ExportedProgram) -> None:
-    """Refuses arguments and outputs that lie in one another as the graph has none: it is told apart from the graph.
+    """Refuses a call signature that does not fit the graph: the file stores the two separately.
 
     Raises:
-        ValueError: They do.
+        ValueError: The numbers of inputs or outputs differ.
     """
-    taken, given = program.call_spec.in_spec, program.call_spec.out_spec
-    counts = (taken.num_leaves, given.num_leaves)
+    inputs, outputs = program.call_spec.in_spec, program.call_spec.out_spec
+    counts = (inputs.num_leaves, outputs.num_leaves)
     signature = program.graph_signature
-    if [child.type for child in taken.children()] != [tuple, dict] or counts != (
+    if [child.type for child in inputs.children()] != [tuple, dict] or counts != (
         sum(spec.kind is InputKind.USER_INPUT for spec in signature.input_specs),
         sum(spec.kind is OutputKind.USER_OUTPUT for spec in signature.output_specs),
     ):
-        raise ValueError("what it says that it takes and gives is not what its graph takes and gives")
+        raise ValueError("its call signature does not match the inputs and outputs of its graph")
 
 
 class _Warned(logging.Filter):
-    """Keeps the error that torch warns of with its traceback, before it raises one that says nothing."""
+    """Records the error that torch logs before it raises a less specific one."""
 
     error: BaseException | None = None
 
@@ -108,19 +109,19 @@ class _Warned(logging.Filter):
 
 
 def check_pt2(path: Path) -> None:
-    """Checks that nothing in a ``.pt2`` file runs code where ``torch.export.load`` reads it.
+    """Checks that ``torch.export.load`` runs no code of a ``.pt2`` file.
 
     Raises:
-        SourceError: It is no such file, is damaged, or holds a pickle that could run code.
+        SourceError: The file is not an exported program, is damaged, or could run code.
     """
     try:
         archive = _Archive.opened(path)
         if "archive_format" not in archive.sizes:
-            raise SourceError("it is no .pt2 archive of a supported version", location=str(path), hint=MEND)
+            raise SourceError("it is not a .pt2 archive of a supported version", location=str(path), hint=HINT)
         for name, size in archive.sizes.items():
             location = f"{path.name}: {name}"
             if not _MEMBER.fullmatch(name):
-                raise SourceError("it is no part of a .pt2 archive that torch.export.save writes", location=location)
+                raise SourceError("torch.export.save does not write a member of this name", location=location)
             if name.endswith("_config.json"):
                 config = json.loads(archive.read(name))
                 program_texts.check(config, location)
@@ -140,16 +141,16 @@ def check_pt2(path: Path) -> None:
         RuntimeError,
     ) as error:
         raise SourceError(
-            f"it is no .pt2 archive, or a damaged one: {first_line(error)}", location=str(path)
+            f"it is not a .pt2 archive, or it is damaged: {first_line(error)}", location=str(path)
         ) from error
 
 
 @dataclass(frozen=True)
 class _Archive:
-    """A zip archive as torch reads it: no two readers agree on every archive that someone may forge.
+    """A zip archive, read by torch's own reader: other readers may see other members in a forged archive.
 
     Attributes:
-        sizes: Bytes of each member, by its name without the folder that they all lie in.
+        sizes: Bytes of each member, by its name without the top folder.
     """
 
     sizes: Mapping[str, int]
@@ -161,13 +162,13 @@ class _Archive:
 
     @classmethod
     def opened(cls, path: Path) -> _Archive:
-        """Opens an archive, if Python's reader finds in it what torch's does.
+        """Opens an archive if Python's reader and torch's reader find the same members.
 
-        torch's ignores case and takes the first of two members of one name, where Python's takes the last.
+        torch's reader ignores case and takes the first of two members with one name; Python's takes the last.
 
         Raises:
-            SourceError: The two find other members, or it unpacks to what no archive of torch's does.
-            OSError, RuntimeError, ValueError, zipfile.BadZipFile, NotImplementedError: It is damaged.
+            SourceError: The two readers find different members.
+            OSError, RuntimeError, ValueError, zipfile.BadZipFile, NotImplementedError: The archive is damaged.
         """
         with zipfile.ZipFile(path) as archive:
             _check_directory(archive, path)
@@ -175,25 +176,20 @@ class _Archive:
         members = {info.filename.partition("/")[2]: info.file_size for info in infos}
         folders = {info.filename.partition("/")[0] for info in infos}
         if len(folders) != 1 or len({name.casefold() for name in members}) != len(infos):
-            raise SourceError("two of its members go by one name", location=str(path), hint=MEND)
-        unpacked = sum(info.file_size for info in infos if info.compress_type != zipfile.ZIP_STORED)
-        if unpacked > _MOST_UNPACKED:
-            raise SourceError(
-                f"it unpacks to {unpacked} bytes, which torch would not compress", location=str(path), hint=MEND
-            )
-        binding: Any = torch._C  # whose types do not tell of the reader of archives
+            raise SourceError("two of its members have the same name", location=str(path), hint=HINT)
+        binding: Any = torch._C  # its type stubs lack PyTorchFileReader
         reader = binding.PyTorchFileReader(str(path))
         sizes = {name: int(reader.get_record_size(name)) for name in reader.get_all_records()}
         if sizes != members:
-            raise SourceError("it holds more than one archive", location=str(path), hint=MEND)
+            raise SourceError("it holds more than one archive", location=str(path), hint=HINT)
         return cls(sizes, reader)
 
 
 def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
-    """Refuses an archive with anything before its first or after its last byte, or that says twice where it ends.
+    """Refuses a file that holds anything before or after the archive, or two end records.
 
-    Python's reader looks for the directory from the end, torch's where the end says that it lies: a file made of two
-    archives would be one to the one and another to the other.
+    Python's reader searches for the directory from the end; torch's goes to the offset in the end record. In a file
+    made of two archives, the two readers would open different ones.
     """
     assert archive.fp is not None
     size = path.stat().st_size
@@ -202,7 +198,7 @@ def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
     end = ends[-22:]
     length, offset = struct.unpack("<LL", end[12:20]) if len(end) == 22 else (0, 0)
     directory_end = size - 22
-    if ends[-42:-38] == b"PK\x06\x07":  # the larger kind of archive has two more records, and its numbers there
+    if ends[-42:-38] == b"PK\x06\x07":  # zip64 has two more records, which hold the offsets
         wide_length, wide_offset = struct.unpack("<QQ", ends[-98:][40:56])
         (wide_end,) = struct.unpack("<Q", ends[-34:-26])
         directory_end = size - _ENDS_SIZE
@@ -214,36 +210,36 @@ def _check_directory(archive: zipfile.ZipFile, path: Path) -> None:
             directory_end = -1
         length, offset = wide_length, wide_offset
     if end[:4] != b"PK\x05\x06" or offset + length != directory_end or offset != archive.start_dir:
-        raise SourceError("it holds more than one archive", location=str(path), hint=MEND)
+        raise SourceError("it holds more than one archive", location=str(path), hint=HINT)
 
 
 def _check_payloads(config: Any, archive: _Archive, location: str) -> None:
-    """Refuses weights and constants that are kept as anything but the bare bytes of tensors."""
+    """Refuses weights and constants that are stored as anything but the raw bytes of tensors."""
     empty = {name.rpartition("/")[2] for name, size in archive.sizes.items() if not size}
     for payload in config["config"].values():
         if payload["use_pickle"] or not payload["path_name"].startswith(("weight_", "tensor_")):
-            raise SourceError(f"{payload['path_name']} is a pickle that could run code", location=location, hint=MEND)
-        # The loader would take zeros instead.
+            raise SourceError(f"{payload['path_name']} is a pickle that could run code", location=location, hint=HINT)
+        # The loader would read zeros instead.
         if payload["path_name"] in empty and all(size["as_int"] for size in payload["tensor_meta"]["sizes"]):
-            raise SourceError(f"{payload['path_name']} is empty", location=location, hint=MEND)
+            raise SourceError(f"{payload['path_name']} is empty", location=location, hint=HINT)
 
 
 def load_torchscript(path: Path) -> torch.jit.ScriptModule:
-    """Loads a TorchScript file that may come from anywhere.
+    """Loads an untrusted TorchScript file.
 
     Raises:
-        SourceError: It calls what could reach outside of the program, or is damaged.
+        SourceError: The program calls an operator that does more than compute, or the file is damaged.
     """
     try:
         archive = _Archive.opened(path)
         if not any(name.endswith("constants.pkl") for name in archive.sizes):
             raise SourceError(
-                "torch.save wrote it, or nothing of torch: it is no program", location=path.name, hint=_SAVE
+                "it is not a TorchScript program (torch.save may have written it)", location=path.name, hint=_SAVE
             )
         for name in archive.sizes:
             if not _TORCHSCRIPT_MEMBER.fullmatch(name):
-                raise SourceError("it is no part of a TorchScript file that torch writes", location=name, hint=MEND)
-            if name.endswith(("data.pkl", "constants.pkl", ".debug_pkl")):  # torch reads the last where a call fails
+                raise SourceError("torch.jit.save does not write a member of this name", location=name, hint=HINT)
+            if name.endswith(("data.pkl", "constants.pkl", ".debug_pkl")):  # torch reads .debug_pkl if a call fails
                 folder = f"{name.removesuffix('.pkl')}/"
                 records = {key.removeprefix(folder): size for key, size in archive.sizes.items()}
                 script_storages.check(archive.read(name), records)
@@ -253,13 +249,13 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
                 if (found := script_code.forbidden_text(code)) is not None:
                     raise _does_more(found, f"{path.name}: {name}")
     except (OSError, ValueError, LookupError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
-        cause = f"it is no TorchScript archive, or a damaged one: {first_line(error)}"
-        raise SourceError(cause, location=path.name, hint=MEND) from error
-    binding: Any = torch._C  # whose types do not tell of what torch.jit.load passes
+        cause = f"it is not a TorchScript archive, or it is damaged: {first_line(error)}"
+        raise SourceError(cause, location=path.name, hint=HINT) from error
+    binding: Any = torch._C  # its type stubs lack the arguments that torch.jit.load passes
     unit = binding.CompilationUnit()
     try:
         module = binding.import_ir_module(unit, str(path), None, {}, False)
-    except (RuntimeError, LookupError, MemoryError) as error:  # as where a name is damaged
+    except (RuntimeError, LookupError, MemoryError) as error:  # for instance if a name is damaged
         raise SourceError(f"torch cannot load it: {first_line(error)}", location=path.name) from error
     if (found := script_code.forbidden_operator(unit)) is not None:
         raise _does_more(found, path.name)
@@ -269,11 +265,11 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
 
 
 def _does_more(found: str, location: str) -> SourceError:
-    return SourceError(f"its code uses {found}, which does more than compute", location=location, hint=MEND)
+    return SourceError(f"its code uses {found}, which does more than compute", location=location, hint=HINT)
 
 
 def _check_pickle(content: bytes, location: str) -> None:
     try:
         torch.load(io.BytesIO(content), weights_only=True, map_location="meta")
-    except Exception as error:  # the guard's refusal, or a damaged pickle: neither may reach the unguarded loader
-        raise SourceError("it holds a pickle that could run code", location=location, hint=MEND) from error
+    except Exception as error:  # refused or damaged: torch.export.load would fall back to plain pickle
+        raise SourceError("it holds a pickle that could run code", location=location, hint=HINT) from error

@@ -15,8 +15,6 @@ from optexport.signature.signature import Dim
 from tests._helpers.archives import give_sizes, refused, saved
 from tests._helpers.graphs import Program
 
-SIZE = "Symbol('s0', positive=True, integer=True)"
-
 
 def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None:
     """torch hands sizes to sympy, which evaluates them."""
@@ -44,28 +42,6 @@ def test_a_size_that_is_python_is_refused(archive: Path, tmp_path: Path) -> None
         "Symbol",
         "Integer(*exit())",
         "Integer(**exit())",
-        "9 ** 9 ** 9 ** 9",
-        "Pow(Integer(9), Pow(Integer(9), Integer(9)))",
-        "PowByNatural(Integer(9), Integer(999999999999))",
-        "Pow(Integer(2), Symbol('s0', integer=True))",
-        "LShift(Integer(1), Integer(999999999999))",
-        "1 << 999999999999",
-        "L['x'].pow(999999999)",
-        "Pow(Pow(Pow(Pow(Pow(Integer(2), Integer(64)), Integer(64)), Integer(64)), Integer(64)), Integer(64))",
-        "((((2 ** 64) ** 64) ** 64) ** 64) ** 64",
-        "Pow(Add(Pow(Integer(9), Integer(64)), Integer(1)), Integer(64))",
-        "Pow(Integer(2))",
-        "Float('0.1', precision=99999999999)",
-        "Float('0.1', 99999999999)",
-        "Rational('1e99999999')",
-        "Integer(100000000000000000000)",
-        "Integer('100000000000000000000')",
-        "Pow(Add(Pow(Integer(99), Integer(64)), Integer(1)), Rational(1, 2))",
-        f"Mul({', '.join(f'Add({SIZE}, Integer({number}))' for number in range(40))})",
-        f"Pow(Add({', '.join([SIZE] * 13)}), Integer(60))",
-        f"Max({', '.join(f'Add({SIZE}, Integer({number}))' for number in range(17))})",
-        f"Max({', '.join(f'Max({SIZE}, Integer({number}))' for number in range(9))})",
-        f"Add({', '.join([SIZE] * 5001)})",
     ],
 )
 def test_an_expression_that_is_more_than_arithmetic_is_refused(archive: Path, code: str) -> None:
@@ -80,11 +56,6 @@ def test_brackets_in_brackets_are_refused(archive: Path) -> None:
     with pytest.raises(SourceError, match="neither a name nor a size") as raised:
         archives.load_pt2(archive)
     assert len(str(raised.value)) < 500
-
-
-def test_powers_with_small_exponents_are_arithmetic() -> None:
-    for text in ("Pow(Symbol('s0', integer=True), Integer(2))", "Pow(Symbol('s0'), Rational(1, 2))", "s0 ** -1"):
-        assert program_texts._is_expression(text.replace("s0 **", "L['x'].size()[0] **"))
 
 
 def test_sizes_that_are_fractions_are_arithmetic(tmp_path: Path) -> None:
@@ -109,7 +80,7 @@ class Windows(nn.Module):
 
 
 def test_sizes_of_a_model_with_windows_are_arithmetic(tmp_path: Path) -> None:
-    """Its strides are products of the greatest of quotients, of which each was counted as if it were multiplied out."""
+    """Its strides are products of the maxima of quotients."""
     dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 17, 300)}}
     result = export(Windows().eval(), {"x": torch.rand(2, 20, 8)}, tmp_path / "out", formats=["pt2"], dynamic=dynamic)
     assert result.passed

@@ -65,7 +65,7 @@ def test_a_container_that_torch_would_look_up_by_name_is_refused_and_imports_not
     archive: Path, marker: Path, name: str, change: dict[str, Any]
 ) -> None:
     change_trees(archive, name, lambda tree: tree.update(change))
-    refused(archive, marker, "no plain container|are no names or numbers")
+    refused(archive, marker, "not a plain container|are not names or numbers")
     assert MARKED not in sys.modules
 
 
@@ -81,18 +81,6 @@ def test_plain_containers_of_every_kind_open(tmp_path: Path) -> None:
     assert isinstance(results["kept"], collections.OrderedDict)
     assert torch.equal(results["kept"]["second"][1][0], X + 1)
     assert torch.equal(results[3][0], X - 1)
-
-
-@pytest.mark.parametrize(
-    "name", ["u99999999999", "u9_999_999_999", "u+99999999", "u 99999999 ", "zuf9999999", "u\u0663"]
-)
-def test_a_size_that_the_loader_would_count_to_is_refused_at_once(archive: Path, name: str) -> None:
-    def change(document: dict[str, Any]) -> None:
-        document["range_constraints"][name] = {"min_val": 0, "max_val": 4}
-
-    edit(archive, "models/model.json", change)
-    with pytest.raises(SourceError, match="is a size beyond any|is neither a name nor a size"):
-        archives.load_pt2(archive)
 
 
 @pytest.mark.parametrize("name", ["metadata", "as_string", "torch_version"])
@@ -159,5 +147,5 @@ def test_arguments_and_outputs_that_the_graph_does_not_have_are_refused(
     archive: Path, name: str, change: dict[str, Any]
 ) -> None:
     change_trees(archive, name, lambda tree: tree.update(change))
-    with pytest.raises(SourceError, match="not what its graph takes and gives|too many keys"):
+    with pytest.raises(SourceError, match="does not match the inputs and outputs|too many keys"):
         archives.load_pt2(archive)
