@@ -22,7 +22,6 @@ from optexport.inference import images
 from optexport.inputs.data_lines import read_lines, stack_records, texts_of
 from optexport.inputs.dummy import dummy_inputs
 from optexport.inputs.dummy_of_program import program_inputs
-from optexport.loading import tokenizer_growth
 from optexport.loading.loader import Pretrained
 from optexport.loading.processing import as_whole_numbers, check_images
 from optexport.parity.cases import at_least_two, traceable
@@ -221,7 +220,6 @@ def _from_texts(
         raise ConfigError("this model has no tokenizer", location=location, hint="Give its inputs as data instead.")
     try:
         if (tokenizer := pretrained.tokenizer) is None:
-            tokenizer_growth.check(pretrained.name, pretrained.options)
             with panics_as_errors():
                 tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained.name, **pretrained.options)
     except Exception as error:  # transformers raises many kinds where it finds no tokenizer

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from optexport._utils import signals
 from optexport.errors import BundleError, first_line, panics_as_errors
-from optexport.loading import tokenizer_growth
 from optexport.loading.pretrained_files import find
 
 if TYPE_CHECKING:
@@ -140,8 +139,6 @@ def _loaded(pretrained: Pretrained, kind: Kind, options: Mapping[str, Any]) -> A
 
     if (processor := _at_hand(pretrained, kind)) is not None:
         return processor
-    if kind == "tokenizer":
-        tokenizer_growth.check(pretrained.name, options)
     with panics_as_errors():
         return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
             pretrained.name, **_BACKENDS.get(kind, {}), **options
@@ -184,8 +181,6 @@ def load(folder: Path, kind: Kind) -> Any:
     import transformers
 
     try:
-        if kind == "tokenizer":
-            tokenizer_growth.check(folder / FOLDER, {})
         with panics_as_errors():
             return getattr(transformers, _AUTO_CLASSES[kind]).from_pretrained(
                 folder / FOLDER, local_files_only=True, trust_remote_code=False, **_BACKENDS.get(kind, {})

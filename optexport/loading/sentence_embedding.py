@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from optexport._utils.extras import check_extra
 from optexport.config.tasks import SENTENCES, TRANSFORMER_ALONE, sentence_kind
 from optexport.errors import SourceError, first_line, panics_as_errors
-from optexport.loading import sentence_settings, tokenizer_growth
+from optexport.loading import sentence_settings
 from optexport.loading.pretrained_files import find
 from optexport.loading.sentence_settings import MODULES
 from optexport.signature.signature import unused
@@ -130,7 +130,6 @@ def load(name: str, options: Mapping[str, Any], model_options: Mapping[str, Any]
     sentence_settings.check(name, options)
     given = {**model_options, "weights_only": True}  # what is given here goes before what the folder says
     try:
-        tokenizer_growth.check(name, options)
         with panics_as_errors():
             sentences = SentenceTransformer(name, device="cpu", model_kwargs=given, **options).eval()
             probe = sentences.preprocess(["a", "a b c"])
