@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from optexport._utils.extras import how_to_install
 from optexport.errors import DeviceError
-from optexport.runtime.untrusted import onnx_calls
 
 Device = Literal["cpu", "cuda"]
 
@@ -76,14 +75,12 @@ def onnx_session(path: Path, options: Any, device: Device) -> Any:
         options: An ``onnxruntime.SessionOptions``.
 
     Raises:
-        DeviceError: The device cannot be had.
-        SourceError: It is no ONNX file, or its functions come to no end.
-        Exception: Whatever ONNX Runtime raises of a file that it refuses.
+        DeviceError: The device is not available.
+        Exception: ONNX Runtime refuses the file; it raises many kinds.
     """
     import onnxruntime
 
     _check_onnx_runtime(device, path.name)
-    onnx_calls.check(path)
     if device == "cuda":
         with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find
             onnxruntime.preload_dlls()  # of the packages that torch brings

@@ -87,7 +87,6 @@ def open_onnx(
 
     Raises:
         ExportError: The runtime refuses the file.
-        SourceError: It is no ONNX file, or its functions come to no end.
         DeviceError: It cannot run it on that device here.
     """
     options = onnxruntime.SessionOptions()
