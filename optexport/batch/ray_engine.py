@@ -28,7 +28,7 @@ from optexport.batch.supervisor import Limits, log_name, supervising
 from optexport.batch.tasks import Task, tasks_of
 from optexport.bundle import layout
 from optexport.bundle.parts import read_bundles
-from optexport.config.load import Config
+from optexport.config.schema import Config
 from optexport.errors import ConfigError, OptexportError, TrackingError
 from optexport.generation.export import check_output
 from optexport.pipeline.lockfile import named_files
@@ -163,7 +163,9 @@ def check_portable(task: Task) -> None:
         )
 
 
-def stage_tasks(tasks: Sequence[Task], folder: Path) -> tuple[list[tuple[Task, RemoteTask]], list[tuple[Task, TaskResult]]]:
+def stage_tasks(
+    tasks: Sequence[Task], folder: Path
+) -> tuple[list[tuple[Task, RemoteTask]], list[tuple[Task, TaskResult]]]:
     """Links the configs and the files that they name into a folder.
 
     Returns:

@@ -1,12 +1,12 @@
-"""Adapters of low rank (LoRA and its kin), merged into the model that they were trained for.
+"""Merges low-rank adapters (LoRA and similar) into the model that they were trained for.
 
-The one door to ``peft``, an optional package: its extra is ``adapters``.
+Only this module imports ``peft``, an optional package (extra ``adapters``).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,64 @@ from torch import nn
 
 from optexport._utils.extras import check_extra
 from optexport.errors import SourceError, first_line
-from optexport.loading import peft_patterns
 from optexport.loading.peft_patterns import CONFIG
+from optexport.loading.pretrained_files import find_all
 from optexport.tracing import transformers_exporter
 
+CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of what an adapter keeps beside its own matrices: a head that was trained with it
+_PREFIX = "base_model.model."  # peft puts it before weights that are not the adapter's own, such as a trained head
+
+
+def check_configs(name: str, options: Mapping[str, Any]) -> None:
+    """Checks the configs of all adapters beside a model and in the folders of its parts.
+
+    Args:
+        name: A folder, or a hub id.
+        options: As for ``from_pretrained``.
+
+    Raises:
+        SourceError: `check_config` refuses a config.
+    """
+    for path in find_all(name, CONFIG, options):
+        check_config(path)
+
+
+def check_config(path: Path) -> None:
+    """Checks that an adapter's config does not make peft import a module.
+
+    Args:
+        path: The path of ``adapter_config.json``.
+
+    Raises:
+        SourceError: The config names a module, or is not JSON.
+    """
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise SourceError(f"it is not JSON: {first_line(error)}", location=str(path)) from error
+    if isinstance(settings, dict) and settings.get("megatron_config") is not None:
+        raise SourceError(
+            "megatron_config makes peft import a module that this file names",
+            location=str(path),
+            hint="Remove megatron_config and megatron_core from the file.",
+        )
 
 
 def saved_weights(folder: Path) -> Collection[str]:
-    """The names that the weights in an adapter's folder would have in the model, if the model has any such.
+    """Returns the names of an adapter's weights, without peft's prefix.
 
     Raises:
-        SourceError: It is no adapter's folder, or holds its weights as a pickle.
+        SourceError: The folder holds no adapter, or its weights are a pickle.
     """
     location = f"model.adapter: {folder.name}"
     if not (folder / CONFIG).is_file():
         raise SourceError(
-            f"it holds no {CONFIG}", location=location, hint="Give the folder that PeftModel.save_pretrained wrote."
+            f"it has no {CONFIG}", location=location, hint="Give the folder that PeftModel.save_pretrained wrote."
         )
     if not (folder / _WEIGHTS).is_file():
         raise SourceError(
-            f"it holds no {_WEIGHTS}; weights in a pickle are not loaded, which may run code",
+            f"it has no {_WEIGHTS}; a pickle is not loaded, because it may run code",
             location=location,
             hint="Save it again with safe_serialization=True.",
         )
@@ -49,23 +85,23 @@ def saved_weights(folder: Path) -> Collection[str]:
 
 
 def merge(model: nn.Module, folder: Path) -> nn.Module:
-    """Adds an adapter's weights to those of the layers that it changes.
+    """Adds an adapter's weights to the weights of the layers that it changes.
 
     Args:
-        model: Changed in place, and may not be used any more.
-        folder: What ``PeftModel.save_pretrained`` wrote.
+        model: Changed in place; do not use it afterwards.
+        folder: A folder that ``PeftModel.save_pretrained`` wrote.
 
     Returns:
-        The model as it was built, without layers of the adapter.
+        The model with merged weights, without layers of the adapter.
 
     Raises:
         ConfigError: peft is not installed.
-        SourceError: The adapter is none that can be merged into this model.
+        SourceError: The adapter cannot be merged into this model.
     """
     location = f"model.adapter: {folder.name}"
     saved = saved_weights(folder)
     check_extra("adapters", location)
-    peft_patterns.check(folder / CONFIG)
+    check_config(folder / CONFIG)
     with transformers_exporter.quiet():
         import peft
     try:
@@ -91,6 +127,6 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
     try:
         with torch.no_grad(), transformers_exporter.quiet():
             merged: nn.Module = adapted.merge_and_unload(safe_merge=True)
-    except Exception as error:  # peft raises many kinds; NaN among what it sums is one
+    except Exception as error:  # peft raises many kinds, for instance if a sum is NaN
         raise SourceError(f"peft could not merge it: {first_line(error)}", location=location) from error
     return merged

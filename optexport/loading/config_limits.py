@@ -1,56 +1,92 @@
-"""How many layers and labels a model's config asks for: each is made before the weights tell that there are fewer."""
+"""Checks the sizes in a model's config before transformers builds layers and weights of these sizes."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from optexport.errors import SourceError
 from optexport.loading.pretrained_files import find_all
 
 _FILE = "config.json"
-# The deepest models have some hundreds of layers. Each label gets a name, which takes longer than its weights.
-_MOST = {"layers": 4096, "labels": 2**20}
-_COUNTS = {
+# The deepest models have some hundreds of layers. transformers makes a name for each label, which takes longer than
+# its weights.
+_LIMITS = {"layers": 4096, "labels": 2**20}
+_COUNT_KEYS = {
     "layers": re.compile(r"(layers?|depths?|blocks)$"),  # num_hidden_layers, n_layer, depths, num_blocks
     "labels": re.compile(r"^_?num_labels$"),
 }
+_WEIGHTS_PER_BYTE = 8  # no quantization uses less than one bit per weight
+_ALLOWED_MISSING_WEIGHTS = 2**28  # 1 GiB in float32; the loader reports missing weights by name
 
 
-def check(name: str, options: Mapping[str, Any]) -> None:
-    """Checks that a model has no more layers and labels than can be made in a short time.
+def check_counts(name: str, options: Mapping[str, Any]) -> None:
+    """Checks that a model's configs do not ask for more layers or labels than any model has.
 
     Args:
         name: A folder, or a hub id.
         options: As for ``from_pretrained``.
 
     Raises:
-        SourceError: It has.
+        SourceError: A config asks for more.
     """
-    # Sentence-transformers have one in a folder of each part.
+    # Each part of a sentence-transformers model has a config in its own folder.
     for path in find_all(name, _FILE, options):
         try:
             counts = list(_counts(json.loads(path.read_text(encoding="utf-8"))))
-        except (ValueError, OSError, RecursionError):  # which transformers tells
+        except (ValueError, OSError, RecursionError):  # transformers reports a damaged config
             continue
         for kind, key, count in counts:
-            if count > _MOST[kind]:
+            if count > _LIMITS[kind]:
                 raise SourceError(
-                    f"{key} is {count:,}, and no model has more than {_MOST[kind]:,} {kind}",
+                    f"{key} is {count:,}, and no model has more than {_LIMITS[kind]:,} {kind}",
                     location=str(path),
-                    hint=f"Give the number of {kind} that the weights are of.",
+                    hint=f"Set it to the number of {kind} in the weights.",
                 )
 
 
+def check_weights(cls: Any, config: Any, folder: Path, *, trust_remote_code: bool) -> None:
+    """Checks that a folder's files can hold the weights that its config asks for.
+
+    Args:
+        cls: The model's class, or an ``AutoModel`` class of transformers.
+        config: A config of transformers.
+        folder: The folder with the weights.
+        trust_remote_code: True if code beside the weights may run.
+
+    Raises:
+        SourceError: The files are far too small, so that random weights would fill the memory.
+    """
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+    try:
+        with torch.device("meta"):
+            model = make(copy.deepcopy(config), **options)
+            expected = sum(parameter.numel() for parameter in model.parameters())
+    except Exception:  # of many kinds; loading the model reports it
+        return
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    if expected > _ALLOWED_MISSING_WEIGHTS + _WEIGHTS_PER_BYTE * size:
+        raise SourceError(
+            f"its config asks for {expected:,} weights, and all files beside it have {size:,} bytes",
+            location=str(folder),
+            hint="Set the sizes in the config to those of the weights.",
+        )
+
+
 def _counts(value: Any, key: str = "") -> Iterator[tuple[str, str, float]]:
-    """All numbers of layers and labels, also in configs of parts of a model: of which, by which setting, how many."""
+    """Yields the kind, key and value of every count in a config, including the configs of its parts."""
     if isinstance(value, dict):
-        for name, each in value.items():
-            yield from _counts(each, name)
+        for name, item in value.items():
+            yield from _counts(item, name)
     elif isinstance(value, list):
-        for each in value:
-            yield from _counts(each, key)
+        for item in value:
+            yield from _counts(item, key)
     elif isinstance(value, int | float):
-        yield from ((kind, key, value) for kind, pattern in _COUNTS.items() if pattern.search(key))
+        yield from ((kind, key, value) for kind, pattern in _COUNT_KEYS.items() if pattern.search(key))

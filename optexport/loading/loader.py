@@ -31,11 +31,9 @@ from optexport.loading import (
     adapters,
     config_limits,
     hub_kernels,
-    peft_patterns,
     pretrained_files,
     sentence_embedding,
     torchscript,
-    weight_counts,
 )
 from optexport.runtime.untrusted import archives
 from optexport.signature import exported_program
@@ -260,9 +258,9 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
     try:
         if not local:
             pretrained_files.check_reachable(name, options)
-        config_limits.check(name, options)
-        # transformers loads an adapter that lies beside a model, or a part of it, without being asked.
-        peft_patterns.check_beside(name, options)
+        config_limits.check_counts(name, options)
+        # transformers loads an adapter that lies beside a model, or beside a part of it, without being asked.
+        adapters.check_configs(name, options)
         pretrained_files.check_shards(name)
         if sentence_embedding.wanted(config.task, name, options):
             return _from_sentence_transformers(name, config, options)
@@ -275,7 +273,7 @@ def _from_pretrained(name: str, config: ModelConfig, *, local: bool) -> Loaded:
             if config.dtype:
                 options["dtype"] = getattr(torch, config.dtype)
             if local:
-                weight_counts.check(cls, model_config, Path(name), trust_remote_code=config.trust_remote_code)
+                config_limits.check_weights(cls, model_config, Path(name), trust_remote_code=config.trust_remote_code)
             model, info = cls.from_pretrained(name, config=model_config, output_loading_info=True, **options)
     except (ConfigError, SourceError):
         raise

@@ -17,7 +17,7 @@ from typing import Any
 
 from optexport.config.tasks import TRANSFORMER_ALONE
 from optexport.errors import SourceError, first_line
-from optexport.loading import peft_patterns
+from optexport.loading import adapters
 from optexport.loading.pretrained_files import find
 
 MODULES = "modules.json"
@@ -80,8 +80,8 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         for filename in _SETTINGS:
             if (path := find(name, filename, inside)) is not None:
                 _check_settings(_read(path), path)
-        if (path := find(name, peft_patterns.CONFIG, inside)) is not None:
-            peft_patterns.check(path)
+        if (path := find(name, adapters.CONFIG, inside)) is not None:
+            adapters.check_config(path)
         if kind == "Dense" and not options.get("trust_remote_code"):
             _check_dense(find(name, _CONFIG_FILE, inside))
         for filename in _ROUTERS:

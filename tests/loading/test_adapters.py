@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, BertForS
 
 from optexport.config.schema import ModelConfig
 from optexport.errors import SourceError
-from optexport.loading import loader, peft_patterns
+from optexport.loading import loader
 from tests._helpers import models
 
 # peft's own, of what transformers deprecates.
@@ -78,68 +78,14 @@ def test_weights_that_are_not_those_of_the_model_are_refused(base: Path, tmp_pat
         load(base, adapter=str(tmp_path / "adapter"))
 
 
-ENDLESS = "([a-z.0-9]+)+X|.*query"
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"target_modules": ENDLESS},
-        {"exclude_modules": ENDLESS},
-        {"rank_pattern": {ENDLESS: 2}},
-        {"alpha_pattern": {"[a-z.0-9]+)+(X": 2}},  # which peft puts between brackets
-        {"layers_pattern": [ENDLESS]},
-        {"modules_to_save": ["+X"]},  # which peft puts behind a group
-        {"target_modules": "(.|.)" * 40 + "X"},
-        {"target_modules": ".*" * 12 + "X"},
-    ],
-    ids=str,
-)
-def test_a_pattern_that_would_take_for_ever_is_refused(base: Path, tmp_path: Path, setting: dict[str, Any]) -> None:
-    adapted(base, tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **setting}))
-    with pytest.raises(SourceError, match=f"{next(iter(setting))} holds a pattern that could take for ever") as caught:
-        load(base, adapter=str(tmp_path / "adapter"))
-    assert str(caught.value).startswith(str(file))
-
-
-def test_a_pattern_beside_the_model_itself_is_read_too(base: Path, tmp_path: Path) -> None:
-    adapted(base, tmp_path / "adapter")
-    shutil.copytree(base, tmp_path / "model")
-    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    (tmp_path / "model" / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": ENDLESS}))
-    with pytest.raises(SourceError, match="target_modules holds a pattern that could take for ever"):
-        load(tmp_path / "model", task="feature-extraction")
-
-
-def test_an_adapter_that_has_a_module_imported_is_refused(base: Path, tmp_path: Path) -> None:
-    """It ran under ``--no-custom-code``; also where it lies in a folder of a part of the model."""
+def test_adapter_config_that_imports_a_module_is_refused(base: Path, tmp_path: Path) -> None:
+    """``--no-custom-code`` did not stop that import. The adapter may lie in the folder of a part of the model."""
     (tmp_path / "model" / "0_Transformer").mkdir(parents=True)
     shutil.copytree(base, tmp_path / "model", dirs_exist_ok=True)
     file = tmp_path / "model" / "0_Transformer" / "adapter_config.json"
     file.write_text(json.dumps({"peft_type": "LORA", "megatron_config": {"x": 1}, "megatron_core": "megatron.core"}))
-    with pytest.raises(SourceError, match="megatron_config has peft import a module"):
+    with pytest.raises(SourceError, match="megatron_config makes peft import a module"):
         load(tmp_path / "model", task="feature-extraction")
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r".*\.(q|v)_proj",
-        r"(?:.*\.)?layers\.\d+\..*",
-        r"^(?!.*lm_head).*(q_proj|v_proj)$",
-        (
-            r"(?:.*?(?:vision|language|text).*?(?:self_attn|attention|attn|mlp|ffn).*?(?:k_proj|q_proj|fc1|fc2|proj).*?)"
-            r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|attn|mlp)\.(?:k_proj|q_proj|down_proj))"
-        ),
-        "all-linear",
-    ],
-)
-def test_patterns_as_people_write_them_are_let_through(tmp_path: Path, pattern: str) -> None:
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps({"target_modules": pattern, "rank_pattern": {pattern: 2}}))
-    peft_patterns.check(file)
 
 
 def test_a_pickle_is_not_loaded(base: Path, tmp_path: Path) -> None:
@@ -157,7 +103,7 @@ def test_an_adapter_that_is_no_sum_of_weights_is_refused(base: Path, tmp_path: P
 
 
 def test_what_is_no_adapter_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="holds no adapter_config.json"):
+    with pytest.raises(SourceError, match="has no adapter_config.json"):
         load(base, adapter=str(tmp_path))
     adapted(base, tmp_path / "adapter")
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

@@ -1,4 +1,4 @@
-"""A config that asks for more layers than can be made is refused before they are."""
+"""A config with too many layers, labels or weights is refused before the model is built."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 from optexport.config.schema import ModelConfig
 from optexport.errors import SourceError
@@ -14,7 +15,7 @@ from tests._helpers import models
 from tests._helpers.exports import edit_json
 
 
-def test_a_config_of_more_layers_than_can_be_made_is_refused_at_once(tmp_path: Path) -> None:
+def test_too_many_layers_are_refused(tmp_path: Path) -> None:
     models.model("bert").save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", lambda settings: settings.update(num_hidden_layers=10**8))
     with pytest.raises(SourceError, match=r"num_hidden_layers is 100,000,000, and no model has more than 4,096 layers"):
@@ -26,21 +27,49 @@ def test_a_config_of_more_layers_than_can_be_made_is_refused_at_once(tmp_path: P
     [{"depths": [2, 10**5]}, {"text_config": {"n_layer": 10**5}}, {"encoder_layers": 1e9}, {"num_labels": 10**8}],
     ids=str,
 )
-def test_the_layers_of_each_part_are_counted(tmp_path: Path, settings: object) -> None:
+def test_layers_of_every_part_are_counted(tmp_path: Path, settings: object) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(SourceError, match="no model has more than"):
-        config_limits.check(str(tmp_path), {})
+        config_limits.check_counts(str(tmp_path), {})
 
 
-def test_the_layers_of_a_part_in_a_folder_of_its_own_are_counted(tmp_path: Path) -> None:
+def test_layers_of_a_part_in_its_own_folder_are_counted(tmp_path: Path) -> None:
     (tmp_path / "0_Transformer").mkdir()
     (tmp_path / "0_Transformer" / "config.json").write_text('{"num_hidden_layers": 100000}')
     with pytest.raises(SourceError, match="0_Transformer"):
-        config_limits.check(str(tmp_path), {})
+        config_limits.check_counts(str(tmp_path), {})
 
 
-def test_numbers_of_other_things_may_be_as_large_as_they_are(tmp_path: Path) -> None:
+def test_other_large_numbers_pass(tmp_path: Path) -> None:
     settings = {"num_hidden_layers": 126, "vocab_size": 10**6, "depth_multiplier": 1e9, "layer_types": ["full"] * 126}
     settings |= {"num_labels": 10**6}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    config_limits.check(str(tmp_path), {})
+    config_limits.check_counts(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("task", [None, "fill-mask"])
+def test_too_many_weights_are_refused(tmp_path: Path, task: str | None) -> None:
+    """transformers filled the memory with random weights before it reported them missing."""
+    models.model("bert").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", lambda settings: settings.update(vocab_size=10**11))
+    with pytest.raises(SourceError, match=r"asks for [\d,]{15,} weights, and all files beside it have [\d,]+ bytes"):
+        loader.load(ModelConfig(source=str(tmp_path), task=task), tmp_path)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    models.model("bert").save_pretrained(tmp_path)
+    with pytest.raises(SourceError, match="weights are not in the checkpoint, cls.predictions"):
+        loader.load(ModelConfig(source=str(tmp_path), task="fill-mask"), tmp_path)
+
+
+@pytest.mark.parametrize("part", ["../outside.safetensors", "/etc/hostname", "a/../../outside.safetensors"])
+def test_index_with_weights_outside_the_folder_is_refused(tmp_path: Path, part: str) -> None:
+    """An untrusted folder could otherwise export weights of this machine as its own."""
+    folder = tmp_path / "model"
+    models.model("bert").save_pretrained(folder)
+    keys = safetensors.torch.load_file(folder / "model.safetensors").keys()
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(keys, part)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(SourceError, match="lies outside of the model's folder"):
+        loader.load(ModelConfig(source=str(folder)), tmp_path)

@@ -36,7 +36,7 @@ def get_kernel(name, **kwargs):
 LOAD = """
 import sys
 from pathlib import Path
-from optexport.config.load import ModelConfig
+from optexport.config.schema import ModelConfig
 from optexport.loading import loading
 folder, trusted = sys.argv[1:]
 try:

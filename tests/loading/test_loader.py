@@ -334,7 +334,7 @@ from pathlib import Path
 
 from huggingface_hub.utils import _http
 
-from optexport.config.load import ModelConfig
+from optexport.config.schema import ModelConfig
 from optexport.loading.loader import load
 
 _http.time.sleep = lambda seconds: None
