@@ -152,24 +152,21 @@ def check_register(config: Config, location: str) -> None:
 
 
 def check_beside(config: Config, path: Path) -> None:
-    """Refuses a database beside a config, where MLflow would look for it elsewhere.
+    """Refuses a database beside a config if MLflow would look for it in another folder.
 
     Args:
-        path: The config's.
+        config: The config.
+        path: The path of the config.
 
     Raises:
-        ConfigError: The folder's name holds what a URI holds for something else.
+        ConfigError: The name of the folder holds a character that has a meaning in URIs.
     """
     folder, uri = str(path.parent.resolve()), config.tracking.uri
     odd = re.search(r"\?|%[\da-fA-F]{2}", folder)
-    if (
-        odd is not None
-        and config.tracking.enabled
-        and uri.startswith("sqlite:///")
-        and not uri.startswith("sqlite:////")
-    ):
+    is_relative = uri.startswith("sqlite:///") and not uri.startswith("sqlite:////")
+    if odd is not None and config.tracking.enabled and is_relative:
         raise ConfigError(
-            f'MLflow keeps no database in a folder whose name holds "{odd[0]}"',
+            f'MLflow cannot keep a database in a folder with "{odd[0]}" in its name',
             location=f"{path}: tracking.uri",
-            hint="Name one elsewhere, as sqlite:////PATH/mlflow.db, or say enabled = false.",
+            hint="Name a database elsewhere, as sqlite:////PATH/mlflow.db, or set enabled = false.",
         )

@@ -16,7 +16,6 @@ from torch import nn
 
 from optexport._utils.extras import check_extra
 from optexport.errors import SourceError, first_line
-from optexport.loading.peft_patterns import CONFIG
 from optexport.loading.pretrained_files import find_all
 from optexport.tracing import transformers_exporter
 

@@ -1,4 +1,4 @@
-"""URIs of stores: what can be one passes, and a slip is told without what is secret in it."""
+"""URIs of tracking stores: valid ones pass, and a message about a slip shows no secret."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ URIS = [
     "mssql+pyodbc://host/db?driver=ODBC+Driver+18&TrustServerCertificate=yes",
     "postgresql://host/db?user=x&password=a%26%2B%25",
     "sqlite:///mlflow.db?",
+    "postgresql://host/db?user=v&password=ab;c",
+    "postgresql://host/db?user=x&passw%6Frd=x",
 ]
 SLIPS = [
     ("sqllite:///x.db", 'Did you mean "sqlite"'),
     ("http://", "names no host"),
     ("http://:5000", "names no host"),
     ("http://someone:SECRET@:5000", "names no host"),
-    ("http://host:99999", "beyond 65535"),
-    ("http://u:a[SECRET@[::1]:5000", "is no address"),
-    ("http://[u:SECRETa]@h", "is no address"),
+    ("http://host:99999", "its port is not a number up to 65535"),
+    ("http://u:a[SECRET@[::1]:5000", "hold no IPv6 address"),
+    ("http://[u:SECRETa]@h", "hold no IPv6 address"),
     ("http://host:0", "names no port"),
     ("file://", "names no folder"),
     ("HTTP://someone:SECRET@host", "small letters: http://"),
@@ -59,16 +61,21 @@ MALFORMED = [
     "http://someone:my SECRET@host",
     "http://someone:SECRET/x@host",
     "http://someone:12345/SECRET@host",
+    "postgresql://someone:12?SECRET@host/db",
+    "postgresql:///someone:SECRET@host/db",
+    "http:///someone:SECRET@host",
+    "postgresql:///db?password=ab SECRET",
+    'postgresql:///db?host=h&password="ab"SECRET',
+    "mssql+pyodbc:///?odbc_connect=Driver={ODBC};Pwd=correct SECRET",
+    "postgresql://host/db?password=a\u00a0SECRET",
 ]
 NEITHER = [
     "postgresql//someone:SECRET@host/db",
     "postgresql:/someone:SECRET@host/db",
-    "postgresql:///someone:SECRET@host/db",
     "postgresql:someone:SECRET@host/db",
     "postgresql//someone:SECRET@host/db?proxy=http://x",
     "http//someone:SECRET@host",
     "http:/someone:SECRET@host",
-    "http:///someone:SECRET@host",
     "http:someone:SECRET@host",
     "//someone:SECRET@host:5000",
     "someone:SECRET@host:5000",
@@ -76,73 +83,38 @@ NEITHER = [
     "127.0.0.1:5000",
     "postgresql//host/db",
 ]
-HIDDEN_KEYS = [
-    "postgresql://host/db?user=x&passw%6Frd=SECRET",
-    "postgresql://host/db?user=x&passw%6frd=SECRET",
-    "postgresql://host/db?user=x#&passw%6Frd=SECRET",
-    "postgresql://host/db?password%20=SECRET",
-    "postgresql://host/db?password+=SECRET",
-    "mssql+pyodbc:///?odbc_connect=DRIVER%3Dx%3BP%57D%3DSECRET",
-    "http://host/?tok%65n=SECRET",
-]
 
 
 @pytest.mark.parametrize("uri", URIS)
-def test_what_mlflow_takes_passes(uri: str) -> None:
+def test_uri_of_a_store_passes(uri: str) -> None:
     assert check_uri(uri) == uri
 
 
 @pytest.mark.parametrize("uri", MALFORMED)
-def test_a_password_that_is_not_encoded_is_refused_and_not_told(uri: str) -> None:
-    """Nobody could tell where it ends, so that a part of it would stay in copies of the config."""
+def test_password_that_is_not_encoded_is_refused(uri: str) -> None:
+    """Without the encoding it is unclear where the password ends, and copies of the config would show a part of it."""
     with pytest.raises(ValueError, match="percent-encoded") as caught:
         check_uri(uri)
     assert "SECRET" not in str(caught.value)
 
 
 @pytest.mark.parametrize("uri", NEITHER)
-def test_a_uri_with_a_slip_in_it_is_no_folder_and_is_not_told(uri: str) -> None:
-    """It was taken for the name of a folder, and written into the bundle, password and all."""
+def test_mistyped_uri_is_not_taken_for_a_folder(uri: str) -> None:
+    """As the name of a folder it would be written into the bundle with its password."""
     with pytest.raises(ValueError, match="neither a folder nor a URI") as caught:
         check_uri(uri)
     assert "SECRET" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "postgresql://host/db?user=v&password=ab;SECRET",
-        "postgresql:///db?password=ab SECRET",
-        "http://host/?token=ab;SECRET",
-        'postgresql:///db?host=h&password="ab"SECRET',
-        "mssql+pyodbc:///?odbc_connect=Driver={ODBC};Pwd=correct SECRET",
-        "postgresql://host/db?password=a\u00a0SECRET",
-    ],
-)
-def test_a_value_of_a_query_that_seems_to_end_in_its_middle_is_refused_and_not_told(uri: str) -> None:
-    """SQLAlchemy took it whole, and the rest of the password was written into the bundle."""
-    with pytest.raises(ValueError, match="holds a character that a URI cannot have there") as caught:
+@pytest.mark.parametrize(("uri", "message"), SLIPS)
+def test_message_names_the_slip(uri: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
         check_uri(uri)
     assert "SECRET" not in str(caught.value)
 
 
-@pytest.mark.parametrize("uri", HIDDEN_KEYS)
-def test_a_key_that_is_encoded_is_refused_and_not_told(uri: str) -> None:
-    """SQLAlchemy decodes it, and nobody else would know that a password follows."""
-    with pytest.raises(ValueError, match="its query hides what a key is called") as caught:
-        check_uri(uri)
-    assert "SECRET" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("uri", "told"), SLIPS)
-def test_a_slip_is_told(uri: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told) as caught:
-        check_uri(uri)
-    assert "SECRET" not in str(caught.value)
-
-
-def test_a_kind_that_a_package_brings_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name may be near one of MLflow's own."""
+def test_store_of_a_package_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name may be similar to one of MLflow's own."""
     (tmp_path / "stores-1.dist-info").mkdir()
     (tmp_path / "stores-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: stores\nVersion: 1\n")
     (tmp_path / "stores-1.dist-info" / "entry_points.txt").write_text(
