@@ -1,4 +1,4 @@
-"""``optexport lock``: what a config's result depends on, written down beside it."""
+"""``optexport lock``: pins the inputs of a config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optexport.cli._group import Command
 def lock(config: Path) -> None:
     """Pin packages, model and files of CONFIG, for run --locked.
 
-    Loads the model. What is written, CONFIG.lock, belongs in version control beside the config.
+    Loads the model and writes CONFIG.lock. Commit that file beside the config.
     """
     from optexport._utils import packages
     from optexport.config.load import load_config
@@ -28,11 +28,9 @@ def lock(config: Path) -> None:
         from optexport.pipeline import lockfile, run
 
         with prints_aside(), signals.temporary_folder() as scratch:
-            rules = rules_of(read, folder, ())  # as a run does: they too import what lies beside the config
+            rules = rules_of(read, folder, ())  # a run imports them too, with the modules beside the config
             job = run.prepare(read, folder, rules, scratch / "bundle", scratch, progress)
-            made = lockfile.make(job, folder, packages.versions())
-    path = lockfile.write(made, config)
-    versions_held = len(made.versions) + len(made.imports)
-    counts = f"{versions_held} versions, files: {len(made.files)}, packages of the model: {len(made.packages)}"
-    echo(f"Wrote {path}: the model's weights, {counts}. Then:")
+            pins = lockfile.make(job, folder, packages.versions())
+    path = lockfile.write(pins, config)
+    echo(f"Wrote {path}: the model's weights, {len(pins.versions)} versions, {len(pins.files)} files. Then:")
     echo(f"  optexport run --locked {config}")
