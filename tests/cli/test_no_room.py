@@ -1,4 +1,4 @@
-"""Commands that end because nothing more is taken: a full disk, a quota, a limit on the size of files."""
+"""Commands that end because of a full disk, a quota, or a limit on memory or files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optexport.cli._group import Group
 
 
 def ended_by(error: Exception) -> Result:
-    """What a command comes to that raises an error; it is called no defect."""
+    """Runs a command that raises an error, and checks that the message does not call it a defect."""
     group = Group("program")
 
     @group.command()
@@ -30,18 +30,18 @@ def ended_by(error: Exception) -> Result:
     return result
 
 
-def test_a_full_disk_is_no_defect_whoever_says_so() -> None:
+def test_full_disk_is_not_a_defect() -> None:
     """safetensors is written in Rust, and raises no OSError."""
     told = "Error while serializing: I/O error: No space left on device (os error 28)"
     result = ended_by(SafetensorError(told))
-    assert f"{told}\n  Make room where standard output goes, or where the output, " in result.stderr
-    assert f"{tempfile.gettempdir()} lies, and run again.\n" in result.stderr
+    assert f"{told}\n  Free some space for standard output, the output folder, " in result.stderr
+    assert f"{tempfile.gettempdir()}, and run again.\n" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("number", "mend"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, f"Make room where {os.getcwd()} lies")]
+    ("number", "mend"), [(errno.EFBIG, "Raise the limit on the"), (errno.EDQUOT, f"Free some space for {os.getcwd()}")]
 )
-def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, hint: str) -> None:
+def test_limit_on_file_size_and_quota_are_not_defects(number: int, hint: str) -> None:
     result = ended_by(OSError(number, os.strerror(number), "model.onnx"))
     assert f"{os.strerror(number)}: 'model.onnx'\n  {hint}" in result.stderr
 
@@ -57,24 +57,22 @@ def test_a_limit_on_files_and_a_quota_are_no_defects(number: int, hint: str) -> 
     ],
     ids=["open files", "memory", "memory of torch", "memory of Python", "memory for a library"],
 )
-def test_other_limits_are_no_defects_either(error: Exception, hint: str) -> None:
+def test_limits_on_memory_and_open_files_are_not_defects(error: Exception, hint: str) -> None:
     result = ended_by(error)
     assert result.exit_code == 1
     assert f"\n  Raise the limit on {hint}" in result.stderr
 
 
-def test_a_message_for_which_there_is_no_memory_is_told_in_few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_message_without_memory_for_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def redact(text: str) -> str:
         raise MemoryError(text)
 
-    monkeypatch.setattr("optexport.cli._group.redact_error", redact)
+    monkeypatch.setattr("optexport.cli.failures.redact_error", redact)
     told = ended_by(RuntimeError("no")).stderr
     assert told.startswith("Error: there is no more memory\n  Raise the limit on memory (ulimit -v)")
 
 
-def test_an_error_for_whose_cause_there_is_no_memory_left_is_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended in two tracebacks."""
-
+def test_no_memory_to_check_the_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
         raise MemoryError
 
@@ -92,10 +90,8 @@ def test_an_error_for_whose_cause_there_is_no_memory_left_is_none_either(monkeyp
         ("verify --what", 2, "stderr"),
     ],
 )
-def test_output_to_a_full_disk_leaves_one_message_or_the_exit_code_of_what_was_wrong(
-    arguments: str, code: int, closed: str
-) -> None:
-    """Help showed a traceback; a message that could not be printed made each error an error of the disk."""
+def test_output_to_a_full_disk_keeps_the_exit_code(arguments: str, code: int, closed: str) -> None:
+    """Neither help nor a message that cannot be printed ends in a traceback."""
     with open("/dev/full", "w") as full:
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: full}
         program = [sys.executable, "-m", "optexport", *arguments.split()]

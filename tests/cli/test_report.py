@@ -187,4 +187,4 @@ def test_a_folder_that_may_not_be_entered_is_named_and_no_defect(copied: Path, c
     )
     copied.chmod(0o755)
     assert done.returncode == 2, done.stderr
-    assert done.stderr == f"Error: {copied / 'manifest.json'}: this user may not do that: Permission denied\n"
+    assert done.stderr == f"Error: {copied / 'manifest.json'}: Permission denied\n  Run it as a user who may do that.\n"

@@ -26,7 +26,7 @@ BY_RUNNING: dict[str, tuple[str, int, str]] = {
     "factory that is no function": (config("halves:nn"), 2, "halves"),
     "factory that fails": (config("halves:fails"), 3, "the factory raised KeyError: 'no weights'"),
     "factory that leaves": (config("halves:leaves"), 3, "SystemExit"),
-    "factory that is cancelled": (config("halves:cancelled"), 1, "raised what is no error"),
+    "factory that is cancelled": (config("halves:cancelled"), 1, "which is not an Exception"),
     "factory that lacks an argument": (config("halves:takes"), 3, "argument: 'size'"),
     "factory of no model": (config("halves:number"), 3, "not a module"),
     "model that cannot be traced": (config("halves:Forks"), 3, "Forks"),

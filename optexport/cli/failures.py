@@ -1,0 +1,177 @@
+"""The table of errors that end a command: exit code, message and hint of each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from optexport._utils import packages, signals
+from optexport._utils.redaction import redact_error
+from optexport.bundle.layout import NO_ROOM, TOO_MANY, cache
+from optexport.errors import OptexportError
+
+_LIMITS = (errno.ENOMEM, errno.EFBIG, *TOO_MANY, *NO_ROOM)
+# The system's loader reports missing memory in these words.
+_UNMAPPED = "failed to map segment from shared object"
+_MORE_MEMORY = "Raise the limit on memory (ulimit -v), or give the machine more, and run again."
+_REPORT = "This is a defect: please report it, with --debug."
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a command ends.
+
+    Attributes:
+        exit_code: The exit code of the program.
+        message: The message, with a hint on its last line if there is one. It shows no secrets.
+        cause: The error of this package, if it is one.
+    """
+
+    exit_code: int
+    message: str
+    cause: OptexportError | None = None
+
+
+_NO_MEMORY = "there is no more memory"
+OUT_OF_MEMORY = Failure(1, f"{_NO_MEMORY}\n  {_MORE_MEMORY}")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of the table.
+
+    Attributes:
+        kind: The type of exception.
+        exit_code: The exit code.
+        message: A template of {error}, {kind}, {file} and {reason}.
+        hint: The hint, or a function that makes it of the error.
+        numbers: The errors of the system that the row is for; of all if there are none.
+        condition: What else has to hold.
+    """
+
+    kind: type[BaseException]
+    exit_code: int
+    message: str
+    hint: str | Callable[[BaseException], str] | None = None
+    numbers: Collection[int] = ()
+    condition: Callable[[BaseException], bool] = lambda _: True
+
+    def matches(self, error: BaseException) -> bool:
+        is_kind = isinstance(error, self.kind) and (not self.numbers or _number(error) in self.numbers)
+        return is_kind and self.condition(error)
+
+    def failure(self, error: BaseException) -> Failure:
+        message = self.message.format(
+            error=redact_error(str(error)) or (_NO_MEMORY if isinstance(error, MemoryError) else ""),
+            kind=type(error).__name__,
+            file=getattr(error, "filename", None),
+            reason=getattr(error, "strerror", None),
+        )
+        hint = self.hint(error) if callable(self.hint) else self.hint
+        return Failure(self.exit_code, message if hint is None else f"{message}\n  {hint}")
+
+
+def describe(error: BaseException) -> Failure | None:
+    """Returns how a command ends after an error, or None for a closed pipe: click ends quietly then."""
+    # Some libraries turn an interrupt during their imports into an error of their own.
+    signum = signals.received()
+    if isinstance(error, KeyboardInterrupt) or signum is not None:
+        lines = ["interrupted", *getattr(error, "__notes__", ())]
+        return Failure(128 + (signum or signal.SIGINT), redact_error("\n  ".join(lines)))
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:
+        return None
+    if isinstance(error, OptexportError):
+        return Failure(error.exit_code, str(error), error)
+    return next(row for row in _TABLE if row.matches(error)).failure(error)
+
+
+def check_working_directory() -> None:
+    """Raises an error if the working directory does not exist: the libraries of torch would end the program."""
+    if not _has_working_directory():
+        raise FileNotFoundError
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except OSError as error:
+        return error.errno != errno.ENOENT
+    return True
+
+
+def _names_a_file(error: BaseException) -> bool:
+    return getattr(error, "filename", None) is not None
+
+
+def _number(error: BaseException) -> int | None:
+    """Returns the number of an error of the system; libraries that are not written in Python only give its text."""
+    if isinstance(error, OSError):
+        return error.errno
+    if isinstance(error, MemoryError) or _UNMAPPED in str(error):
+        return errno.ENOMEM
+    return next((number for number in _LIMITS if os.strerror(number) in str(error)), None)
+
+
+def _free_space_hint(error: BaseException) -> str:
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        return f"Free some space for {os.path.dirname(os.path.abspath(error.filename))}, and run again."
+    places = ", ".join(str(location) for location in (cache(), tempfile.gettempdir()) if location is not None)
+    return f"Free some space for standard output, the output folder, {places}, and run again."
+
+
+def _defect_hint(error: BaseException) -> str:  # noqa: ARG001 - the table's
+    try:
+        packages.check()
+    except OptexportError as unmet:
+        return str(unmet)
+    except MemoryError:
+        return _MORE_MEMORY
+    return _REPORT
+
+
+# The first row that matches counts.
+_TABLE = (
+    _Row(BaseException, 1, "{error}", _MORE_MEMORY, (errno.ENOMEM,)),
+    _Row(
+        BaseException, 1, "{error}", "Raise the limit on the size of files (ulimit -f), and run again.", (errno.EFBIG,)
+    ),
+    _Row(BaseException, 1, "{error}", "Raise the limit on open files (ulimit -n), and run again.", TOO_MANY),
+    _Row(BaseException, 1, "{error}", _free_space_hint, NO_ROOM),
+    _Row(PermissionError, 2, "{file}: {reason}", "Run it as a user who may do that.", condition=_names_a_file),
+    _Row(
+        OSError,
+        2,
+        "{file}: the name is too long for its file system",
+        "Choose a shorter name.",
+        (errno.ENAMETOOLONG,),
+        _names_a_file,
+    ),
+    _Row(
+        FileNotFoundError,
+        2,
+        "the working directory was removed",
+        "Change to a folder that exists, and run again.",
+        condition=lambda error: not _names_a_file(error) and not _has_working_directory(),
+    ),
+    # Python 3.11 raises a RuntimeError of these words.
+    _Row(
+        RuntimeError,
+        2,
+        "a link leads to itself: {error}",
+        condition=lambda error: str(error).startswith("Symlink loop"),
+    ),
+    _Row(SystemExit, 1, "code of a model or a plugin called sys.exit, so the work is not done"),
+    # A panic of a library written in Rust is not an Exception.
+    _Row(
+        BaseException,
+        1,
+        "code of a model or a plugin raised {kind}, which is not an Exception, so the work is not done: {error}",
+        condition=lambda error: not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime",
+    ),
+    # Incompatible packages, or else a defect of this package or a library.
+    _Row(BaseException, 1, "{kind}: {error}", _defect_hint),
+)

@@ -1,0 +1,48 @@
+"""The table of errors that end a command."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from optexport.cli.failures import describe
+from optexport.errors import ConfigError, GateError
+
+PANIC = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+ROWS: list[tuple[BaseException, int, str]] = [
+    (ConfigError("no", hint="Hint."), 2, "no\n  Hint."),
+    (GateError("no"), 6, "no"),
+    (MemoryError(), 1, "there is no more memory\n  Raise the limit on memory"),
+    (
+        OSError(errno.EFBIG, os.strerror(errno.EFBIG), "f"),
+        1,
+        "File too large: 'f'\n  Raise the limit on the size of files",
+    ),
+    (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), 1, "system\n  Raise the limit on open files"),
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/b"), 1, "'/a/b'\n  Free some space for /a,"),
+    (PermissionError(errno.EACCES, "Permission denied", "f"), 2, "f: Permission denied\n  Run it as a user"),
+    (OSError(errno.ENAMETOOLONG, "File name too long", "f"), 2, "f: the name is too long"),
+    (RuntimeError("Symlink loop from 'a'"), 2, "a link leads to itself: Symlink loop from 'a'"),
+    (SystemExit(0), 1, "called sys.exit"),
+    (GeneratorExit("x"), 1, "raised GeneratorExit, which is not an Exception, so the work is not done: x"),
+    (PANIC("x"), 1, "PanicException: x\n  This is a defect"),
+    (ValueError("http://me:hunter2@host {x}"), 1, "ValueError: http://***@host {x}\n  This is a defect"),
+    (AssertionError(), 1, "AssertionError: \n  This is a defect"),
+    (FileNotFoundError(errno.ENOENT, "No such file or directory", "f"), 1, "This is a defect"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+]
+
+
+@pytest.mark.parametrize(("error", "exit_code", "message"), ROWS, ids=[type(row[0]).__name__ for row in ROWS])
+def test_exit_code_and_message_of_an_error(error: BaseException, exit_code: int, message: str) -> None:
+    failure = describe(error)
+    assert failure is not None
+    assert failure.exit_code == exit_code
+    assert message in failure.message
+    assert failure.message is (error if isinstance(error, ConfigError | GateError) else None)
+
+
+def test_closed_pipe_is_left_to_click() -> None:
+    assert describe(BrokenPipeError(errno.EPIPE, "Broken pipe")) is None
