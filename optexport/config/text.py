@@ -1,4 +1,4 @@
-"""The text of a config: read as a table, within limits, and without secrets, since its copies go to many."""
+"""Reads the text of a config, and removes secrets from copies of it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from optexport.config.validation import Mistakes, dotted
 from optexport.errors import ConfigError
 from optexport.redaction import redact
 
-# More than anybody writes; a file that says more is made to take long.
+# A larger file is not a config: someone passed the path of a model, say.
 _BYTES = 1 << 20
-_KEYS = 10_000
+# Deeper tables end in a RecursionError of pydantic.
 _DEPTH = 64
-# What TOML's whole numbers have at most.
+# The range of TOML's integers; Python reads larger ones, and torch and JSON do not take them.
 _INTEGERS = range(-(1 << 63), 1 << 63)
 
-# Of keys in small letters, without their "_" and "-".
+# Names of secrets, in small letters and without "_" and "-".
 _SECRET = re.compile(
     r".*(?:password|passwd|passphrase|pwd|secret|credentials?|(?:api|access|private|secret)key)"
     r"|(?:(?:hf|hub|auth|access|api|bearer|useauth)?token|bearer)"
 )
 
-# Behind values that end on their line, in which there may be a "#" too.
+# A comment behind a value that ends on the same line. The value may hold a "#" too.
 _COMMENT = re.compile(r"""(?<=[\s\]}"'\w])#.*|^#.*""")
 
 _Place = tuple[int | str, ...]
@@ -36,14 +36,14 @@ def read(path: Path) -> str:
     """Reads a config file.
 
     Raises:
-        ConfigError: It cannot be read, is larger than any config, or lies where torch cannot write.
+        ConfigError: The file cannot be read, is too large, or lies in a folder where torch cannot write.
     """
     check_utf8(path.parent)
     try:
         if not path.exists():
-            raise ConfigError("there is no such file", location=str(path), hint="optexport init writes one.")
-        if not path.is_file():  # a pipe would be waited for
-            raise ConfigError("it is no file", location=str(path))
+            raise ConfigError("there is no such file", location=str(path), hint="Write one with: optexport init")
+        if not path.is_file():  # reading a pipe would wait
+            raise ConfigError("it is not a file", location=str(path))
         if path.stat().st_size > _BYTES:
             raise ConfigError(f"it is larger than {_BYTES} bytes", location=str(path))
         return path.read_text(encoding="utf-8-sig")
@@ -52,70 +52,50 @@ def read(path: Path) -> str:
 
 
 def parse(text: str, path: Path) -> dict[str, Any]:
-    """The tables of a config.
+    """Returns the tables of a config.
 
     Raises:
-        ConfigError: It is not TOML, or says more, or deeper, or larger numbers than a config does.
+        ConfigError: The text is not TOML, nested too deeply, or holds an integer of more than 64 bits.
     """
-    if (line := next((line for line in text.split("\n") if _is_long_key(line)), None)) is not None:
-        raise ConfigError(f"it is nested deeper than {_DEPTH}", location=f"{path}: {line.strip()[:20]}...")
     try:
         table = tomllib.loads(text)
     except ValueError as error:  # also for numbers of too many digits
         raise ConfigError(f"it is not TOML: {error}", location=str(path)) from error
     except RecursionError as error:
-        raise ConfigError("it is not TOML that can be read: it is nested too deeply", location=str(path)) from error
-    for count, (location, value) in enumerate(_items(table)):
-        if count >= _KEYS:
-            raise ConfigError(f"it holds more than {_KEYS} keys and values", location=str(path))
+        raise ConfigError(f"it is nested deeper than {_DEPTH}", location=str(path)) from error
+    for location, value in _items(table):
         if len(location) > _DEPTH:
             raise ConfigError(f"it is nested deeper than {_DEPTH}", location=f"{path}: {dotted(location[:3])}...")
         if isinstance(value, int) and value not in _INTEGERS:
             raise ConfigError(
-                "it is no whole number of 64 bits",
+                "the integer has more than 64 bits",
                 location=f"{path}: {dotted(location)}",
-                hint="Write one below 2^63, that is of 18 digits at most.",
+                hint="Write an integer of at most 18 digits.",
             )
     return table
 
 
-def _is_long_key(line: str) -> bool:
-    """Whether a line holds a key of far too many parts, for which the parser would take minutes."""
-    if line.count(".") <= _PARTS:
-        return False
-    # As it is too: a text of several lines that ends here would make what follows look quoted.
-    for written in (line, _QUOTED.sub('""', line)):
-        words = re.split(r"[^\w.\"-]", re.sub(r"[ \t]*\.[ \t]*", ".", written))
-        if any(len(re.findall(r'[\w"-]\.', word)) > _PARTS for word in words):
-            return True
-    return False
-
-
-_PARTS = 1000
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'')
-
-
 def without_secrets(path: Path) -> str:
-    """The text of a config for copies of it: it says the same but for passwords and tokens, of which it has none.
+    """Returns the text of a config for copies of it, without passwords and tokens.
 
     Raises:
-        ConfigError: It cannot be read, or is not TOML.
+        ConfigError: The config cannot be read, or is not TOML.
     """
     text = read(path)
     for _, value in _items(parse(text, path)):
         if isinstance(value, str) and (shown := redact(value)) != value:
             text = text.replace(value, shown)
-    # What is no value is a comment, or a key that only looks like that of a secret.
-    lines = [_COMMENT.sub(lambda found: redact(found[0]), line) for line in text.splitlines(keepends=True)]
+    # Other secrets can only stand in comments. A key that looks like a secret stays.
+    lines = [_COMMENT.sub(lambda match: redact(match[0]), line) for line in text.splitlines(keepends=True)]
     redacted = "".join(lines)
     return redacted if parse(redacted, path) == parse(text, path) else text
 
 
 def check_secrets(table: dict[str, Any], text: str, name: str) -> None:
-    """Checks that what is secret can be taken out of the copies of a config: of its text, and of its settings.
+    """Checks that a config holds no secret that would stay in copies of it.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The config holds such a secret.
     """
     mistakes = Mistakes(name)
     for location, value in _items(table):
@@ -127,9 +107,9 @@ def check_secrets(table: dict[str, Any], text: str, name: str) -> None:
 def _check_secret(location: _Place, value: Any, text: str, name: str) -> None:
     if location[:2] == ("model", "arguments") and any(_is_secret(key, value) for key in location[2:]):
         raise ConfigError(
-            "a config holds no secrets: it is copied into the bundle, and to MLflow",
+            "a config holds no secrets: it is copied into the bundle and to MLflow",
             location=f"{name}: {dotted(location)}",
-            hint="Have the model's code read it from the environment.",
+            hint="Read it from the environment in the model's code.",
         )
     if isinstance(value, str) and redact(value) != value and value not in text:
         raise ConfigError(
@@ -140,13 +120,13 @@ def _check_secret(location: _Place, value: Any, text: str, name: str) -> None:
 
 
 def _is_secret(key: int | str, value: Any) -> bool:
-    """Whether a key is one of secrets; a token that is a number is one of a vocabulary."""
+    """True if a key names a secret. A token that is a number is one of a vocabulary."""
     plain = re.sub(r"[\W_]", "", str(key)).lower()
     return _SECRET.fullmatch(plain) is not None and (isinstance(value, str) or not plain.endswith("token"))
 
 
 def _items(table: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
-    """All that stands in a table, at any depth, with its place; as a loop, since it may be nested without end."""
+    """Yields every value of a table at any depth, with its place. Not recursive, so that no depth is too large."""
     left: list[tuple[_Place, Any]] = [((), table)]
     while left:
         location, value = left.pop()

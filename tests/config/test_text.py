@@ -1,16 +1,14 @@
-"""The text of a config: read within limits, and refused where a secret could not be taken out of its copies."""
+"""The text of a config, and its secrets."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from optexport.config.load import load_config, parse_config
-from optexport.config.text import parse
 from optexport.errors import ConfigError
 from tests._helpers.cli import CliRunner, cli
 
@@ -21,16 +19,15 @@ BEYOND = f"0x{'f' * 4000}"
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (f"{MODEL}arguments = {{ n = {BEYOND} }}", "model.arguments.n: it is no whole number of 64 bits"),
-        (f"{MODEL}[parity]\nmultiple = {BEYOND}", "parity.noise_multiple: it is no whole number of 64 bits"),
+        (f"{MODEL}arguments = {{ n = {BEYOND} }}", "model.arguments.n: the integer has more than 64 bits"),
+        (f"{MODEL}[parity]\nmultiple = {BEYOND}", "parity.noise_multiple: the integer has more than 64 bits"),
         (f"{MODEL}arguments = {{ a = {'[' * 300}{']' * 300} }}", "nested deeper than 64"),
         (f"[model.arguments.{'a.' * 5000}a]", "nested deeper than 64"),
-        (MODEL + "[parity]\n" + "".join(f"k{n} = 1\n" for n in range(20_000)), "more than 10000 keys"),
     ],
-    ids=["a number", "a number of ours", "lists", "tables", "keys"],
+    ids=["a number", "a number of ours", "lists", "tables"],
 )
-def test_what_nobody_writes_is_refused_at_once(text: str, told: str, tmp_path: Path) -> None:
-    """These ended as defects, or not at all."""
+def test_too_large_numbers_and_deep_tables_are_refused(text: str, told: str, tmp_path: Path) -> None:
+    """pydantic, torch and JSON would fail on them without a place in the config."""
     (tmp_path / "mine.toml").write_text(text)
     done = CliRunner().invoke(cli, ["check", str(tmp_path / "mine.toml")])
     assert done.exit_code == 2
@@ -41,15 +38,15 @@ def test_what_nobody_writes_is_refused_at_once(text: str, told: str, tmp_path: P
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (os.mkfifo, "it is no file"),
-        (os.mkdir, "it is no file"),
+        (os.mkfifo, "it is not a file"),
+        (os.mkdir, "it is not a file"),
         (lambda path: path.write_bytes(b"#" * (1 << 21)), "it is larger than"),
         (lambda path: path.write_bytes(b"\xff"), "it cannot be read"),
         (lambda path: None, "there is no such file"),
     ],
     ids=["a pipe", "a folder", "large", "no text", "nothing"],
 )
-def test_what_is_no_config_file_is_refused_at_once(make: Callable[[Path], object], told: str, tmp_path: Path) -> None:
+def test_path_that_is_not_a_config_is_refused(make: Callable[[Path], object], told: str, tmp_path: Path) -> None:
     make(tmp_path / "mine.toml")
     with pytest.raises(ConfigError, match=told):
         load_config(tmp_path / "mine.toml")
@@ -108,39 +105,3 @@ def test_a_password_that_hides_behind_escapes_is_refused(tmp_path: Path) -> None
         parse_config(f"{MODEL}{hidden}", tmp_path / "mine.toml")
     plain = '[tracking]\nuri = "http://someone:hunter2@127.0.0.1:1"'
     parse_config(f"{MODEL}{plain}", tmp_path / "mine.toml")
-
-
-@pytest.mark.parametrize("written", ["[{}]", "{} = 1", "x = {{ {} = 1 }}", "[[ {} ]]"])
-@pytest.mark.parametrize("part", ["a", '"a b"', "'.'"])
-def test_a_key_of_very_many_parts_is_refused_before_a_parser_takes_minutes_for_it(written: str, part: str) -> None:
-    text = written.format(".".join([part] * 50_000))
-    began = time.process_time()
-    with pytest.raises(ConfigError, match="it is nested deeper than 64"):
-        parse(text, Path("mine.toml"))
-    assert time.process_time() - began < 10  # it took more than a minute
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        '"' + "a. b " * 2000 + '"',
-        "[" + "0.5, " * 2000 + "]",
-        '"""\n' + ". " * 2000 + '"""',
-        '"""\n' + "A few words. " * 2000 + '"""',
-    ],
-)
-def test_many_points_in_values_are_no_long_key(value: str) -> None:
-    parse(f"x = {value}  # {'A few words. ' * 2000}\n# {'0.5 ' * 2000}", Path("mine.toml"))
-
-
-@pytest.mark.parametrize("before", ["", '"""\n""", ', '"""\n# """, '])
-def test_a_long_key_is_found_behind_a_text_that_ends_there(before: str) -> None:
-    with pytest.raises(ConfigError, match="it is nested deeper than 64"):
-        parse(f"x = [{before}{{ {'.'.join(['a'] * 50_000)} = 1 }}, 'x']", Path("mine.toml"))
-
-
-def test_a_key_goes_on_where_only_python_ends_a_line() -> None:
-    """Of TOML's keys, quoted, U+2028 is a part: a key of 100,000 parts looked like short lines."""
-    text = ".".join((["a"] * 200 + ['"\u2028"']) * 500) + " = 1"
-    with pytest.raises(ConfigError, match="it is nested deeper than 64"):
-        parse(text, Path("mine.toml"))
