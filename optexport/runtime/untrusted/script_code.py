@@ -1,4 +1,4 @@
-"""Whether a TorchScript program does nothing but compute, by its text before it is loaded, and by its operators."""
+"""Checks that a TorchScript program only computes: by its text before it is loaded, and by its operators after."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# The namespaces of torch's operators that do more than compute, and those of "aten" that read and write files.
+# Namespaces of operators that do more than compute, and the operators of "aten" that read and write files.
 _NAMESPACES = r"(?:_?c10d\w*|symm_mem|debugprims|inductor\w*|profiler|static_runtime)"
 _NAMESPACE = re.compile(_NAMESPACES)
 _FILES = ("from_file", "save", "load_tensor")
-# Print, change what later calls in the process do, or tell where something lies in memory. As words of a text these
-# names may well be a model's own, so that only operators are held to them, before any of them has run.
+# They print, change what later calls in the process do, or return addresses in memory. A model may use these names for
+# its own methods, so only operators are checked against them, not words of the text.
 _EFFECTS = (
     "_print|manual_seed|seed|initial_seed|data_ptr|_cufft_(?:set_plan_cache_max_size|clear_plan_cache)"
     "|(?:read|write|\\w+_(?:from|to))_file"
 )
-# Take indices on trust: by those of a file's choosing they wrote to the memory of the process.
+# They do not check indices: a file could write to the memory of the process.
 _UNCHECKED = r"_convert_indices_from_\w+|_sobol_engine_\w+|_?(?:cudnn_)?ctc_loss\w*"
 _OPERATORS = re.compile(
     rf"(?:{_NAMESPACES}|debug_mode_ops|streams|_dtensor)::\w+|\w+::(?:{'|'.join(_FILES)}|{_EFFECTS}|{_UNCHECKED})"
     r"|prim::(?:Print|id|rpc_\w+|PythonOp|IgnoredPythonOp|TimePoint|AddStatValue)"
 )
-# torch reads a program by calling itself for each bracket, operator and block: in a stack of 8 MB it ended the process
-# between 2,000 and 10,000 of any of them. What it writes itself keeps below a hundred.
+# torch parses brackets, operators and blocks recursively. With a stack of 8 MB the process ended by SIGSEGV, without a
+# message, at 2,000 to 10,000 levels. torch itself writes fewer than a hundred.
 _DEEPEST = 500
-# Runs as a file is loaded.
+# torch runs it while it loads a file.
 _AT_LOADING = "__setstate__"
-# As torch's own lexer reads a program, to which blanks and comments may stand anywhere between two tokens.
+# The tokens of torch's own lexer. Blanks and comments may stand between any two of them.
 _TOKEN = re.compile(
     r"""
     (?P<blank> (?: \s | \\\n | \#[^\n]* )+ )
@@ -43,10 +43,11 @@ _TOKEN = re.compile(
 
 
 def forbidden_name(name: str, after: str) -> str | None:
-    """A name in a program, where it is that of what does more than compute.
+    """Returns the name if it belongs to an operator that does more than compute.
 
     Args:
-        after: What stands behind it: a namespace is one where it is a dot.
+        name: A name in a program.
+        after: The token after the name: only a name before a dot is a namespace.
     """
     if name in _FILES or name == _AT_LOADING or (after == "." and _NAMESPACE.fullmatch(name)):
         return name
@@ -54,19 +55,19 @@ def forbidden_name(name: str, after: str) -> str | None:
 
 
 def is_forbidden(operator: str) -> bool:
-    """Whether an operator does more than compute, by its name: ``aten::save``."""
+    """True if an operator, such as ``aten::save``, does more than compute."""
     return _OPERATORS.fullmatch(operator) is not None
 
 
 def forbidden_text(code: str) -> str | None:
-    """What in the text of a program does more than compute, or hides what it does; None where nothing is seen."""
+    """Returns a name in a program that does more than compute, or a form that hides a name; None if there is none."""
     words = (found["token"] for found in _TOKEN.finditer(code) if found["token"] is not None)
     of_getattr: list[bool] = []  # of each bracket that is open
     earlier = before = word = ""
     for after in itertools.chain(words, [""]):
         if found := forbidden_name(word, after):
             return found
-        # Others may bear the name, as a method or an attribute that is declared.
+        # A method or a declared attribute may also be called print.
         if word == "print" and before not in (".", "def") and after != ":":
             return word
         if word == "getattr" and after != "(":
@@ -74,7 +75,7 @@ def forbidden_text(code: str) -> str | None:
         if word in ("(", "[", "{"):
             of_getattr.append(before == "getattr")
         elif word in (")", "]", "}") and of_getattr and of_getattr.pop():
-            # Escapes, and texts in a row, could spell any name.
+            # Escapes and adjacent texts could spell any name.
             if earlier != "," or before[0] not in "\"'" or "\\" in before:
                 return "getattr of a name that is not written plainly"
             if found := forbidden_name(before.strip("\"'"), after):
@@ -84,15 +85,15 @@ def forbidden_text(code: str) -> str | None:
 
 
 def check_depth(code: str) -> None:
-    """Refuses a program in which so much lies in one another that torch would end the process as it reads it.
+    """Refuses a program that is nested so deeply that torch's parser would overflow the stack.
 
-    Each token makes a statement deeper, up to the next comma: an operator, an attribute, a call, a bracket.
+    Each token up to the next comma counts as one level: an operator, an attribute, a call, a bracket.
 
     Raises:
-        ValueError: It does.
+        ValueError: The program is nested too deeply.
     """
     blocks, open_brackets = [0], [0]
-    variants = deep = 0  # each elif lies in the one before
+    variants = deep = 0  # each elif is nested in the one before
     for found in _TOKEN.finditer(code):
         word, blank = found["token"], found["blank"] or ""
         if "\n" in blank.replace("\\\n", "") and len(open_brackets) == 1:
@@ -116,11 +117,11 @@ def check_depth(code: str) -> None:
 
 
 def forbidden_operator(unit: Any) -> str | None:
-    """The operator, or the class, of a loaded program that does more than compute; None where there is none.
+    """Returns an operator or a class of a loaded program that does more than compute, or None.
 
     Args:
-        unit: The ``torch._C.CompilationUnit`` with all functions that it was loaded with: methods of classes and hooks
-            among them, which its modules' own graphs call by a name alone, or not at all.
+        unit: The ``torch._C.CompilationUnit`` of the program. It holds all functions, including methods of classes and
+            hooks, which the graphs of the modules call by name or not at all.
     """
     for function in unit.get_functions():
         for node in _nodes(function.graph):
@@ -134,7 +135,7 @@ def forbidden_operator(unit: Any) -> str | None:
 
 
 def _nodes(block: Any) -> Iterator[Any]:
-    """The nodes of a graph, and those of the blocks and the graphs in them."""
+    """Yields the nodes of a graph, including those of its blocks and subgraphs."""
     for node in block.nodes():
         yield node
         for name in node.attributeNames():

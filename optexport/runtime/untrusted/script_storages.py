@@ -1,8 +1,8 @@
-"""Whether the tensors of a TorchScript file lie within what the file holds.
+"""Checks that the tensors of a TorchScript file lie within the bytes that the file holds.
 
-``torch.jit.load`` takes the sizes of storages and tensors from the pickles of an archive, and the bytes from its
-records, and does not compare the two: of a record that is too short, what lies behind it in memory becomes a weight.
-So the pickles are read here first, by classes that only remember sizes.
+``torch.jit.load`` reads the sizes of storages and tensors from the pickles of an archive, and the bytes from its
+records, but does not compare them: behind a record that is too short, it reads other memory of the process as weights.
+So this module reads the pickles first, with classes that only record sizes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, Self
 
 import torch
 
-# By the names of storages, as far as torch in Python knows them; newer ones are called as their dtypes are.
+# By the names of storages. Newer storages are named like their dtypes.
 _DTYPES = {**torch.storage._storage_type_to_dtype_map(), "ComplexHalfStorage": torch.complex32}
-# torch frees a value by freeing what lies in it: of millions in one another the stack would not be large enough. The
-# models that torch itself saves and loads again lie as deep as their modules.
+# torch frees nested values recursively: at millions of levels the process ended by SIGSEGV. Saved models are nested as
+# deeply as their modules.
 _DEEPEST = 2000
 _REBUILDING = ("_rebuild_tensor_v2", "_rebuild_qtensor")
 
 
 class OutOfBoundsError(ValueError):
-    """A tensor reaches beyond the bytes that the archive holds of it."""
+    """Raised if a tensor reaches beyond the bytes of its record."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Storage:
 
 
 class _Inert:
-    """Stands for every class and function that a pickle names, and does nothing but hold what it is given."""
+    """Stands for every class and function that a pickle names. It only stores its arguments."""
 
     held: list[object]
 
@@ -58,7 +58,7 @@ class _Inert:
 
 
 class _Tensor(_Inert):
-    """Stands for what makes a tensor of a storage, an offset, sizes and strides, in elements."""
+    """Stands for the functions that make a tensor of a storage, an offset, sizes and strides, in elements."""
 
     def __new__(cls, *args: Any) -> Self:
         storage, offset, sizes, strides, *_ = args
@@ -66,16 +66,17 @@ class _Tensor(_Inert):
             return super().__new__(cls)
         reach = [(size - 1) * stride for size, stride in zip(sizes, strides, strict=True)]
         if min(offset, *sizes, *strides, 0) < 0 or offset + sum(reach) >= storage.elements:
-            told = f"record {storage.key}, which has {storage.elements} elements"
-            raise OutOfBoundsError(f"a tensor of sizes {list(sizes)} reaches beyond {told}")
+            record = f"record {storage.key}, which has {storage.elements} elements"
+            raise OutOfBoundsError(f"a tensor of sizes {list(sizes)} reaches beyond {record}")
         return super().__new__(cls)
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a pickle of TorchScript's, and runs nothing.
+    """Reads a pickle of a TorchScript file without running anything.
 
     Args:
-        records: The bytes of each record beside the pickle, by its key.
+        content: The pickle.
+        records: The number of bytes of each record beside the pickle, by its key.
     """
 
     def __init__(self, content: bytes, records: Mapping[str, int]) -> None:
@@ -89,32 +90,32 @@ class _Reader(pickle.Unpickler):
         _, kind, key, _, elements = pid
         name = kind.__name__
         dtype = _DTYPES.get(name) or getattr(torch, name.removesuffix("Storage").lower())
-        held, needed = self._records.get(key, 0), elements * dtype.itemsize
-        if not 0 <= needed <= held:
-            raise OutOfBoundsError(f"record {key} holds {held} bytes, where {needed} are needed")
+        available, needed = self._records.get(key, 0), elements * dtype.itemsize
+        if not 0 <= needed <= available:
+            raise OutOfBoundsError(f"record {key} holds {available} bytes, where {needed} are needed")
         return _Storage(key, elements)
 
 
 def check(content: bytes, records: Mapping[str, int]) -> None:
-    """Checks that what a pickle tells of its tensors fits what lies beside it.
+    """Checks that the tensors in a pickle fit the records beside it.
 
     Args:
-        content: ``data.pkl`` or ``constants.pkl``.
-        records: The bytes of each record in the folder of that name, by its key.
+        content: The content of ``data.pkl`` or ``constants.pkl``.
+        records: The number of bytes of each record in the folder of that name, by its key.
 
     Raises:
         OutOfBoundsError: A tensor is larger than its record.
-        ValueError: The pickle is none that torch writes.
+        ValueError: torch does not write such a pickle.
     """
     for opcode, argument, _ in pickletools.genops(content):
-        # The reader would make room for so many.
+        # torch ended by SIGSEGV at a large index.
         if "PUT" in opcode.name and isinstance(argument, int) and argument > len(content):
             raise ValueError(f"its pickle remembers {argument} values")
     try:
         value = _Reader(content, records).load()
     except OutOfBoundsError:
         raise
-    except Exception as error:  # damage, or another's pickle: what a reader meets is of any type
+    except Exception as error:  # a damaged or foreign pickle raises any type
         raise ValueError(f"its pickle cannot be read: {error}") from error
     _check_depth(value)
 
@@ -128,7 +129,7 @@ def _check_depth(whole: object) -> None:
         if measured:
             depths[id(value)] = 1 + max((depths.get(id(item), 0) for item in inner), default=0)
             if depths[id(value)] > _DEEPEST:
-                raise ValueError(f"the values in its pickle lie more than {_DEEPEST} deep in one another")
+                raise ValueError(f"the values in its pickle are nested more than {_DEEPEST} deep")
         elif inner and id(value) not in depths:
             depths[id(value)] = 0
             todo += [(value, True), *((item, False) for item in inner)]

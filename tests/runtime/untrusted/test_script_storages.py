@@ -150,14 +150,14 @@ def test_a_pickle_of_values_too_deep_for_the_stack_is_refused_before_torch_reads
 ) -> None:
     path = saved(tmp_path)
     rezip(path, lambda name, held: b"\x80\x02" + content + b"." if name.endswith("constants.pkl") else held)
-    with pytest.raises(SourceError, match="lie more than 2000 deep in one another"):
+    with pytest.raises(SourceError, match="are nested more than 2000 deep"):
         archives.load_torchscript(path)
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"\x80\x02)" + b"\x85" * 300_000 + b".", "lie more than 2000 deep in one another"),
+        (b"\x80\x02)" + b"\x85" * 300_000 + b".", "are nested more than 2000 deep"),
         (b"\x80\x02Nr" + (2**31).to_bytes(4, "little") + b".", "remembers 2147483648 values"),
     ],
     ids=["deep", "large"],
