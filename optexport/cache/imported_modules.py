@@ -1,4 +1,4 @@
-"""Digests of imported modules that no version identifies: code beside a config, and code of plugins."""
+"""Digests of imported modules that no version identifies: the code of configs and of plugins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def imported_from(folder: Path) -> list[str]:
     for file in files:
         parent, name = os.path.split(file)
         target = os.path.realpath(file) if os.path.islink(file) else os.path.join(resolve(parent), name)
-        # The path as it was imported comes first, then the one that links lead to.
+        # The path of the import comes first, then the target of the link.
         paths = [path.removeprefix(prefix) for path in (file, target) for prefix in prefixes if path.startswith(prefix)]
         inside.update(Path(path) for path in paths[:1])
     return sorted(path.as_posix() for path in inside if not _INSTALLED.intersection(path.parts))
@@ -44,7 +44,7 @@ def code_of(module: str) -> dict[str, str]:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not Path(file).is_file():
         return {}
-    path = Path(os.path.abspath(file))  # not resolved: helpers lie beside a link, not beside its target
+    path = Path(os.path.abspath(file))  # not resolved: helpers are next to a link, not next to its target
     depth = module.count(".") + (path.name == "__init__.py")
     folder = path.parents[min(depth, len(path.parents) - 1)]
     if _INSTALLED.intersection(folder.parts):
@@ -57,12 +57,12 @@ def code_beside_packages() -> dict[str, str]:
 
     A model may call any of them.
     """
-    known = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1]))
-    prefixes = tuple(os.path.join(place, "") for place in known)
+    standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1]))
+    prefixes = tuple(os.path.join(place, "") for place in standard)
     digests = {}
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
-        is_known = bool(_INSTALLED.intersection(path.parts)) or str(path).startswith(prefixes)
-        if path.is_absolute() and not is_known and path.is_file():
+        is_versioned = bool(_INSTALLED.intersection(path.parts)) or str(path).startswith(prefixes)
+        if path.is_absolute() and not is_versioned and path.is_file():
             digests[name] = sha256(path)
     return digests

@@ -1,4 +1,4 @@
-"""Base classes of the commands: each ends with an exit code, at most one message, and one JSON document on demand."""
+"""Base classes of the commands: exit codes, error messages and JSON documents."""
 
 from __future__ import annotations
 

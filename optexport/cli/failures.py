@@ -23,7 +23,7 @@ _REPORT = "This is a defect: please report it, with --debug."
 
 @dataclass(frozen=True)
 class Failure:
-    """How a command ends.
+    """Result of a command that failed.
 
     Attributes:
         exit_code: The exit code of the program.
@@ -77,7 +77,7 @@ class _Row:
 
 def describe(error: BaseException) -> Failure | None:
     """Returns how a command ends after an error, or None for a closed pipe: click ends quietly then."""
-    # Some libraries turn an interrupt during their imports into an error of their own.
+    # Some libraries turn an interrupt during their imports into another error.
     signum = signals.received()
     if isinstance(error, KeyboardInterrupt) or signum is not None:
         lines = ["interrupted", *getattr(error, "__notes__", ())]

@@ -15,7 +15,7 @@ from optexport.cli._group import Command
 def lock(config: Path) -> None:
     """Pin packages, model and files of CONFIG, for run --locked.
 
-    Loads the model and writes CONFIG.lock. Commit that file beside the config.
+    Loads the model and writes CONFIG.lock. Commit that file together with the config.
     """
     from optexport._utils import packages
     from optexport.config.load import load_config
@@ -28,7 +28,7 @@ def lock(config: Path) -> None:
         from optexport.pipeline import lockfile, run
 
         with prints_aside(), signals.temporary_folder() as scratch:
-            rules = rules_of(read, folder, ())  # a run imports them too, with the modules beside the config
+            rules = rules_of(read, folder, ())  # a run imports them too, with the modules of the config's folder
             job = run.prepare(read, folder, rules, scratch / "bundle", scratch, progress)
             pins = lockfile.make(job, folder, packages.versions())
     path = lockfile.write(pins, config)

@@ -152,7 +152,7 @@ def check_register(config: Config, location: str) -> None:
 
 
 def check_beside(config: Config, path: Path) -> None:
-    """Refuses a database beside a config if MLflow would look for it in another folder.
+    """Refuses a database next to a config if MLflow would look for it in another folder.
 
     Args:
         config: The config.

@@ -22,7 +22,7 @@ _NOT_A_URI = (
     "or a folder as ./FOLDER"
 )
 _ENCODE = (
-    "it holds a character that a URI cannot have there: write those of user and password percent-encoded "
+    "it holds a character that a URI cannot have there: percent-encode it in the user and the password "
     "(a blank is %20, / is %2F, @ is %40, a quote %22)"
 )
 

@@ -25,7 +25,7 @@ _PREFIX = "base_model.model."  # peft puts it before weights that are not the ad
 
 
 def check_configs(name: str, options: Mapping[str, Any]) -> None:
-    """Checks the configs of all adapters beside a model and in the folders of its parts.
+    """Checks the configs of all adapters next to a model and in the folders of its parts.
 
     Args:
         name: A folder, or a hub id.
@@ -107,11 +107,11 @@ def merge(model: nn.Module, folder: Path) -> nn.Module:
         settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         with transformers_exporter.quiet():
             adapted: Any = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
-        known = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(adapted)}
+        expected = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(adapted)}
     except Exception as error:  # peft raises many kinds
         raise SourceError(f"peft could not load it: {first_line(error)}", location=location) from error
-    if wrong := sorted(known ^ set(saved)):
-        which = "is not in the folder" if wrong[0] in known else f"has no place in {type(model).__name__}"
+    if wrong := sorted(expected ^ set(saved)):
+        which = "is not in the folder" if wrong[0] in expected else f"has no place in {type(model).__name__}"
         raise SourceError(
             f"{len(wrong)} weights do not fit, {wrong[0]} for one, which {which}",
             location=location,

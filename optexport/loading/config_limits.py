@@ -58,7 +58,7 @@ def check_weights(cls: Any, config: Any, folder: Path, *, trust_remote_code: boo
         cls: The model's class, or an ``AutoModel`` class of transformers.
         config: A config of transformers.
         folder: The folder with the weights.
-        trust_remote_code: True if code beside the weights may run.
+        trust_remote_code: True if code in the folder may run.
 
     Raises:
         SourceError: The files are far too small, so that random weights would fill the memory.
@@ -74,9 +74,9 @@ def check_weights(cls: Any, config: Any, folder: Path, *, trust_remote_code: boo
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if expected > _ALLOWED_MISSING_WEIGHTS + _WEIGHTS_PER_BYTE * size:
         raise SourceError(
-            f"its config asks for {expected:,} weights, and all files beside it have {size:,} bytes",
+            f"its config asks for {expected:,} weights, and all files in its folder have {size:,} bytes",
             location=str(folder),
-            hint="Set the sizes in the config to those of the weights.",
+            hint="Set the sizes in the config to the sizes of the weights.",
         )
 
 

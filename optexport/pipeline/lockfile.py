@@ -1,6 +1,6 @@
-"""The lock of a config: versions of packages, the model's revision and weights, and the files beside the config.
+"""The lock of a config: versions of packages, the model's revision and weights, and its files.
 
-``optexport lock`` writes it beside the config, and ``optexport run --locked`` refuses to run if anything differs.
+``optexport lock`` writes it next to the config, and ``optexport run --locked`` refuses to run if anything differs.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def make(job: Job, folder: Path, versions: Mapping[str, str]) -> Lock:
 
 
 def write(lock: Lock, config: Path) -> Path:
-    """Writes a lock beside its config and replaces an older one.
+    """Writes a lock next to its config and replaces an older one.
 
     Raises:
-        ConfigError: The lock cannot be written; an older one stays as it is.
+        ConfigError: The lock cannot be written; an older one stays unchanged.
     """
     path = lock_path(config)
     draft = path.with_name(f".{path.name}-{os.getpid()}")
@@ -93,7 +93,7 @@ def read(config: Path) -> Lock:
     """Reads the lock of a config.
 
     Raises:
-        ConfigError: There is no lock, or it is damaged.
+        ConfigError: The lock is missing or damaged.
     """
     path = lock_path(config)
     try:
@@ -119,7 +119,7 @@ def pinned(config: Config, lock: Lock, folder: Path) -> Config:
 
 
 def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping[str, str]) -> None:
-    """Checks that packages and files are those of the lock.
+    """Checks packages and files against the lock.
 
     Args:
         lock: The lock.
@@ -136,7 +136,7 @@ def check_surroundings(lock: Lock, config: Config, path: Path, versions: Mapping
 
 
 def check_model(lock: Lock, job: Job, path: Path) -> None:
-    """Checks that a loaded model, and the modules that it imported from the config's folder, are those of the lock.
+    """Checks a loaded model, and the modules imported from the config's folder, against the lock.
 
     Args:
         lock: The lock.
@@ -170,6 +170,8 @@ def _differences(locked: Mapping[str, str], now: Mapping[str, str], length: int 
     """Returns a line for each name whose value differs.
 
     Args:
+        locked: Values by name, from the lock.
+        now: Values by name, as they are now.
         length: How many characters of a value to show: the first ones of a digest are enough.
     """
     return [
@@ -179,13 +181,15 @@ def _differences(locked: Mapping[str, str], now: Mapping[str, str], length: int 
     ]
 
 
-def _digests(config: Config, folder: Path, others: Iterable[str]) -> dict[str, str]:
+def _digests(config: Config, folder: Path, modules: Iterable[str]) -> dict[str, str]:
     """Returns the digests of files, without weights in the model's own folder: the model's digest covers them.
 
     Args:
-        others: Names of files beside those that the config names.
+        config: The config.
+        folder: The folder of the config.
+        modules: Names of further files in the folder.
     """
-    source, files = config.model.source, {name: folder / name for name in others}
+    source, files = config.model.source, {name: folder / name for name in modules}
     # Code in the model's folder may read any file there, so with such code the weights are included.
     skips_weights = source_kind(source, folder) is SourceKind.FOLDER and not config.model.trust_remote_code
     for named in _named(config, folder):

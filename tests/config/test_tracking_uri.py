@@ -100,7 +100,7 @@ def test_password_that_is_not_encoded_is_refused(uri: str) -> None:
 
 @pytest.mark.parametrize("uri", NEITHER)
 def test_mistyped_uri_is_not_taken_for_a_folder(uri: str) -> None:
-    """As the name of a folder it would be written into the bundle with its password."""
+    """The bundle would hold the name of the folder, with the password in it."""
     with pytest.raises(ValueError, match="neither a folder nor a URI") as caught:
         check_uri(uri)
     assert "SECRET" not in str(caught.value)

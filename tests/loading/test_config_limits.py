@@ -52,7 +52,9 @@ def test_too_many_weights_are_refused(tmp_path: Path, task: str | None) -> None:
     """transformers filled the memory with random weights before it reported them missing."""
     models.model("bert").save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", lambda settings: settings.update(vocab_size=10**11))
-    with pytest.raises(SourceError, match=r"asks for [\d,]{15,} weights, and all files beside it have [\d,]+ bytes"):
+    with pytest.raises(
+        SourceError, match=r"asks for [\d,]{15,} weights, and all files in its folder have [\d,]+ bytes"
+    ):
         loader.load(ModelConfig(source=str(tmp_path), task=task), tmp_path)
 
 

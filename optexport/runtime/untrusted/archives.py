@@ -246,8 +246,8 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
             if name.endswith(".py"):
                 code = archive.read(name).decode()
                 script_code.check_depth(code)
-                if (found := script_code.forbidden_text(code)) is not None:
-                    raise _does_more(found, f"{path.name}: {name}")
+                if (forbidden := script_code.forbidden_text(code)) is not None:
+                    raise _does_more(forbidden, f"{path.name}: {name}")
     except (OSError, ValueError, LookupError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
         cause = f"it is not a TorchScript archive, or it is damaged: {first_line(error)}"
         raise SourceError(cause, location=path.name, hint=HINT) from error
@@ -257,15 +257,15 @@ def load_torchscript(path: Path) -> torch.jit.ScriptModule:
         module = binding.import_ir_module(unit, str(path), None, {}, False)
     except (RuntimeError, LookupError, MemoryError) as error:  # for instance if a name is damaged
         raise SourceError(f"torch cannot load it: {first_line(error)}", location=path.name) from error
-    if (found := script_code.forbidden_operator(unit)) is not None:
-        raise _does_more(found, path.name)
+    if (forbidden := script_code.forbidden_operator(unit)) is not None:
+        raise _does_more(forbidden, path.name)
     wrapped = torch.jit._recursive.wrap_cpp_module(module)
     assert isinstance(wrapped, torch.jit.ScriptModule)
     return wrapped
 
 
-def _does_more(found: str, location: str) -> SourceError:
-    return SourceError(f"its code uses {found}, which does more than compute", location=location, hint=HINT)
+def _does_more(forbidden: str, location: str) -> SourceError:
+    return SourceError(f"its code uses {forbidden}, which does more than compute", location=location, hint=HINT)
 
 
 def _check_pickle(content: bytes, location: str) -> None:

@@ -61,12 +61,12 @@ def is_forbidden(operator: str) -> bool:
 
 def forbidden_text(code: str) -> str | None:
     """Returns a name in a program that does more than compute, or a form that hides a name; None if there is none."""
-    words = (found["token"] for found in _TOKEN.finditer(code) if found["token"] is not None)
+    words = (match["token"] for match in _TOKEN.finditer(code) if match["token"] is not None)
     of_getattr: list[bool] = []  # of each bracket that is open
     earlier = before = word = ""
     for after in itertools.chain(words, [""]):
-        if found := forbidden_name(word, after):
-            return found
+        if name := forbidden_name(word, after):
+            return name
         # A method or a declared attribute may also be called print.
         if word == "print" and before not in (".", "def") and after != ":":
             return word
@@ -78,8 +78,8 @@ def forbidden_text(code: str) -> str | None:
             # Escapes and adjacent texts could spell any name.
             if earlier != "," or before[0] not in "\"'" or "\\" in before:
                 return "getattr of a name that is not written plainly"
-            if found := forbidden_name(before.strip("\"'"), after):
-                return found
+            if name := forbidden_name(before.strip("\"'"), after):
+                return name
         earlier, before, word = before, word, after
     return None
 
@@ -94,8 +94,8 @@ def check_depth(code: str) -> None:
     """
     blocks, open_brackets = [0], [0]
     variants = deep = 0  # each elif is nested in the one before
-    for found in _TOKEN.finditer(code):
-        word, blank = found["token"], found["blank"] or ""
+    for match in _TOKEN.finditer(code):
+        word, blank = match["token"], match["blank"] or ""
         if "\n" in blank.replace("\\\n", "") and len(open_brackets) == 1:
             indent = len(blank.rpartition("\n")[2])
             blocks = [*(block for block in blocks if block < indent), indent]
@@ -128,9 +128,9 @@ def forbidden_operator(unit: Any) -> str | None:
             if is_forbidden(node.kind()):
                 return str(node.kind())
             if node.kind() == "prim::CreateObject":
-                made = node.output().type().annotation_str
-                if any(map(forbidden_name, made.split("."), itertools.repeat("."))):
-                    return str(made)
+                class_name = node.output().type().annotation_str
+                if any(map(forbidden_name, class_name.split("."), itertools.repeat("."))):
+                    return str(class_name)
     return None
 
 

@@ -37,24 +37,24 @@ class _Storage:
 class _Inert:
     """Stands for every class and function that a pickle names. It only stores its arguments."""
 
-    held: list[object]
+    content: list[object]
 
     def __new__(cls, *args: object) -> Self:
-        made = super().__new__(cls)
-        made.held = [*args]
-        return made
+        instance = super().__new__(cls)
+        instance.content = [*args]
+        return instance
 
     def __setstate__(self, state: object) -> None:
-        self.held.append(state)
+        self.content.append(state)
 
     def __setitem__(self, key: object, value: object) -> None:
-        self.held += (key, value)
+        self.content += (key, value)
 
     def append(self, item: object) -> None:
-        self.held.append(item)
+        self.content.append(item)
 
     def extend(self, items: Iterable[object]) -> None:
-        self.held.extend(items)
+        self.content.extend(items)
 
 
 class _Tensor(_Inert):
@@ -76,7 +76,7 @@ class _Reader(pickle.Unpickler):
 
     Args:
         content: The pickle.
-        records: The number of bytes of each record beside the pickle, by its key.
+        records: The number of bytes of each record, by its key.
     """
 
     def __init__(self, content: bytes, records: Mapping[str, int]) -> None:
@@ -97,7 +97,7 @@ class _Reader(pickle.Unpickler):
 
 
 def check(content: bytes, records: Mapping[str, int]) -> None:
-    """Checks that the tensors in a pickle fit the records beside it.
+    """Checks that the tensors in a pickle fit its records.
 
     Args:
         content: The content of ``data.pkl`` or ``constants.pkl``.
@@ -120,9 +120,9 @@ def check(content: bytes, records: Mapping[str, int]) -> None:
     _check_depth(value)
 
 
-def _check_depth(whole: object) -> None:
+def _check_depth(root: object) -> None:
     depths: dict[int, int] = {}
-    todo = [(whole, False)]
+    todo = [(root, False)]
     while todo:
         value, measured = todo.pop()
         inner = _inner(value)
@@ -142,5 +142,5 @@ def _inner(value: object) -> Collection[object]:
         case dict():
             return [*value, *value.values()]
         case _Inert():
-            return value.held
+            return value.content
     return ()
