@@ -84,7 +84,7 @@ def test_version_of_the_models_package_is_locked(tmp_path: Path, extra: Installe
     assert done.exit_code == 0, done.stderr
     extra.install("1.1")
     assert "locked-extra: 1.0 when it was locked, 1.1 now" in message(extra.call(config, "run", "--locked"), 2)
-    shutil.rmtree(extra.folder)
+    shutil.rmtree(extra.folder / "locked_extra-1.dist-info")
     assert "locked-extra: 1.0 when it was locked, absent now" in message(extra.call(config, "run", "--locked"), 2)
 
 
