@@ -212,22 +212,22 @@ def symbolic_trace(
     """Traces a model to a graph that transformations can be applied to.
 
     Args:
-        model: A model of transformers, any other ``nn.Module``, or a GraphModule, which is copied as it is. It is not
+        model: A transformers model, any other ``nn.Module``, or a GraphModule, which is only copied. The model is not
             changed; the graph shares its parameters.
-        input_names: The inputs to trace with; by default those of ``example_inputs``, or those that a transformers
-            model needs.
-        disable_check: Accepted for the sake of code written for ``transformers.utils.fx.symbolic_trace``. There it
-            let unlisted architectures pass; here every architecture may be traced.
+        input_names: The inputs to trace with. Defaults to all of ``example_inputs``, or to the inputs that a
+            transformers model needs.
+        disable_check: Ignored. ``transformers.utils.fx.symbolic_trace`` had this parameter to allow unlisted
+            architectures; every architecture is allowed here.
         example_inputs: Tensors by input name, or a tuple of them in order. Without them, inputs of a transformers model
-            are made from its config, and any other module goes through ``torch.fx.symbolic_trace``, with all inputs.
-        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. By default, every axis that the
-            model leaves dynamic; those that it fixes are logged.
+            are made from its config, and any other module goes through ``torch.fx.symbolic_trace`` with all inputs.
+        dynamic: The dynamic axes: ``{"input_ids": {0: "batch", 1: "sequence"}}``. Defaults to every axis that the
+            model does not fix; fixed axes are logged.
 
     Raises:
         TraceError: The model cannot be traced, or fixes an axis that was declared dynamic.
     """
     if not isinstance(model, nn.Module):
-        raise TraceError(f"it is a {type(model).__name__}, not a module", location="model")
+        raise TraceError(f"not a module (found {type(model).__name__}, expected nn.Module)", location="model")
     example = None if example_inputs is None else named_inputs(model, example_inputs)
     if example is None:
         if isinstance(model, fx.GraphModule):
@@ -238,24 +238,26 @@ def symbolic_trace(
     elif input_names is not None:
         missing = [name for name in input_names if name not in example]
         if missing:
-            raise TraceError(f"no tensor is given for {', '.join(missing)}", location="example_inputs")
+            raise TraceError(f"the tensors for {', '.join(missing)} are missing", location="example_inputs")
         example = {name: example[name] for name in input_names}
-    traced = trace(model, example, dynamic)
-    if traced.fixed:
-        logger.warning("The model fixes some axes of its inputs: %s", ", ".join(traced.fixed))
-    return traced.graph_module
+    result = trace(model, example, dynamic)
+    if result.fixed:
+        logger.warning("The model fixes some axes of its inputs: %s", ", ".join(result.fixed))
+    return result.graph_module
 
 
 def _symbolic_trace_module(model: nn.Module, input_names: Sequence[str]) -> fx.GraphModule:
-    taken = call_signature(model).parameters
-    if not all(name in taken for name in input_names):
-        told = f"forward takes {', '.join(taken)}, and not {', '.join(map(str, input_names))}"
-        raise TraceError(told, location="input_names")
+    parameters = call_signature(model).parameters
+    if not all(name in parameters for name in input_names):
+        names = ", ".join(map(str, input_names))
+        raise TraceError(
+            f"forward takes other inputs (found {names}, expected {', '.join(parameters)})", location="input_names"
+        )
     try:
         return fx.symbolic_trace(model)
-    except Exception as error:  # the tracer runs the model's own code, which may raise anything
+    except Exception as error:  # the tracer runs the model's code, which may raise anything
         raise TraceError(
-            f"torch.fx could not trace it without inputs: {error}",
+            f"torch.fx could not trace the model without inputs: {error}",
             location=type(model).__name__,
-            hint="Give example_inputs: with them torch.export traces what torch.fx cannot.",
+            hint="Pass example_inputs: torch.export then traces models that torch.fx cannot.",
         ) from error

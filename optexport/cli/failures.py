@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from optexport._utils import packages, signals
-from optexport._utils.redaction import redact_error
 from optexport.bundle.layout import NO_ROOM, TOO_MANY, cache
 from optexport.errors import OptexportError
+from optexport.redaction import redact_error
 
 _LIMITS = (errno.ENOMEM, errno.EFBIG, *TOO_MANY, *NO_ROOM)
 # The system's loader reports missing memory in these words.

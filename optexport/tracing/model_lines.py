@@ -1,4 +1,4 @@
-"""The line of a model's own code that an error came from, behind those of torch and of what exports."""
+"""Finds the line of a model's code that an error came from."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ _STANDARD_LIBRARY = tuple(
 
 
 def is_of_model(filename: str) -> bool:
-    """Whether a file is a model's own, and of none of the libraries that trace it."""
+    """Returns False for files of torch, the exporters and optexport, and for generated code."""
     return not filename.startswith((*_LIBRARIES, *_STANDARD_LIBRARY, "<"))
 
 
 def line_of_model(error: BaseException) -> str | None:
-    """The innermost line of the model's own code that an error came from: ``modeling_x.py:12: if x.max() > 3:``."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.line and is_of_model(frame.filename)]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else None
+    """Returns the model's innermost line in a traceback: ``model.py:12: if x.max() > 3:``."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.line and is_of_model(frame.filename)
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else None

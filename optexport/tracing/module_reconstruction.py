@@ -1,8 +1,8 @@
-"""Raises a graph of ATen calls to the modules and operators that people write transformations for.
+"""Reconstructs the modules and Python operators of a model from a graph of ATen calls.
 
-``torch.export`` gives ``aten.linear.default(x, weight, bias)``. Here that becomes a ``call_module`` node on a real
-``nn.Linear`` under its own qualified name (sharing the parameters, no copy), and ``aten.add.Tensor`` becomes
-``operator.add``. What is raised computes the same operator on the same tensors, so the graph agrees to the bit.
+``torch.export`` writes ``aten.linear.default(x, weight, bias)``. Here it becomes a ``call_module`` node on an
+``nn.Linear`` with the qualified name of the original module, which shares its parameters. ``aten.add.Tensor`` becomes
+``operator.add``. The same operators run on the same tensors, so results are bit-exact.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class _Call:
-    """One ATen call with its arguments by name, defaults filled in from the operator's schema."""
+    """An ATen call with its arguments by name, including the schema's defaults."""
 
     node: fx.Node
     arguments: dict[str, Any]
@@ -47,7 +47,7 @@ class _Call:
         return cls(node, aten_ops.arguments(node))
 
 
-# What a builder makes lies nowhere and has yet to be given its tensors, whatever their dtype.
+# Builds a module on the meta device, without its tensors, from the arguments of a call.
 _Builder = Callable[[dict[str, Any], dict[str, torch.Tensor | None]], nn.Module | None]
 
 
@@ -117,7 +117,7 @@ def _batch_norm(values: dict[str, Any], tensors: dict[str, torch.Tensor | None])
     norm = classes[value.dim()](
         mean.shape[0], values["eps"], values["momentum"], affine=weight is not None, device="meta"
     )
-    # The graph reads no counter; a buffer that nothing reads would only appear in the state_dict.
+    # The graph does not read the counter, which would only add an unused buffer to the state_dict.
     norm.num_batches_tracked = None
     return norm
 
@@ -150,7 +150,14 @@ def _embedding(values: dict[str, Any], tensors: dict[str, torch.Tensor | None]) 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How calls of one ATen operator become calls of one module class."""
+    """Describes the module class that replaces calls of one ATen operator.
+
+    Attributes:
+        module: The class, or classes, of modules that make such calls.
+        build: Builds the module.
+        tensors: The operator's arguments that become parameters and buffers.
+        input: The operator's argument that becomes the module's input.
+    """
 
     module: type[nn.Module] | tuple[type[nn.Module], ...]
     build: _Builder
@@ -177,69 +184,90 @@ _KINDS: dict[Any, _Kind] = {
 
 
 def unlift(program: ExportedProgram) -> fx.GraphModule:
-    """A program as a module that takes every tensor by name, whichever way it was exported with."""
+    """Returns a program as a GraphModule that takes every tensor by name.
+
+    Raises:
+        TraceError: A module's name is a Python keyword.
+    """
     try:
         module = program.module(check_guards=False)
-    except SyntaxError as error:  # a module that is called as a keyword: torch exports it, and writes it bare
+    except SyntaxError as error:  # torch.export accepts a module named like a keyword and writes it unquoted
         raise TraceError(
-            "one of its modules has a name that the code of a graph cannot hold",
+            "the name of one of its modules cannot stand in the code of a graph",
             location=(error.text or "").strip() or None,
-            hint="Name modules and parameters by no keyword, and export it again.",
+            hint="Rename modules and parameters that are named like Python keywords, and export again.",
         ) from error
     assert isinstance(module, fx.GraphModule)
-    # A new GraphModule leaves behind the hook that insists on the way that inputs were given.
+    # A new GraphModule does not have the hook that checks how inputs are passed.
     graph_module = fx.GraphModule(module, module.graph).eval()
     take_tensors(graph_module, program)
     return graph_module
 
 
 def reconstruct_modules(program: ExportedProgram) -> fx.GraphModule:
-    """Raises a program to a GraphModule over the same parameters; calls that cannot be raised stay ATen calls."""
+    """Reconstructs the modules of a program, which share its parameters."""
     graph_module = unlift(program)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(graph_module.graph, copies)
-    graph.output(output)
-    graph.set_codegen(graph_module.graph._codegen)
-    inline_switches(graph, graph_module)
-    for node in graph.nodes:  # the copy shares meta dictionaries with its source
-        node.meta = dict(node.meta)
-
-    for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
-        graph.erase_node(node)
+    graph = _copy_graph(graph_module)
+    _erase_unused_attributes(graph)
     attributes = {n.target: _attribute(graph_module, n.target) for n in graph.nodes if n.op == "get_attr"}
-    root: dict[str, Any] = dict(attributes)
-    candidates = _candidates(graph.nodes)
-    for path, (kind, calls) in candidates.items():
-        own = {f"{path}.{name}" for name in kind.tensors}
-        inside = [other for other in (*attributes, *candidates) if other.startswith(f"{path}.") and other not in own]
-        module = None if inside else _build(kind, calls, attributes)
-        if module is None:  # a subclass with more in it than its layer has no room there, among others
-            continue
-        root[path] = module
-        for call in calls:
-            call.node.op, call.node.target = "call_module", path
-            call.node.args, call.node.kwargs = (call.arguments[kind.input],), {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in _OPERATORS and len(node.args) == 2 and not node.kwargs:
-            node.target = _OPERATORS[node.target]
+    root: dict[str, Any] = {**attributes, **_call_modules(graph, attributes)}
+    _call_operators(graph)
     if torch.get_default_dtype() is not torch.float32:
         _write_dtypes(graph)
     for node in [n for n in graph.nodes if n.target is aten._assert_tensor_metadata.default]:
-        graph.erase_node(node)  # says which dtypes were traced; TorchScript cannot hold it
+        graph.erase_node(node)  # asserts the traced dtypes; TorchScript does not have this operator
+    _erase_unused_attributes(graph)
+    targets = {n.target for n in graph.nodes if n.op in ("get_attr", "call_module")}
+    return _assemble({name: value for name, value in root.items() if name in targets}, graph, program)
+
+
+def _copy_graph(graph_module: fx.GraphModule) -> fx.Graph:
+    graph = fx.Graph()
+    output = graph.graph_copy(graph_module.graph, {})
+    graph.output(output)
+    graph.set_codegen(graph_module.graph._codegen)
+    inline_switches(graph, graph_module)
+    for node in graph.nodes:  # graph_copy shares the meta dictionaries
+        node.meta = dict(node.meta)
+    return graph
+
+
+def _erase_unused_attributes(graph: fx.Graph) -> None:
     for node in [n for n in graph.nodes if n.op == "get_attr" and not n.users]:
         graph.erase_node(node)
-    read = {n.target for n in graph.nodes if n.op in ("get_attr", "call_module")}
-    return _assemble({name: value for name, value in root.items() if name in read}, graph, program)
+
+
+def _call_modules(graph: fx.Graph, attributes: dict[str, Any]) -> dict[str, nn.Module]:
+    """Replaces, in place, ATen calls by calls of modules; returns the modules by path."""
+    modules: dict[str, nn.Module] = {}
+    candidates = _candidates(graph.nodes)
+    for path, (kind, calls) in candidates.items():
+        own = {f"{path}.{name}" for name in kind.tensors}
+        if any(name.startswith(f"{path}.") and name not in own for name in (*attributes, *candidates)):
+            continue  # the module, a subclass, has other tensors or modules, which nn.Linear has no place for
+        module = _build(kind, calls, attributes)
+        if module is None:
+            continue
+        modules[path] = module
+        for call in calls:
+            call.node.op, call.node.target = "call_module", path
+            call.node.args, call.node.kwargs = (call.arguments[kind.input],), {}
+    return modules
+
+
+def _call_operators(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _OPERATORS and len(node.args) == 2 and not node.kwargs:
+            node.target = _OPERATORS[node.target]
 
 
 def _write_dtypes(graph: fx.Graph) -> None:
-    """Has what makes a tensor out of none name its dtype: the model's code set another default than files run by."""
+    """Writes the dtype into calls that create tensors, as the default dtype is not float32."""
     for node in graph.nodes:
-        is_made = not any(isinstance(given.meta.get("val"), torch.Tensor) for given in node.all_input_nodes)
-        if is_made and isinstance(node.target, torch._ops.OpOverload):
-            named = aten_ops.arguments(node)
-            if "dtype" in named and named["dtype"] is None:
+        has_input = any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
+        if not has_input and isinstance(node.target, torch._ops.OpOverload):
+            arguments = aten_ops.arguments(node)
+            if "dtype" in arguments and arguments["dtype"] is None:
                 node.update_kwarg("dtype", node.meta["val"].dtype)
 
 
@@ -249,24 +277,24 @@ def _attribute(module: nn.Module, target: str) -> Any:
 
 
 def _candidates(nodes: Iterable[fx.Node]) -> dict[str, tuple[_Kind, list[_Call]]]:
-    """The calls that may be raised, by the path of the module that made them."""
-    found: dict[str, list[_Call]] = defaultdict(list)
+    """Returns the calls that may become module calls, by the path of their module."""
+    calls_by_path: dict[str, list[_Call]] = defaultdict(list)
     for node in nodes:
         kind = _KINDS.get(node.target) if node.op == "call_function" else None
         path = _owner(node, kind.module) if kind else None
         if path:
-            found[path].append(_Call.of(node))
+            calls_by_path[path].append(_Call.of(node))
     return {
         path: (_KINDS[calls[0].node.target], calls)
-        for path, calls in found.items()
+        for path, calls in calls_by_path.items()
         if len({call.node.target for call in calls}) == 1
     }
 
 
 def _owner(node: fx.Node, module_type: type[nn.Module] | tuple[type[nn.Module], ...]) -> str | None:
-    """The path of the innermost module that made the call, if it is of the type that such calls come from.
+    """Returns the path of the innermost module of a call, if it has the expected type.
 
-    The weight's own name would not do: a tied weight bears the name of only one of its owners.
+    The weight's name does not identify the module: a tied weight has the name of only one of its owners.
     """
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
@@ -279,17 +307,17 @@ def _owner(node: fx.Node, module_type: type[nn.Module] | tuple[type[nn.Module], 
         cls = getattr(sys.modules.get(module_name), class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, module_type)):
         return None
-    # A module called more than once appears as "path@1", "path@2", ... and, in saved programs, with its attribute path.
+    # Repeated calls of a module are named "path@1", "path@2", ...; saved programs have "L['self']." before the path.
     path = re.sub(r"@\d+", "", path).removeprefix("L['self'].")
     return path or None
 
 
 def _build(kind: _Kind, calls: list[_Call], attributes: dict[str, Any]) -> nn.Module | None:
-    """One module that stands for all the calls, or None where they differ or read computed weights."""
+    """Builds the module for the calls of a path; None if calls differ or compute weights."""
     first = calls[0].arguments
     constants = {k: v for k, v in first.items() if k != kind.input and k not in kind.tensors}
     if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(constants)):
-        return None  # a size that is only known when it runs
+        return None  # an argument is computed at run time
     for call in calls:
         if any(call.arguments[name] != value for name, value in constants.items()):
             return None
@@ -307,20 +335,20 @@ def _build(kind: _Kind, calls: list[_Call], attributes: dict[str, Any]) -> nn.Mo
         if name in module._buffers:
             module._buffers[name] = tensor
         elif tensor is not None and not isinstance(tensor, nn.Parameter):
-            return None  # a buffer used as a weight: nn.Linear and its kin hold parameters
+            return None  # the weight is a buffer, but nn.Linear and similar modules need parameters
         else:
             module._parameters[name] = tensor
     return module.eval()
 
 
 def _assemble(root: dict[str, Any], graph: fx.Graph, program: ExportedProgram) -> fx.GraphModule:
-    """A GraphModule whose state_dict keeps what the original model's would hold, and its order."""
+    """Returns a GraphModule whose state_dict has the original model's keys and order."""
     rank: dict[str, int] = {}
     for position, key in enumerate(program.state_dict):
-        while key:  # a module comes where the first of its tensors does
+        while key:  # a module has the position of its first tensor
             rank.setdefault(key, position)
             key = key.rpartition(".")[0]
-    # Filled in place, since a GraphModule made of another module takes neither its order nor what is not persistent.
+    # Filled here: GraphModule(module, graph) would lose the order of modules and which buffers are persistent.
     graph_module = fx.GraphModule({}, fx.Graph())
     for target, value in sorted(root.items(), key=lambda item: rank.get(item[0], len(rank))):
         path, _, name = target.rpartition(".")

@@ -1,4 +1,7 @@
-"""Random numbers that outputs hang on: what draws seldom, or from a peaked distribution, shows in no two runs."""
+"""Refuses models whose outputs depend on random numbers.
+
+Running a model twice does not show this reliably: rare or nearly constant random numbers give the same result.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +15,41 @@ from optexport.transformations.analysis import effects
 
 
 def check_none(graph_module: fx.GraphModule, names: Collection[str], kept: Collection[str]) -> None:
-    """Refuses a graph of which an output depends on random numbers.
+    """Checks that no output of a graph depends on random numbers.
 
     Args:
-        names: The outputs of the graph, in their order.
-        kept: Those that are wanted.
+        names: The names of all outputs, in the order of the graph.
+        kept: The names of the outputs to check.
 
     Raises:
-        TraceError: One does.
+        TraceError: An output does.
     """
     returned = graph_module.graph.output_node().all_input_nodes
-    named = dict(zip(names, returned, strict=True)) if len(names) == len(returned) else {}
-    wanted = [node for name, node in named.items() if name in kept] or returned
-    for node in _needed(graph_module, wanted):
+    outputs = dict(zip(names, returned, strict=True)) if len(names) == len(returned) else {}
+    checked = [node for name, node in outputs.items() if name in kept] or returned
+    for node in _dependencies(graph_module, checked):
         if effects.draws(graph_module, node):
             line = re.findall(r'File ".*?([^/\\"<]+)", line (\d+).*\n\s*(.+)', node.stack_trace or "")
-            where = f", at {line[-1][0]}:{line[-1][1]}: {line[-1][2]}" if line else ""
+            location = f", at {line[-1][0]}:{line[-1][1]}: {line[-1][2]}" if line else ""
             raise TraceError(
-                f"its outputs depend on random numbers, which {node.target} draws{where}",
+                f"the outputs depend on random numbers, which {node.target} draws{location}",
                 location="trace",
-                hint="Have it draw none in eval mode, or take them as an input; or leave out what depends on them "
-                "(keep-outputs).",
+                hint="Turn the randomness off in eval mode, take the numbers as an input, or remove the outputs that"
+                " depend on them (rule keep-outputs).",
             )
 
 
-def _needed(graph_module: fx.GraphModule, wanted: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """What outputs are made of, with what writes into that, or into a view of it as far as anybody knows."""
-    writing = {node: effects.mutated(graph_module, node) for node in graph_module.graph.nodes}
-    drawn = [node for node, changed in writing.items() if changed and effects.draws(graph_module, node)]
-    seen, found = {*wanted, *drawn}, [*wanted, *drawn]
-    for node in found:
+def _dependencies(graph_module: fx.GraphModule, outputs: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """Yields the nodes that outputs depend on, including writes to them or their views.
+
+    A write of random numbers counts as a dependency even if its target is unknown.
+    """
+    mutated = {node: effects.mutated(graph_module, node) for node in graph_module.graph.nodes}
+    random_writes = [node for node, targets in mutated.items() if targets and effects.draws(graph_module, node)]
+    visited, queue = {*outputs, *random_writes}, [*outputs, *random_writes]
+    for node in queue:
         yield node
-        writers = [user for user in node.users if node in writing[user]]
-        new = [other for other in (*node.all_input_nodes, *writers) if other not in seen]
-        seen.update(new)
-        found += new
+        writers = [user for user in node.users if node in mutated[user]]
+        new = [source for source in (*node.all_input_nodes, *writers) if source not in visited]
+        visited.update(new)
+        queue += new

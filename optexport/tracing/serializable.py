@@ -1,4 +1,4 @@
-"""What a graph may hold that no file can."""
+"""Refuses graphs with operators that no file format can store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optexport.errors import TraceError
 
 
 def check_writable(graph: fx.Graph) -> None:
-    """Refuses a graph that holds what ``torch.vmap`` computes, which no file format does, or a choice among sizes.
+    """Checks that a graph contains neither ``torch.vmap`` nor a choice between sizes.
 
     Raises:
         TraceError: It does.
@@ -18,13 +18,13 @@ def check_writable(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=_vmap_increment_nesting):
         line = next((row.strip() for row in reversed((node.stack_trace or "").splitlines()) if "vmap(" in row), None)
         raise TraceError(
-            f"it calls torch.vmap, which no file format holds{f': {line}' if line else ''}",
+            f"the model calls torch.vmap, which no file format supports{f': {line}' if line else ''}",
             location="trace",
-            hint="Write it with an axis more, that of the batch, instead.",
+            hint="Write the computation with a batch axis instead.",
         )
     if graph.find_nodes(op="call_function", target=torch.sym_ite):
         raise TraceError(
-            "it calls torch.sym_ite on sizes, which torch.export decides as if none were 1 when files are made",
+            "the model calls torch.sym_ite on sizes, which torch.export evaluates as if no size could be 1",
             location="trace",
-            hint="Write it as arithmetic of tensors, or as an if.",
+            hint="Write it as tensor arithmetic, or as an if statement.",
         )

@@ -1,4 +1,4 @@
-"""From a model to a GraphModule of modules and operators, with its dynamic dimensions named and tied."""
+"""Traces a model to a GraphModule, and names its dynamic dimensions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from optexport.tracing.shapes.size_guards import drop_doubts, find_doubts, held_
 from optexport.tracing.shapes.size_one import OnesNoted
 from optexport.tracing.value_checks import skipping_checks
 
-# The axes of each input that may be dynamic.
+# Maps each input to the axes that may be dynamic.
 Free = Mapping[str, Sequence[int]]
 
 
@@ -50,12 +50,13 @@ class Traced:
     """A traced model.
 
     Attributes:
-        graph_module: Calls of modules and operators; shares its parameters with the model.
-        signature: Its inputs and outputs.
-        fixed: Axes of inputs that the model holds to one size though nobody asked for it: ``pixel_values[1] = 3``; and
-            the inputs that are held.
-        suspect_sizes: Sizes at which the model may go another way than it was traced, of the dimensions that decide it.
-        held: Inputs that the graph does not take, since it holds for these values of them alone.
+        graph_module: Calls modules and operators; shares its parameters with the model.
+        signature: The inputs and outputs.
+        fixed: Axes that the model fixes although no fixed size was declared, such as ``pixel_values[1] = 3``, and the
+            inputs in ``held``.
+        suspect_sizes: Sizes at which the model may take another branch than at the traced sizes. Each entry names
+            only the dimensions that decide it.
+        held: Inputs that became constants, with their values. The graph is valid for these values only.
     """
 
     graph_module: fx.GraphModule
@@ -70,9 +71,9 @@ def trace(
 ) -> Traced:
     """Traces a model with example inputs; see `symbolic_trace`.
 
-    Sizes of 0 or 1 are always taken as fixed by ``torch.export``: a dynamic axis needs at least 2 in the example.
+    ``torch.export`` fixes every axis of size 0 or 1: a dynamic axis needs a size of at least 2 in the example.
     """
-    # One tensor that is given for two inputs would be traced as one input.
+    # torch.export would make one input of two that share a tensor.
     example = {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in example.items()}
     if isinstance(model, fx.GraphModule):
         example = _in_order(model, example)
@@ -86,22 +87,22 @@ def trace(
         return _trace_module(model, example, dynamic)
     except UntraceableError as error:
 
-        def trace_with(model: nn.Module, example: Batch, free: Free | None, why: str) -> Traced:
-            found = _trace_module(model, example, dynamic, free)
-            return replace(found, fixed=tuple(f"{axis}{why}" for axis in found.fixed))
+        def trace_with(model: nn.Module, example: Batch, free: Free | None, reason: str) -> Traced:
+            result = _trace_module(model, example, dynamic, free)
+            return replace(result, fixed=tuple(f"{axis}{reason}" for axis in result.fixed))
 
-        found, held, told = trace_otherwise(model, example, error, trace_with, is_declared=dynamic is not None)
-        return replace(found, fixed=(*told, *found.fixed), held=held)
+        result, constants, notes = trace_otherwise(model, example, error, trace_with, is_declared=dynamic is not None)
+        return replace(result, fixed=(*notes, *result.fixed), held=constants)
 
 
 def _check_names(model: nn.Module) -> None:
-    """Checks that torch.fx can write the names of what a model holds between quotes, as it does with any name."""
+    """Checks that torch.fx can write every module and parameter name into generated code."""
     for name, _ in itertools.chain(model.named_modules(), model.named_parameters(), model.named_buffers()):
         if re.search(r'["\\\n\r]', name) or any(map(keyword.iskeyword, name.split("."))):
             raise TraceError(
-                f"{name!r} is a name that the code of a graph cannot hold",
+                f"the name {name!r} cannot stand in the code of a graph",
                 location=type(model).__name__,
-                hint="Name modules and parameters without quotes, backslashes and line breaks, and by no keyword.",
+                hint="Rename it: no quotes, backslashes or line breaks, and no Python keyword.",
             )
 
 
@@ -112,7 +113,7 @@ def _trace_module(
     program, signature, fixed, suspect_sizes = _settle(model, example, dynamic, program)
     if isinstance(model, fx.GraphModule):
         graph_module = copy_graph_module(model)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)  # the parameters stay real
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # parameters are real tensors
         FakeTensorProp(graph_module, mode).propagate(*(example[spec.name] for spec in signature.inputs))
     else:
         graph_module = reconstruct_modules(program)
@@ -122,34 +123,34 @@ def _trace_module(
 def _traced(
     graph_module: fx.GraphModule, signature: Signature, fixed: tuple[str, ...], suspect_sizes: Sequence[dict[str, int]]
 ) -> Traced:
-    unlike = tuple(sizes for index, sizes in enumerate(suspect_sizes) if sizes not in suspect_sizes[:index])
-    return Traced(graph_module, signature, fixed, unlike)
+    distinct = tuple(sizes for index, sizes in enumerate(suspect_sizes) if sizes not in suspect_sizes[:index])
+    return Traced(graph_module, signature, fixed, distinct)
 
 
 def _settle(
     model: nn.Module, example: Mapping[str, torch.Tensor], dynamic: Dynamic | None, program: ExportedProgram
 ) -> tuple[ExportedProgram, Signature, tuple[str, ...], list[dict[str, int]]]:
-    """Fixes the sizes beside which the model goes another way, and has the program run wherever it holds."""
+    """Fixes dimensions that the branch depends on, and drops unnecessary assertions."""
     while True:
-        wide, fixed, symbols = read_signature(program, dynamic, example)
-        sizes = wide.sizes(example)
-        signature = _narrowed(wide, program, symbols, dynamic, sizes)
+        full_signature, fixed, symbols = read_signature(program, dynamic, example)
+        sizes = full_signature.sizes(example)
+        signature = _narrowed(full_signature, program, symbols, dynamic, sizes)
         doubts = find_doubts(program, symbols, signature.dims, sizes)
         export_again = functools.partial(_export, model, dynamic=None, free=_axes(signature))
         ways = find_other_ways(model, dict(example), program, signature, doubts, export_again)
-        held = held_sizes(program, symbols, wide.dims, sizes) | ways.held_to
-        if not held:
+        fixed_dims = held_sizes(program, symbols, full_signature.dims, sizes) | ways.held_to
+        if not fixed_dims:
             drop_doubts(program, symbols, signature.dims, ways.crossed)
             return program, signature, fixed, [*own_sizes(doubts), *ways.sizes]
         if dynamic is not None:
-            raise _held_error(held, sizes)
-        program = _export(model, example, None, _axes(signature, but=held))
+            raise _fixed_dims_error(fixed_dims, sizes)
+        program = _export(model, example, None, _axes(signature, excluded=fixed_dims))
 
 
-def _axes(signature: Signature, *, but: Container[str] = ()) -> dict[str, list[int]]:
-    """The dynamic axes of each input, but for those of some dimensions."""
+def _axes(signature: Signature, *, excluded: Container[str] = ()) -> dict[str, list[int]]:
+    """Returns the dynamic axes of each input, without those of excluded dimensions."""
     return {
-        spec.name: [axis for axis, size in enumerate(spec.shape) if isinstance(size, str) and size not in but]
+        spec.name: [axis for axis, size in enumerate(spec.shape) if isinstance(size, str) and size not in excluded]
         for spec in signature.inputs
     }
 
@@ -161,28 +162,28 @@ def _narrowed(
     dynamic: Dynamic | None,
     sizes: Mapping[str, int],
 ) -> Signature:
-    """A signature whose ranges end, where nobody declared them, at the sizes at which the program no longer holds."""
+    """Narrows the ranges that were not declared to sizes that the assertions allow."""
     undeclared = {name: dim for name, dim in signature.dims.items() if dim not in _declared(dynamic)}
     narrowed = within_assertions(program, symbols, undeclared, sizes)
     return replace(signature, dims={**signature.dims, **narrowed})
 
 
-def _held_error(held: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError:
-    names = " and ".join(held)
-    at = ", ".join(f"{name} {sizes[name]}" for name in held)
+def _fixed_dims_error(conditions: Mapping[str, str], sizes: Mapping[str, int]) -> TraceError:
+    names = " and ".join(conditions)
+    traced_at = ", ".join(f"{name} {sizes[name]}" for name in conditions)
     return TraceError(
-        f"traced at {at} the model goes a way that holds only where {next(iter(held.values()))}",
+        f"the branch that the model takes at {traced_at} is valid only if {next(iter(conditions.values()))}",
         location="inputs.dynamic",
-        hint=f"Leave {names} out of inputs.dynamic to have them fixed, or trace with other sizes.",
+        hint=f"Remove {names} from inputs.dynamic to fix the size, or trace with another size.",
     )
 
 
 def _long_size_error(model: nn.Module, error: LongSizeError) -> UntraceableError:
     line = line_of_model(error)
     return UntraceableError(
-        f"{error}{f', at {line}' if line else ''}, which torch.export would reason about without an end in sight",
+        f"{error}{f', at {line}' if line else ''}; torch.export would not finish in a reasonable time",
         location=type(model).__name__,
-        hint="Leave all dimensions but the batch out of inputs.dynamic to have them fixed.",
+        hint="Keep only the batch in inputs.dynamic; all other dimensions are fixed then.",
     )
 
 
@@ -191,14 +192,15 @@ def _declared(dynamic: Dynamic | None) -> list[Dim]:
 
 
 def _in_order(model: fx.GraphModule, example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inputs in the order in which the graph takes them."""
-    wanted = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
+    """Sorts the inputs by the order of the graph's placeholders."""
+    placeholders = [str(node.target) for node in model.graph.find_nodes(op="placeholder")]
     names = {as_argument(name): name for name in example}
-    if set(wanted) != set(names):
+    if set(placeholders) != set(names):
         raise TraceError(
-            f"the graph takes {', '.join(wanted)}, and is given {', '.join(example)}", location=type(model).__name__
+            f"the inputs are not those of the graph (found {', '.join(example)}, expected {', '.join(placeholders)})",
+            location=type(model).__name__,
         )
-    return {names[argument]: example[names[argument]] for argument in wanted}
+    return {names[argument]: example[names[argument]] for argument in placeholders}
 
 
 def _export(
@@ -208,18 +210,18 @@ def _export(
     free: Free | None = None,
     changing: Collection[str] = (),
 ) -> ExportedProgram:
-    """Exports a model, with the declared axes dynamic; where none are declared, with all that it leaves dynamic.
+    """Exports a model with the declared axes, or all possible axes, dynamic.
 
     Args:
-        free: The axes that may be dynamic at all.
-        changing: Buffers whose numbers are others in the next call.
+        free: The axes that may be dynamic; all by default.
+        changing: Buffers whose values change between calls.
     """
     for name, value in example.items():
         if not isinstance(value, torch.Tensor):
             raise TraceError(
-                f"it is a {type(value).__name__}, not a tensor",
+                f"not a tensor (found {type(value).__name__})",
                 location=f"input {name}",
-                hint="Give tensors by input name; set other arguments in the model or its config.",
+                hint="Pass tensors by input name, and set other arguments in the model or its config.",
             )
     hints = {name: _hints(name, tensor, dynamic) for name, tensor in example.items()}
     if free is not None:
@@ -227,7 +229,7 @@ def _export(
     shapes = as_arguments(hints)
     try:
         with (
-            tensors_kept(model),  # what a model computes for later is a stand-in here
+            tensors_kept(model),  # a trace would leave fake tensors in attributes that the model assigns
             transformers_exporter.exporting(),
             transformers_exporter.one_pass(model),
             SizesWatched(),
@@ -245,7 +247,7 @@ def _export(
         raise
     except LongSizeError as error:
         raise _long_size_error(model, error) from error
-    except Exception as error:  # torch.export raises many kinds, and the model's own code any other
+    except Exception as error:  # torch.export raises many types, and the model's code any other
         if register_dataclasses(model, as_arguments(example)):
             return _export(model, example, dynamic, free, changing)
         raise _explained(model, example, error, dynamic) from error
@@ -256,31 +258,32 @@ def _export(
 
 
 def _written(program: ExportedProgram) -> set[str]:
-    """The buffers that a program writes to, by name."""
+    """Returns the names of the buffers that a program writes to."""
     buffers = program.graph_signature.inputs_to_buffers
-    writing = (
+    targets = (
         node.args[0]
         for node in program.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and node.args
     )
-    return {buffers[node.name] for node in writing if isinstance(node, fx.Node) and node.name in buffers}
+    return {buffers[node.name] for node in targets if isinstance(node, fx.Node) and node.name in buffers}
 
 
 def _check_complete(model: nn.Module, example: Mapping[str, torch.Tensor]) -> None:
+    """Checks that the model computes none of its inputs from values of the others."""
     computed = transformers_exporter.computed_outside(model, example)
-    if asked := frozenset(computed) & frozenset(example):
-        raise ValuesAskedError(asked)
+    if value_inputs := frozenset(computed) & frozenset(example):
+        raise ValuesAskedError(value_inputs)
     missing = [name for name, value in computed.items() if value is not None]
     if missing:
         raise TraceError(
-            f"it computes {', '.join(missing)} from the values of other inputs, which a graph cannot",
+            f"the model computes {', '.join(missing)} from the values of other inputs, which a graph cannot do",
             location=type(model).__name__,
-            hint="Give them as inputs: transformers.exporters.utils.precompute_export_inputs(model, inputs) adds them.",
+            hint="Add them as inputs with transformers.exporters.utils.precompute_export_inputs(model, inputs).",
         )
 
 
 def _hints(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int, Any]:
-    """What ``torch.export`` is told of each axis; declared ranges are promises that it must keep or refuse."""
+    """Returns the dynamic shapes of one input; ``torch.export`` keeps or refuses a range."""
     if dynamic is None:
         return dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO)
     return {
@@ -289,42 +292,48 @@ def _hints(name: str, tensor: torch.Tensor, dynamic: Dynamic | None) -> dict[int
     }
 
 
-def _of_recurrent(model: nn.Module) -> str:
-    kinds = {type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)}
-    return f" (torch.export holds {' and '.join(sorted(kinds))} to the number of steps of the trace)" if kinds else ""
+def _describe_recurrent(model: nn.Module) -> str:
+    names = {type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)}
+    return f" (torch.export fixes the number of steps of {' and '.join(sorted(names))})" if names else ""
 
 
 def _explained(
     model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception, dynamic: Dynamic | None
 ) -> TraceError:
     name = type(model).__name__
-    if isinstance(own := outcome(model, example), Exception):
-        shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
-        return TraceError(
-            f"the model itself fails on the inputs {shapes}: {type(own).__name__}: {first_line(own)}",
-            location=name,
-            hint="Its hooks are given all inputs by name: register them with with_kwargs=True."
-            if model._forward_pre_hooks or model._forward_hooks
-            else "Give inputs of the dtypes, ranges and sizes that it takes.",
-        )
+    if isinstance(own_error := outcome(model, example), Exception):
+        return _own_error(model, example, own_error)
     suggestion = re.search(r"Suggested fixes:\n((?:[ \t]+\S.*\n?)+)", str(error))
     if suggestion and dynamic:
-        wanted = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
-        at = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items() if dynamic.get(name))
+        conditions = "; ".join(line.strip() for line in suggestion.group(1).splitlines())
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in example.items() if dynamic.get(name))
         return TraceError(
-            f"what is traced, at {at}, does not hold at every size that is declared: it wants {wanted}"
-            f"{_of_recurrent(model)}",
+            f"the trace at {shapes} is not valid for all declared sizes: it requires {conditions}"
+            f"{_describe_recurrent(model)}",
             location="inputs.dynamic",
-            hint="Narrow the range, from below where the model goes another way at small sizes, or leave the dimension"
-            " out to have it fixed.",
+            hint="Narrow the range (raise its minimum if the model takes another branch at small sizes), or remove the"
+            " dimension to fix it.",
         )
     line = line_of_model(error)
     return UntraceableError(
         f"torch.export could not trace it{f', and stopped at {line}' if line else ''}: {first_line(error)}",
         location=name,
-        hint="Change that line so that it depends on no values of its inputs, or export a part of the model without it."
+        hint="Change that line so that it does not depend on values of the inputs, or export a part of the model"
+        " without it."
         if line
-        else "Run again with --debug for the line of the model that it stopped at.",
+        else "Run again with --debug to see the line of the model where it stopped.",
+    )
+
+
+def _own_error(model: nn.Module, example: Mapping[str, torch.Tensor], error: Exception) -> TraceError:
+    """Returns the error for a model that fails on its inputs without being traced."""
+    shapes = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in example.items())
+    return TraceError(
+        f"the model itself fails on the inputs {shapes}: {type(error).__name__}: {first_line(error)}",
+        location=type(model).__name__,
+        hint="Register its hooks with with_kwargs=True: all inputs are passed by name."
+        if model._forward_pre_hooks or model._forward_hooks
+        else "Use inputs with dtypes, ranges and sizes that the model accepts.",
     )
 
 

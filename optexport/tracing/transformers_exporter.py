@@ -31,26 +31,26 @@ from optexport.signature.arguments import held_tensors
 from optexport.tracing.patches import functions as patches_functions
 from optexport.tracing.patches.expert_loops import over_all_experts
 
-# Where the exporters' own code lies: no line of it is a model's.
+# The folder of the exporters' code, which is not part of any model.
 FOLDER = Path(str(exporters.__file__)).parent
 
 
 def holds_transformers(module: torch.nn.Module) -> bool:
-    """Whether a module is, or wraps, a model of transformers."""
+    """Returns True if a module is, or contains, a transformers model."""
     return any(isinstance(child, PreTrainedModel) for child in module.modules())
 
 
 def export_module(
     module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], dynamic_shapes: Mapping[str, Any]
 ) -> ExportedProgram:
-    """Exports a module that needs no patches, as `export_program` exports others; neither it nor inputs are changed."""
+    """Exports a module without patches; neither the module nor the inputs are changed."""
     return torch.export.export(
         module,
         args=(),
         kwargs=copy.deepcopy(dict(inputs)),
         dynamic_shapes=dict(dynamic_shapes),
         strict=False,
-        # Named ranges are promises: check them when the graph runs instead of refusing to prove them.
+        # Assert the declared ranges at run time; torch.export would refuse ranges that it cannot prove.
         prefer_deferred_runtime_asserts_over_guards=True,
     )
 
@@ -58,13 +58,13 @@ def export_module(
 def export_program(
     model: torch.nn.Module, inputs: Mapping[str, torch.Tensor], dynamic_shapes: Mapping[str, Any]
 ) -> ExportedProgram:
-    """Exports a model of transformers under the patches of its architecture; the model itself is not changed."""
+    """Exports a transformers model with patches; the model is not changed."""
     had_forward = "forward" in vars(model)
     try:
         with quiet(), _utils.patch_attributes([*_PATCHES, *_expert_patches(model)]):
             exporter = DynamoExporter()
             program: ExportedProgram = exporter.export(
-                model,  # type: ignore[arg-type]  # typed for its own models, and made for modules that hold one too
+                model,  # type: ignore[arg-type]  # modules that contain a model work as well
                 dict(inputs),
                 DynamoConfig(
                     dynamic=True,
@@ -74,59 +74,59 @@ def export_program(
             ).program
     finally:
         if not had_forward:
-            vars(model).pop("forward", None)  # the exporter leaves its bound method behind
+            vars(model).pop("forward", None)  # the exporter does not remove its own forward
     return program
 
 
-# What stops a trace, leaves calls in it which no format holds, or makes it compute something else than the model.
+# Without these, a trace fails, contains calls that no format supports, or computes something else than the model.
 _PATCHES = [
     (torch.nn.Module, "to", patches_functions.unless_it_is),
     (AttentionInterface, "_global_mapping", patches_functions.of_unknown_length),
     (masking_utils.AttentionMaskInterface, "_global_mapping", patches_functions.that_know_their_padding),
-    # Masks that are made under torch.vmap, and how it has them index tensors.
+    # Masks that are made with torch.vmap, and how these index tensors. Gemma3 needs the first.
     (masking_utils, "_vmap_expansion_sdpa", _utils._patch_broadcast_mask_expansion),
     (masking_utils, "TransformGetItemToIndex", lambda _: contextlib.nullcontext),
     (masking_utils, "_ignore_bidirectional_mask_sdpa", patches_functions.none_that_hides_nothing),
     (exporter_dynamo, "_reshaped_vision_attention_forward", patches_functions.with_norms_of_heads),
-    # Inputs that are computed of others: of a model that is exported all are given, or held.
+    # The exporter computes missing inputs from others; here all inputs are present or constant.
     (_utils, "precompute_export_inputs", lambda _: lambda *given: None),
 ]
 
 
 def _expert_patches(model: torch.nn.Module) -> list[tuple[type, str, Callable[..., Any]]]:
-    """Patches of the classes of a model's experts."""
+    """Returns the patches for the classes of a model's experts."""
     classes = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__.endswith("Experts"))
     return [(cls, "forward", over_all_experts) for cls in classes]
 
 
 def computed_outside(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Inputs that a model computes from the values of those given, if it is not given them, as no graph can.
+    """Returns missing inputs that a model computes from values of other inputs.
 
-    None are those that it would only compute with another kind of attention. A list stands for an input that is given,
-    and of which the model wants numbers.
+    An input that is only needed for another attention implementation has the value None. An input that is present, but
+    whose numbers the model reads, has a list as its value.
     """
-    given = {**inputs, **held_tensors(model)}
-    extended: dict[str, Any] = dict(given)
+    present = {**inputs, **held_tensors(model)}
+    extended: dict[str, Any] = dict(present)
     with torch.no_grad(), quiet():
         precompute_export_inputs(model, extended)
-    return {n: value for n, value in extended.items() if n not in given or (n in inputs and isinstance(value, list))}
+    return {n: value for n, value in extended.items() if n not in present or (n in inputs and isinstance(value, list))}
 
 
 def decompose(model: torch.nn.Module, prompt: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """What ``generate`` gives the parts of a model for a prompt, by part: ``prefill`` and ``decode`` of most."""
+    """Returns the inputs of a model's components, such as ``prefill`` and ``decode``."""
     had_forward = "forward" in vars(model)
     try:
         with quiet(), torch.no_grad():
-            found = decompose_for_generation(model, dict(prompt), multi_token_decode=True)  # type: ignore[arg-type]
+            components = decompose_for_generation(model, dict(prompt), multi_token_decode=True)  # type: ignore[arg-type]
     finally:
         if not had_forward:
-            vars(model).pop("forward", None)  # as the exporter does, it leaves a bound method behind
-    return {name: inputs for name, (_, inputs) in found.items()}
+            vars(model).pop("forward", None)  # the function does not remove its own forward
+    return {name: inputs for name, (_, inputs) in components.items()}
 
 
 @contextlib.contextmanager
 def one_pass(model: torch.nn.Module) -> Iterator[None]:
-    """Within it, models return neither a key/value cache nor a loss: one forward pass is exported, and no decoding."""
+    """Makes models return neither a key/value cache nor a loss within the block."""
     configs = [c for child in model.modules() if (c := getattr(child, "config", None)) is not None]
     changed = []
     for config, flag in itertools.product(configs, ("use_cache", "return_loss")):
@@ -142,10 +142,10 @@ def one_pass(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
-    """Within it, ``torch.export`` is quiet, and looks no results of operators up among earlier ones.
+    """Silences ``torch.export`` and switches off its cache of fake tensors within the block.
 
-    Of sizes that are symbols that takes longer than to compute them: a small export was seen to take 0.6 to 0.9 times
-    the CPU time without.
+    With symbolic sizes, a lookup takes longer than the computation: a small export takes 0.6 to 0.9 times the CPU time
+    without the cache.
     """
     with torch.no_grad(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False), quiet():
         yield
@@ -153,7 +153,7 @@ def exporting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences the exporters' own chatter (drift of versions, deprecated calls, whole graphs); errors still raise."""
+    """Silences warnings, logs and standard error of the exporters; exceptions still propagate."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,7 @@
-"""Checks of values that a model makes, and a trace passes over: it knows no values, and nothing else hangs on them."""
+"""Skips a model's checks of tensor values in a trace, which does not know these values.
+
+Only checks that do nothing but raise are skipped: ``if x.isnan().any(): raise ...`` and ``assert x.max() < 10``.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +25,33 @@ from optexport.tracing.model_lines import is_of_model
 
 @contextlib.contextmanager
 def skipping_checks() -> Iterator[None]:
-    """Within it, ``if CONDITION: raise ...`` and ``assert CONDITION`` go on where a trace cannot tell.
+    """Assumes that ``if CONDITION: raise ...`` and ``assert CONDITION`` pass in the block.
 
-    That is how every export goes on behind a check that it cannot make, as ``torch._check`` does without a value.
+    ``torch._check`` does the same if its condition is unknown.
     """
     guard_bool = SymNode.guard_bool
 
-    def patched(node: SymNode, *args: Any) -> bool:
+    def skipping_guard_bool(node: SymNode, *args: Any) -> bool:
         try:
             return guard_bool(node, *args)
         except GuardOnDataDependentSymNode:
-            passes = _that_passes()
-            if passes is None:
+            answer = _passing_answer()
+            if answer is None:
                 raise
-            return passes
+            return answer
 
-    SymNode.guard_bool = patched  # type: ignore[method-assign,assignment]
+    SymNode.guard_bool = skipping_guard_bool  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
 
 
-# The call of the model comes from there.
-_TRACED_FROM = _trace.__file__
+# The file of torch.export that calls the model.
+_TRACE_FILE = _trace.__file__
 
-# Context managers that models use, and that hand on what is raised within them.
-_LETTING_THROUGH = {
+# Context managers in models that do not suppress exceptions.
+_TRANSPARENT_MANAGERS = {
     *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "maybe_autocast"),
     *("device", "stream", "nullcontext", "record_function", "sdpa_kernel", "catch_warnings", "fork_rng"),
 }
@@ -56,28 +59,28 @@ _LETTING_THROUGH = {
 _Span = tuple[int | None, int | None, int | None, int | None]
 
 
-def _that_passes() -> bool | None:
-    """What the condition is where the check passes that the model's innermost line makes; None where it makes none."""
+def _passing_answer() -> bool | None:
+    """Returns the passing value of the check in the model's innermost line, if it is a check."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not is_of_model(frame.f_code.co_filename):
-        if frame.f_code.co_filename.startswith("<"):  # a model's code whose lines nobody has
+        if frame.f_code.co_filename.startswith("<"):  # the model's code has no source file
             return None
         frame = frame.f_back
-    if frame is None or _is_protocol(frame.f_code.co_name):
+    if frame is None or _is_special_method(frame.f_code.co_name):
         return None
-    at = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    passes = _checks(frame.f_code.co_filename).conditions.get((at[0], at[2], at[1], at[3]))
-    return None if passes is None or _is_caught(frame) else passes
+    line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    answer = _checks(frame.f_code.co_filename).conditions.get((line, column, end_line, end_column))
+    return None if answer is None or _is_caught(frame) else answer
 
 
-def _is_protocol(function: str) -> bool:
-    """Whether Python itself calls a function, and makes something of what it raises, as of the end of an iterator."""
+def _is_special_method(function: str) -> bool:
+    """Returns True for methods whose exceptions Python may handle, such as ``__next__``."""
     return function.startswith("__") and function not in ("__call__", "__init__")
 
 
 def _is_caught(frame: FrameType | None) -> bool:
-    """Whether the model itself goes on where something is raised, in a function or in those that called it."""
-    while frame is not None and frame.f_code.co_filename != _TRACED_FROM:
+    """Returns True if the model may catch an exception, in a frame or in its callers."""
+    while frame is not None and frame.f_code.co_filename != _TRACE_FILE:
         name = frame.f_code.co_filename
         if is_of_model(name) and any(frame.f_lineno in lines for lines in _checks(name).caught):
             return True
@@ -87,11 +90,11 @@ def _is_caught(frame: FrameType | None) -> bool:
 
 @dataclass(frozen=True)
 class _Checks:
-    """What a file's lines check.
+    """The checks in a source file.
 
     Attributes:
-        conditions: Where each condition stands that does nothing but raise, with what it is where the check passes.
-        caught: Lines on which what is raised may end somewhere else than in an error.
+        conditions: The position of each condition of a check, with its value if the check passes.
+        caught: Lines whose exceptions may be caught or suppressed.
     """
 
     conditions: dict[_Span, bool] = field(default_factory=dict)
@@ -101,53 +104,58 @@ class _Checks:
 @functools.lru_cache(maxsize=64)
 def _checks(filename: str) -> _Checks:
     source = "".join(linecache.getlines(filename))
-    found = _Checks()
+    checks = _Checks()
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # as a notebook's cells may have
-        return found
+    except SyntaxError:  # a notebook cell may contain IPython commands
+        return checks
     for statement in ast.walk(tree):
         if isinstance(statement, ast.Assert):
-            found.conditions.update(_when(statement, statement.test, passes=True))
+            checks.conditions.update(_answers(statement, statement.test, passing=True))
         elif isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[0], ast.Raise):
-            found.conditions.update(_when(statement, statement.test, passes=False))
+            checks.conditions.update(_answers(statement, statement.test, passing=False))
         elif isinstance(statement, ast.Try | ast.TryStar):
-            goes_on = [handler for handler in statement.handlers if not isinstance(handler.body[-1], ast.Raise)]
-            if goes_on or _leaves(statement.finalbody):
-                found.caught.append(_lines(statement.body))
-        elif isinstance(statement, ast.With) and not all(_lets_through(item.context_expr) for item in statement.items):
-            found.caught.append(_lines(statement.body))
-    return found
+            catching = [handler for handler in statement.handlers if not isinstance(handler.body[-1], ast.Raise)]
+            if catching or _may_suppress(statement.finalbody):
+                checks.caught.append(_lines(statement.body))
+        elif isinstance(statement, ast.With) and not all(
+            _is_transparent(item.context_expr) for item in statement.items
+        ):
+            checks.caught.append(_lines(statement.body))
+    return checks
 
 
-def _lets_through(manager: ast.expr) -> bool:
-    """Whether a context manager is known to end nothing that is raised within it, by its name: any other may."""
-    named = manager.func if isinstance(manager, ast.Call) else manager
-    return ast.unparse(named).rpartition(".")[2] in _LETTING_THROUGH
+def _is_transparent(manager: ast.expr) -> bool:
+    """Returns True for context managers that are known not to suppress exceptions."""
+    function = manager.func if isinstance(manager, ast.Call) else manager
+    return ast.unparse(function).rpartition(".")[2] in _TRANSPARENT_MANAGERS
 
 
 def _lines(body: Sequence[ast.stmt]) -> range:
     return range(body[0].lineno, (body[-1].end_lineno or body[-1].lineno) + 1)
 
 
-def _leaves(body: Sequence[ast.stmt]) -> bool:
-    """Whether statements may end what is being raised."""
-    leaving = (ast.Return, ast.Break, ast.Continue)
-    return any(isinstance(part, leaving) for statement in body for part in ast.walk(statement))
+def _may_suppress(body: Sequence[ast.stmt]) -> bool:
+    """Returns True if statements of a ``finally`` block may suppress an exception."""
+    exits = (ast.Return, ast.Break, ast.Continue)
+    return any(isinstance(part, exits) for statement in body for part in ast.walk(statement))
 
 
-def _when(statement: ast.stmt, test: ast.expr, *, passes: bool) -> dict[_Span, bool]:
-    """What is to be answered, wherever a test is asked, to have it come out as it passes, if any answer will do."""
-    places = [_span(statement), _span(test)]  # Python tells one or the other
+def _answers(statement: ast.stmt, test: ast.expr, *, passing: bool) -> dict[_Span, bool]:
+    """Returns an answer for each part of a test, with which the whole test passes.
+
+    The result is empty if the parts would need different answers.
+    """
+    spans = [_span(statement), _span(test)]  # Python versions differ in the position that they report
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, passes = test.operand, not passes
-        places.append(_span(test))
+        test, passing = test.operand, not passing
+        spans.append(_span(test))
     if any(isinstance(part, ast.Not | ast.IfExp) for part in ast.walk(test)):
         return {}
     operands = [test]
     for operand in operands:
         operands += operand.values if isinstance(operand, ast.BoolOp) else []
-    return dict.fromkeys([*places, *map(_span, operands)], passes)
+    return dict.fromkeys([*spans, *map(_span, operands)], passing)
 
 
 def _span(node: ast.stmt | ast.expr) -> _Span:

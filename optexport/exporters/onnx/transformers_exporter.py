@@ -26,9 +26,9 @@ from optexport.tracing.transformers_exporter import exporting, quiet
 aten = torch.ops.aten
 
 
-# The ONNX patches replace Python functions while a model is traced. A graph that already holds the ATen operator
-# passes them by, and some of the files are then wrong (rows that mask every key, for one): so these operators are
-# turned into calls of the Python function again before the graph is exported a second time.
+# The ONNX patches replace Python functions while a model is traced. They have no effect on a graph, which calls ATen
+# operators, and its file may be wrong then (for rows that mask every key, for example). So these operators become
+# calls of Python functions before the graph is exported again.
 _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: onnx_functions.attention,
     aten.where.self: lambda *a: torch.where(*a),
@@ -84,16 +84,16 @@ _PATCHED_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def onnx_patches() -> Iterator[None]:
-    """Within it, tracing and ``torch.onnx.export`` give operators that ONNX Runtime computes as torch does."""
+    """Patches tracing and ``torch.onnx`` to use operators that ONNX Runtime computes alike."""
     with apply_patches("dynamo"), apply_patches("onnx"), exporting():
         yield
 
 
 def call_patched_functions(graph_module: fx.GraphModule, *, has_attention: bool) -> None:
-    """Retargets, in place, the ATen operators that the ONNX patches know only as Python functions.
+    """Replaces, in place, ATen operators by the Python functions that ONNX patches know.
 
     Args:
-        has_attention: Whether the opset to export with has an operator for attention.
+        has_attention: Whether the opset has an operator for attention.
     """
     functions = {**_PATCHED_FUNCTIONS}
     if not has_attention:
@@ -104,11 +104,11 @@ def call_patched_functions(graph_module: fx.GraphModule, *, has_attention: bool)
 
 
 def fix_for_onnx(program: ExportedProgram) -> None:
-    """Replaces, in place, the nodes that ONNX cannot express, or that are written wrongly."""
+    """Replaces, in place, nodes that ONNX cannot express or torch writes wrongly."""
     apply_fx_node_fixes("onnx", program.graph_module)
     for node in program.graph.find_nodes(op="call_function", target=aten.conv3d.default):
         weight = node.args[1].meta["val"]
-        if len(node.args) < 3 or node.args[2] is None:  # onnxscript writes a bias of two dimensions then
+        if len(node.args) < 3 or node.args[2] is None:  # onnxscript writes a two-dimensional bias
             with program.graph.inserting_before(node):
                 bias = program.graph.call_function(aten.zeros.default, ([weight.shape[0]],), {"dtype": weight.dtype})
             bias.meta["val"] = weight.new_zeros(weight.shape[0])
@@ -116,17 +116,17 @@ def fix_for_onnx(program: ExportedProgram) -> None:
 
 
 def onnx_translations() -> dict[Any, Any]:
-    """Translations of ATen operators that override those of ``torch.onnx``, for its ``custom_translation_table``."""
-    own = {
+    """Returns translations for ``custom_translation_table`` of ``torch.onnx``."""
+    additions = {
         aten.index_put.default: _put,
         aten._unsafe_index_put.default: _put,
         aten.masked_fill.Scalar: exactly(_onnx._aten_masked_fill),
     }
-    return {**_onnx._ONNX_TRANSLATION_TABLE, **TRANSLATIONS, **own}
+    return {**_onnx._ONNX_TRANSLATION_TABLE, **TRANSLATIONS, **additions}
 
 
 def _put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    """That of transformers, which reads the values for places outside of a mask too, and there may be no values."""
+    """Extends transformers' translation, which fails if no element is masked."""
     indices = [as_int64(index) for index in indices]
     is_mask = indices[0] is not None and indices[0].dtype == onnx_ir.DataType.BOOL
     if is_mask and not accumulate and not _onnx._values_broadcast_to_self(values, self):
@@ -136,11 +136,11 @@ def _put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fals
 
 
 def fix_onnx_model(onnx_program: torch.onnx.ONNXProgram) -> None:
-    """Replaces, in place, what ONNX Runtime is known to refuse or to compute wrongly."""
+    """Replaces, in place, operators that ONNX Runtime refuses or computes wrongly."""
     _onnx.apply_onnx_ir_fixes(onnx_program)
 
 
 def fuse_for_onnxruntime(model: onnx_ir.Model) -> None:
-    """Fuses, in place, a file's operators into those that ONNX Runtime has of its own for a CPU."""
+    """Fuses, in place, operators of a file into ONNX Runtime's own operators for CPUs."""
     with quiet():
         onnxruntime_fusions.fuse_for_onnxruntime(model, "cpu")

@@ -1,4 +1,7 @@
-"""Errors that only a trace raises, and that a model swallows: it goes on as it would not with values."""
+"""Refuses models that catch an error that only a trace raises.
+
+Such a model continues on a branch that it would not take with real values.
+"""
 
 from __future__ import annotations
 
@@ -24,57 +27,57 @@ _KINDS: tuple[type[Exception], ...] = (
 )
 
 
-# What asks a tensor for its values, of which a trace has none; the errors are of kinds that others raise too.
-_ASKING = ("numpy", "data_ptr")
+# Methods that read a tensor's values, which a trace does not know. They raise general errors such as RuntimeError.
+_READING_METHODS = ("numpy", "data_ptr")
 
 
 @contextlib.contextmanager
 def none_swallowed() -> Iterator[None]:
-    """Refuses, at its end, a model that caught such an error itself and went on; torch may catch its own.
+    """Checks at the end of the block that the model caught no such error; torch may.
 
     Raises:
-        TraceError: It did.
+        TraceError: The model caught one.
     """
     raised: list[Exception] = []
-    made = {kind: kind.__init__ for kind in _KINDS}
+    original_inits = {kind: kind.__init__ for kind in _KINDS}
     for kind in _KINDS:
-        kind.__init__ = _noting(made[kind], raised)  # type: ignore[method-assign]
-    for name in _ASKING:
-        setattr(torch.Tensor, name, _noting_what_is_raised(getattr(torch.Tensor, name), raised))
+        kind.__init__ = _recording_init(original_inits[kind], raised)  # type: ignore[method-assign]
+    for name in _READING_METHODS:
+        setattr(torch.Tensor, name, _recording_method(getattr(torch.Tensor, name), raised))
     try:
         yield
     finally:
-        for name in _ASKING:
-            delattr(torch.Tensor, name)  # behind which is that of the class that it is of
+        for name in _READING_METHODS:
+            delattr(torch.Tensor, name)  # the original is inherited from torch._C.TensorBase
         for kind in _KINDS:
-            kind.__init__ = made[kind]  # type: ignore[method-assign]
+            kind.__init__ = original_inits[kind]  # type: ignore[method-assign]
     for error in raised:
-        # A traceback grows as its error goes outwards, so that it begins where the error was caught.
-        caught = error.__traceback__
-        if caught is not None and _is_of_model(name := caught.tb_frame.f_code.co_filename):
-            line = linecache.getline(name, caught.tb_lineno).strip()
+        # The outermost frame of a traceback is the one in which the error was caught.
+        traceback = error.__traceback__
+        if traceback is not None and _is_of_model(name := traceback.tb_frame.f_code.co_filename):
+            line = linecache.getline(name, traceback.tb_lineno).strip()
             raise TraceError(
-                "the model asks for a value, which a trace does not know, and goes on where that raises, at "
-                f"{Path(name).name}:{caught.tb_lineno}: {line}",
+                "the model reads a value, which a trace does not know, and catches the error, at "
+                f"{Path(name).name}:{traceback.tb_lineno}: {line}",
                 location="trace",
-                hint="Compute both ways and choose by torch.where, or let the error end the call.",
+                hint="Compute both branches and choose with torch.where, or do not catch the error.",
             )
 
 
 def _is_of_model(filename: str) -> bool:
-    """Whether code is a model's; that of no file is, but what torch writes as it traces."""
+    """Returns True for a model's file, and for code typed or piped into Python."""
     return is_of_model(filename) or filename in ("<string>", "<stdin>")
 
 
-def _noting(made: Callable[..., None], raised: list[Exception]) -> Callable[..., None]:
+def _recording_init(original_init: Callable[..., None], raised: list[Exception]) -> Callable[..., None]:
     def init(error: Exception, *args: Any, **kwargs: Any) -> None:
-        made(error, *args, **kwargs)
+        original_init(error, *args, **kwargs)
         raised.append(error)
 
     return init
 
 
-def _noting_what_is_raised(method: Callable[..., Any], raised: list[Exception]) -> Callable[..., Any]:
+def _recording_method(method: Callable[..., Any], raised: list[Exception]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)

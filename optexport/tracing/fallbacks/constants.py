@@ -1,7 +1,8 @@
-"""Values that hang on no input but those that are held to what they are: known while a model is traced.
+"""Computes values that do not depend on inputs while a model is traced.
 
-``torch.export`` knows no values. A model that asks a buffer for a number, or an input for the sizes of the images,
-cannot be traced, though the former is the same in every call, and the latter may be the same in all that are to come.
+``torch.export`` knows no values of tensors, and cannot trace a model that reads a number from a buffer, or image
+sizes from an input. The buffer has the same value in every call. The input may become a constant.
+The zoo's video_llama_3_vision needs this (tests/zoo/rescues.py).
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from optexport._utils.tensors import outside_of_traces
 from optexport.errors import ValuesAskedError
 
-# Larger tensors decide no sizes.
-_MOST_NUMBERS = 4096
+# Values of larger tensors are not tracked; they do not decide sizes.
+_MAX_ELEMENTS = 4096
 _READS = frozenset(
     {
         *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__contains__, torch.equal, torch.is_nonzero),
         *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__),
     }
 )
-# What makes tensors of values alone.
+# These create tensors from Python values.
 _FACTORIES = frozenset({torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace, torch.eye})
-# The sizes of what these give are values of what they are given.
+# The sizes of their results are values of their arguments.
 _SIZED_BY_VALUES = frozenset(
     {
         *(torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere),
@@ -39,7 +40,7 @@ _SIZED_BY_VALUES = frozenset(
         *(torch.repeat_interleave, torch.Tensor.repeat_interleave),
     }
 )
-# These take tensors for sizes.
+# These accept tensors as sizes.
 _SIZED_BY_TENSORS = frozenset(
     {
         *(torch.nn.functional.interpolate, torch.nn.functional.pad, torch.split, torch.Tensor.split),
@@ -48,16 +49,17 @@ _SIZED_BY_TENSORS = frozenset(
         *(torch.Tensor.repeat, torch.Tensor.new_ones, torch.Tensor.new_full, torch.Tensor.__getitem__),
     }
 )
-# These write to arguments other than the first, while they train: whether they do is the sixth, and if it is left out.
+# These write to later arguments in training mode, which is their sixth argument. The value here is its default.
 _WRITING_STATISTICS = {torch.nn.functional.batch_norm: False, torch.nn.functional.instance_norm: True}
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A tensor's values, and the inputs that they hang on.
+    """The values of a tensor.
 
     Attributes:
-        version: How many times the tensor, or what shares its memory, had been written to when these were its values.
+        version: The tensor's version counter when it had these values; writing increments it.
+        inputs: The inputs that the values depend on.
     """
 
     values: torch.Tensor
@@ -66,17 +68,17 @@ class _Known:
 
 
 class KnownValues(TorchFunctionMode):
-    """Gives a model that asks for values while it is traced those that hang on none of its inputs.
+    """Answers a traced model's reads of values that do not depend on inputs.
 
     Args:
-        inputs: Those whose values, where they are asked for, are to be told, by argument.
-        changing: Buffers, and tensors that are attributes, which are other ones in the next call.
+        inputs: The inputs, by argument, whose use is to be reported if the model reads their values.
+        changing: Buffers and tensor attributes whose values change between calls.
 
     Attributes:
-        changing: The same, with those that the last call wrote to.
+        changing: The same, and those that the last call wrote to.
 
     Raises:
-        ValuesAskedError: The model asks for the values of some of these.
+        ValuesAskedError: The model reads values that depend on ``inputs``.
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor], changing: Collection[str] = ()) -> None:
@@ -87,18 +89,18 @@ class KnownValues(TorchFunctionMode):
 
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Within it, every call of the model that is traced is made in this mode."""
-        buffers = {name: buffer.detach().clone() for name, buffer in _kept(model).items() if _is_small(buffer)}
-        entered: dict[str, torch.Tensor] = {}
-        outside = torch._C._len_torch_function_stack()
+        """Enters this mode for every call of the model that is traced within the block."""
+        buffers = {name: buffer.detach().clone() for name, buffer in _state(model).items() if _is_small(buffer)}
+        state_before: dict[str, torch.Tensor] = {}
+        depth = torch._C._len_torch_function_stack()
 
         def enter(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not torch.compiler.is_exporting():
                 return
             self._known = WeakIdKeyDictionary()
-            entered.update({name: buffer for name, buffer in _kept(module).items() if name in buffers})
+            state_before.update({name: buffer for name, buffer in _state(module).items() if name in buffers})
             with outside_of_traces():
-                for name, buffer in entered.items():
+                for name, buffer in state_before.items():
                     is_known = name not in self.changing
                     self._known[buffer] = _Known(buffers[name].clone(), buffer._version) if is_known else None
                 for name, value in kwargs.items():
@@ -110,9 +112,12 @@ class KnownValues(TorchFunctionMode):
         def leave(module: nn.Module, *_: Any) -> None:
             if torch.compiler.is_exporting():
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                left = _kept(module)
-                is_kept = {name: left.get(name) is buffer and self._look_up(buffer) for name, buffer in entered.items()}
-                self.changing |= {name for name, is_so in is_kept.items() if not is_so}
+                state = _state(module)
+                self.changing |= {
+                    name
+                    for name, buffer in state_before.items()
+                    if state.get(name) is not buffer or not self._look_up(buffer)
+                }
 
         hooks = [
             model.register_forward_pre_hook(enter, with_kwargs=True),
@@ -123,7 +128,7 @@ class KnownValues(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
-            while torch._C._len_torch_function_stack() > outside:  # no hook is called where a call was interrupted
+            while torch._C._len_torch_function_stack() > depth:  # an interrupted call does not run its hook
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -134,8 +139,8 @@ class KnownValues(TorchFunctionMode):
             args, kwargs = self._with_sizes(func, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [self._look_up(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if changed := overwritten(func, args, kwargs):  # with what is not known, or a buffer that lives on
-            self._forget(changed)
+        if targets := overwritten(func, args, kwargs):  # the new values may be unknown, or the target a buffer
+            self._forget(targets)
             return func(*args, **kwargs)
         computed = None
         if _is_determined(func, leaves) and (tensors or func in _FACTORIES) and None not in tensors:
@@ -144,10 +149,10 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **kwargs)
         inputs = frozenset[str]().union(*(known.inputs for known in tensors if known is not None))
         if func in _READS:
-            _tell(inputs)
+            _check_read(inputs)
             return computed
         if func in _SIZED_BY_VALUES or (func is torch.Tensor.__getitem__ and _has_mask(args[1])):
-            _tell(inputs)
+            _check_read(inputs)
             with outside_of_traces():
                 result = pytree.tree_map_only(torch.Tensor, torch.clone, computed)
         else:
@@ -164,7 +169,7 @@ class KnownValues(TorchFunctionMode):
         return known if known is not None and known.version == tensor._version else None
 
     def _with_sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Arguments with numbers in the place of known tensors that stand for sizes."""
+        """Replaces known tensors that stand for sizes by numbers."""
 
         def as_size(value: Any) -> Any:
             if isinstance(value, slice):
@@ -174,25 +179,25 @@ class KnownValues(TorchFunctionMode):
             known = self._look_up(value) if isinstance(value, torch.Tensor) and not value.dim() else None
             if known is None or known.values.dtype.is_floating_point or known.values.dtype.is_complex:
                 return value
-            _tell(known.inputs)
+            _check_read(known.inputs)
             return known.values.item()
 
         first = () if func in _FACTORIES else args[:1]
         return (*first, *map(as_size, args[len(first) :])), {name: as_size(v) for name, v in kwargs.items()}
 
     def _compute(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a function gives of the values themselves; None where that is more than what may decide a size."""
+        """Computes a function of known values; None if it fails, is random or returns much."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: self._known[tensor].values, (args, kwargs))
         with outside_of_traces(), torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             try:
                 computed = func(*args, **kwargs)
-            except Exception:  # as the function itself will say
+            except Exception:  # the traced call raises it again
                 return None
-            if not torch.equal(torch.get_rng_state(), before):  # a function of Python that draws numbers
+            if not torch.equal(torch.get_rng_state(), before):  # a Python function that is random
                 return None
-        found = [leaf for leaf in pytree.tree_leaves(computed) if isinstance(leaf, torch.Tensor)]
-        return computed if all(map(_is_small, found)) else None
+        tensors = [leaf for leaf in pytree.tree_leaves(computed) if isinstance(leaf, torch.Tensor)]
+        return computed if all(map(_is_small, tensors)) else None
 
     def _remember(self, result: Any, computed: Any, inputs: frozenset[str]) -> None:
         traced, values = pytree.tree_leaves(result), pytree.tree_leaves(computed)
@@ -200,29 +205,29 @@ class KnownValues(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor):
                 self._known[leaf] = _Known(value, leaf._version, inputs)
 
-    def _forget(self, changed: Sequence[torch.Tensor]) -> None:
-        """Forgets tensors that are overwritten, and all that share their memory."""
-        for tensor in changed:
+    def _forget(self, targets: Sequence[torch.Tensor]) -> None:
+        """Removes the values of overwritten tensors, and of all tensors that share their memory."""
+        for tensor in targets:
             if (known := self._known.get(tensor)) is not None:
                 storage = known.values.untyped_storage().data_ptr()
-                for other, values in list(self._known.items()):
+                for alias, values in list(self._known.items()):
                     if values is not None and values.values.untyped_storage().data_ptr() == storage:
-                        self._known[other] = None
+                        self._known[alias] = None
             self._known[tensor] = None
 
 
-def _kept(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's buffers, and the tensors that are plain attributes of its modules, by name."""
-    plain = {
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns a model's buffers and the tensors in attributes of its modules, by name."""
+    attributes = {
         f"{path}.{name}": value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
     }
-    return {**plain, **dict(model.named_buffers())}
+    return {**attributes, **dict(model.named_buffers())}
 
 
-def _tell(inputs: frozenset[str]) -> None:
+def _check_read(inputs: frozenset[str]) -> None:
     if inputs:
         raise ValuesAskedError(inputs)
 
@@ -232,7 +237,7 @@ def _has_mask(index: Any) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.numel() <= _MOST_NUMBERS
+    return tensor.layout is torch.strided and tensor.numel() <= _MAX_ELEMENTS
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
@@ -240,7 +245,7 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 
 
 def _is_determined(func: Callable[..., Any], leaves: Collection[Any]) -> bool:
-    """Whether the same values give the same result in every call, at all sizes of the inputs."""
+    """Returns True if a function gives the same result in every call, at all input sizes."""
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
         return False
     packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
@@ -250,13 +255,13 @@ def _is_determined(func: Callable[..., Any], leaves: Collection[Any]) -> bool:
 
 
 def overwritten(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a function writes to, going by its name: its first argument, or what it is given as ``out``."""
-    name = getattr(func, "__name__", "").partition(".")[0]  # of add_.Tensor
-    changed = [kwargs.get("out")]
+    """Returns the tensors that a function writes to, judged by its name."""
+    name = getattr(func, "__name__", "").partition(".")[0]  # such as add_.Tensor
+    targets = [kwargs.get("out")]
     if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
-        changed += args[:1]
+        targets += args[:1]
     elif func in _WRITING_STATISTICS:
         is_training = [*args[5:6], *(kwargs[key] for key in ("training", "use_input_stats") if key in kwargs)]
         if any(is_training or [_WRITING_STATISTICS[func]]):
-            changed += [*args, *kwargs.values()]
-    return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
+            targets += [*args, *kwargs.values()]
+    return [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,7 @@
-"""Models that return instances of a dataclass, which torch looks into only where it was told to."""
+"""Registers the dataclasses that models return, as ``torch.export`` requires.
+
+One of 50 hand-written models and none of 11 zoo models need this (tests/zoo/rescues.py).
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from torch.utils import _pytree as pytree
 
 
 def register_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> bool:
-    """Tells torch of the dataclasses in what a model returns, for as long as the process lives.
+    """Registers the dataclasses in a model's outputs with torch.
 
-    Not of one that every call makes anew, of which no end would come.
+    A class that the model creates again in every call is not registered, since it would never be recognised.
 
     Returns:
-        Whether there is one that it did not know. False where the model fails, too.
+        True if a class was registered. False if there is none, or if the model fails.
     """
     try:
         unknown = set(_returned(model, arguments)) & set(_returned(model, arguments))
-    except Exception:  # the model's own code may raise anything, and is called again by who tells the user of it
+    except Exception:  # the model's code may raise anything; the caller reports its error
         return False
     for cls in unknown:
         torch.export.register_dataclass(cls)
@@ -30,7 +33,7 @@ def register_dataclasses(model: nn.Module, arguments: Mapping[str, torch.Tensor]
 
 
 def _returned(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> Iterator[type[Any]]:
-    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a call may change
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # a call may change them
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return _unknown(torch.func.functional_call(model, buffers, (), copy.deepcopy(dict(arguments))))
 

@@ -1,7 +1,7 @@
-"""Keeps the sizes that a model computes in tensors known while it is traced.
+"""Tracks sizes that a model computes in tensors, while the model is traced.
 
-``torch.div(x.shape[1], 2, rounding_mode="trunc")`` is a tensor, and so is what comes of a stride that a model keeps as
-a buffer: ``torch.export`` takes each number that is read from one as unknown, and stops where a size is computed of it.
+``torch.div(x.shape[1], 2, rounding_mode="trunc")`` is a tensor, and so is a result that depends on a stride in a
+buffer. ``torch.export`` treats every number that is read from a tensor as unknown, and stops if a size depends on it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from optexport.tracing.fallbacks.constants import overwritten
 
-Whole = int | torch.SymInt
+Integer = int | torch.SymInt
 
 
 @dataclass(frozen=True)
 class _Ratio:
-    """A fraction, so that what is divided and rounded up again stays an expression of whole numbers."""
+    """A fraction, with which a divided and rounded size stays an expression of integers."""
 
-    over: Whole
+    over: Integer
     under: int = 1
 
     def plus(self, other: _Ratio) -> _Ratio | None:
@@ -43,7 +43,7 @@ class _Ratio:
         return _Ratio(self.over, self.under * number)
 
     def is_exact(self) -> bool:
-        """Whether a tensor holds the fraction as it is; 41 times what is nearly 3/41 may be less than 3."""
+        """Returns True if a float represents the fraction exactly; 41 * (3 / 41) may be below 3."""
         return self.under & (self.under - 1) == 0
 
     def negative(self) -> _Ratio:
@@ -88,10 +88,10 @@ def _extreme(pick: Callable[[Any, Any], Any]) -> Callable[[_Ratio, _Ratio], _Rat
 
 
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-# Numbers of other types are cut off, or rounded, where sizes are.
+# Other dtypes would truncate or round sizes.
 _EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
 _COMPARED = (torch.bool,)
-# What is computed of known numbers is known, by the names of torch's functions and methods.
+# Functions and methods of torch, by name, whose results are tracked.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{spelt: _compared(getattr(operator, name)) for name in _COMPARISONS for spelt in (name, f"__{name}__")},
     **dict.fromkeys(("add", "__add__", "__radd__"), _Ratio.plus),
@@ -110,33 +110,33 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("int", "long", "tensor", "as_tensor", "scalar_tensor", "clone", "detach"), _Ratio.whole),
 }
 _READING = ("item", "__int__", "__index__", "__bool__")
-# Functions that take numbers where a tensor of one may stand too.
+# Functions that accept a tensor with one element where they expect an integer.
 _OF_SIZES = ("view", "reshape", "expand", "repeat", "pad", "narrow", "as_strided", "new_zeros", "new_ones", "arange")
 
 
 class NumbersKnown(TorchFunctionMode):
-    """Within it, a number that is read from a tensor is the expression of sizes and constants that it is computed of.
+    """Replaces numbers that are read from tensors by expressions of sizes and constants.
 
-    Constants are numbers, and what the model keeps as a buffer of no dimensions.
+    Constants are Python numbers and integer buffers without dimensions.
 
     Args:
-        changing: Buffers that are other ones in the next call.
+        changing: Buffers whose values change between calls.
 
     Attributes:
-        asked: Buffers whose numbers were used.
+        asked: Buffers whose values were used.
     """
 
     def __init__(self, model: nn.Module, changing: Collection[str] = ()) -> None:
         super().__init__()
         self.asked: set[str] = set()
         self._values = WeakTensorKeyDictionary()
-        self._kept = [
+        self._buffers = [
             (f"{path}.{name}".lstrip("."), module, name, int(buffer))
             for path, module in model.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
             if f"{path}.{name}".lstrip(".") not in changing
             and buffer.dim() == 0
-            and _is_whole(buffer)
+            and _is_integer(buffer)
             and not buffer.is_meta
         ]
 
@@ -145,23 +145,23 @@ class NumbersKnown(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READING and (known := self._known_value(args[0])) is not None and known.under == 1:
-            return bool(known.over) if name == "__bool__" else known.over
+        if name in _READING and (value := self._known_value(args[0])) is not None and value.under == 1:
+            return bool(value.over) if name == "__bool__" else value.over
         if name in _OF_SIZES:
             args, kwargs = tuple(map(self._size, args)), {key: self._size(value) for key, value in kwargs.items()}
         result = func(*args, **kwargs)
         for tensor in overwritten(func, args, kwargs):
             self._values[tensor] = (None, tensor._version)
         if isinstance(result, torch.Tensor) and result.dim() == 0 and all(result is not arg for arg in args):
-            # What is not known has its place too: a model may put it where it kept a number.
+            # Unknown results are stored as well: a model may assign one to the attribute of a known number.
             self._values[result] = (self._computed(name, args, kwargs, result.dtype), result._version)
         return result
 
     def _computed(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> _Ratio | None:
-        """The value of what a function gives, if that hangs on known numbers alone."""
+        """Returns the value of a function's result; None if it depends on anything unknown."""
         if dtype not in (_COMPARED if name.strip("_") in _COMPARISONS else _EXACT):
             return None
-        if name == "to":  # to another type or device
+        if name == "to":
             value = self._known_value(args[0])
             return None if value is None else value.whole()
         if name not in _ARITHMETIC or not set(kwargs) <= {"rounding_mode", "dtype", "device"}:
@@ -179,23 +179,23 @@ class NumbersKnown(TorchFunctionMode):
             return _Ratio(value)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             return None
-        known, version = self._values.get(value) or (self._kept_value(value), 0)
-        return known if version == value._version else None  # and not what was changed in place since
+        ratio, version = self._values.get(value) or (self._buffer_value(value), 0)
+        return ratio if version == value._version else None  # the tensor may have been changed in place
 
-    def _kept_value(self, buffer: torch.Tensor) -> _Ratio | None:
-        for path, module, name, number in self._kept:
+    def _buffer_value(self, buffer: torch.Tensor) -> _Ratio | None:
+        for path, module, name, number in self._buffers:
             if getattr(module, name) is buffer:
                 self.asked.add(path)
                 return _Ratio(number)
         return None
 
     def _size(self, value: Any) -> Any:
-        """An argument, with numbers in place of tensors whose numbers are known."""
+        """Returns an argument, with numbers in place of known tensors."""
         if isinstance(value, list | tuple):
             return type(value)(map(self._size, value))
-        known = self._known_value(value) if isinstance(value, torch.Tensor) and _is_whole(value) else None
-        return value if known is None else known.over
+        ratio = self._known_value(value) if isinstance(value, torch.Tensor) and _is_integer(value) else None
+        return value if ratio is None else ratio.over
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
+def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -1,8 +1,8 @@
-"""Traces a loop over the experts that some token chose, whose number only running it tells.
+"""Traces a loop over the experts that have tokens, whose number is unknown in a trace.
 
-Most mixtures of experts of transformers are computed in other ways too, of which its exporter takes one. Those that are
-not go through the experts that were chosen, ``for expert in (tokens > 0).nonzero()``, and add what each gives to the
-rows of its tokens. An expert without tokens adds nothing to no row: going through all of them gives the same.
+Most mixtures of experts in transformers have a second implementation, which its exporter uses. The others loop over the
+experts with tokens, ``for expert in (tokens > 0).nonzero()``, and add each expert's result to the rows of its tokens.
+An expert without tokens adds nothing, so a loop over all experts gives the same result.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ _NUMEL = (torch.numel, torch.Tensor.numel)
 
 
 def over_all_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``forward`` that takes a loop over the experts that were chosen as one over all."""
+    """Wraps a ``forward``: loops over the experts with tokens become loops over all experts."""
 
     @functools.wraps(forward)
     def patched(*args: Any, **kw: Any) -> Any:
-        with _AllAreChosen():
+        with _AllIndices():
             return forward(*args, **kw)
 
     return patched
 
 
-class _AllAreChosen(TorchFunctionMode):
-    """Within it, the indices of what is not zero in a vector are, one after the other, all indices of the vector."""
+class _AllIndices(TorchFunctionMode):
+    """Makes a loop over the nonzero indices of a vector a loop over all its indices."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._chosen: list[tuple[torch.Tensor, int]] = []
+        self._nonzero: list[tuple[torch.Tensor, int]] = []
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _UNBIND:
-            for indices, count in self._chosen:
+            for indices, count in self._nonzero:
                 if args[0] is indices:
                     return tuple(torch.tensor([index]) for index in range(count))
         if func is torch.Tensor.__format__ and args[0].dim() == 0:
-            return format(args[0].item(), *args[1:])  # as of a tensor that is not traced
+            return format(args[0].item(), *args[1:])  # as for a real tensor
         result = func(*args, **(kwargs or {}))
         if func in _NONZERO and isinstance(result, torch.Tensor) and args[0].dim() == 1:
             count = args[0].shape[0]
             if isinstance(count, int) and isinstance(result.shape[0], torch.SymInt):
-                self._chosen.append((result, count))
-        if self._chosen and func in _NUMEL and isinstance(result, torch.SymInt) and free_unbacked_symbols(result):
-            return torch.sym_max(result, 1)  # whether an expert has tokens is not asked: without any it adds nothing
+                self._nonzero.append((result, count))
+        if self._nonzero and func in _NUMEL and isinstance(result, torch.SymInt) and free_unbacked_symbols(result):
+            return torch.sym_max(result, 1)  # an expert without tokens must not be skipped: it adds nothing
         return result

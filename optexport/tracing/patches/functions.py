@@ -1,6 +1,7 @@
-"""What stands in for functions of torch and transformers while a model of transformers is traced.
+"""Replaces functions of torch and transformers while a transformers model is traced.
 
-Each takes the function that it replaces, as the exporters' patches do, and computes what the model computes.
+Each takes the function that it replaces, like the patches in ``transformers.exporters``. All compute the same as the
+model does when it is not traced. ``tests/zoo/rescues.py`` counts the models that need each.
 """
 
 from __future__ import annotations
@@ -15,30 +16,33 @@ from transformers.integrations import sdpa_attention
 
 
 def unless_it_is(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """``Module.to`` that leaves a module alone which is there already: none may change while it is traced."""
+    """Replaces ``Module.to``: modules that need no change are not touched in a trace.
+
+    Needed by the router of Switch Transformers, which calls ``self.classifier.to(self.dtype)``.
+    """
 
     def patched(module: torch.nn.Module, *args: Any, **kw: Any) -> torch.nn.Module:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kw)
         tensors = itertools.chain(module.parameters(), module.buffers())
-        is_there = all(
+        is_unchanged = all(
             (dtype is None or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype == dtype)
             and (device is None or tensor.device == device)
             for tensor in tensors
         )
-        return module if is_there else to(module, *args, **kw)
+        return module if is_unchanged else to(module, *args, **kw)
 
     return patched
 
 
-# A causal mask bears under this name what padding it holds: a mask of tokens, or None.
+# The attribute of a causal mask with the padding mask that it contains, or None.
 _PADDING = "padding"
 
 
 def that_know_their_padding(masks: dict[str, Any]) -> dict[str, Any]:
-    """Makers of masks, of which causal ones tell attention what they hide for being padding.
+    """Replaces the functions that make masks: causal masks remember their padding mask.
 
-    Where that is nothing the model makes none, when it is not traced. Attention that is not causal by itself computes
-    something else then; and a mask of another number of rows, which would be none of the batch's, is not looked at.
+    Without a trace, a model makes no causal mask if nothing is padded, and attention that is not causal in itself then
+    computes something else. The padding mask must also have as many rows as the batch.
     """
     make = masks["sdpa"]
 
@@ -58,16 +62,16 @@ def that_know_their_padding(masks: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
-    """Attention whose queries' number only running it tells, as that of windows cut by values: it is not causal.
+    """Replaces attention: allows unknown numbers of queries, ignores masks without padding.
 
-    That of transformers asks whether there is more than one query, though nothing hangs on it here. A causal mask
-    that the model leaves out where nothing is padded is left out there, if attention is not causal by itself.
+    The function of transformers checks whether there is more than one query, which is irrelevant for attention that is
+    not causal. Without a trace, a model that is not causal in itself has no mask if nothing is padded.
     """
     attend = functions["sdpa"]
 
     def patched(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kw: Any) -> tuple[Any, None]:
-        given = kw.get("is_causal")
-        causal = getattr(module, "is_causal", True) if given is None else given
+        is_causal = kw.get("is_causal")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal and attention_mask is not None and _PADDING in vars(attention_mask):
             padding = vars(attention_mask)[_PADDING]
             attention_mask = None if padding is None else attention_mask | padding.all()
@@ -90,9 +94,10 @@ def of_unknown_length(functions: dict[str, Any]) -> dict[str, Any]:
 
 
 def none_that_hides_nothing(is_ignored: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether a mask may be left out, which that of transformers denies of every mask while it exports.
+    """Replaces the test whether a mask can be omitted, which is always False in an export.
 
-    Where nothing is padded and no window is set none is needed at any size, and some models take none.
+    Without a padding mask and a window, no mask is needed at any size, and some models accept none.
+    Needed by Informer (tests/zoo/rescues.py).
     """
 
     def patched(padding_mask: Any, kv_length: Any, local_attention_size: int | None = None) -> bool:
@@ -104,9 +109,10 @@ def none_that_hides_nothing(is_ignored: Callable[..., bool]) -> Callable[..., bo
 
 
 def with_norms_of_heads(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention within segments, which that of transformers computes without the norms of queries and keys.
+    """Replaces the exporter's attention within segments, which lacks norms.
 
-    It leaves them out where one layer gives queries, keys and values: that layer gives them normed here.
+    The norms of queries and keys are missing if one layer computes queries, keys and values. Here that layer returns
+    normed queries and keys. Needed by GLM-OCR's vision model (tests/exporters/test_transformers_exporter.py).
     """
 
     def patched(module: Any, *args: Any, **kw: Any) -> Any:
@@ -114,11 +120,11 @@ def with_norms_of_heads(attend: Callable[..., Any]) -> Callable[..., Any]:
             return attend(module, *args, **kw)
         layer = module.qkv
 
-        def normed(x: torch.Tensor) -> torch.Tensor:
+        def normed_qkv(x: torch.Tensor) -> torch.Tensor:
             query, key, value = layer(x).unflatten(-1, (3, module.num_heads, -1)).unbind(-3)
             return torch.stack((module.q_norm(query), module.k_norm(key), value), dim=-3).flatten(-3)
 
-        vars(module)["qkv"] = normed  # before that of the same name among its modules
+        vars(module)["qkv"] = normed_qkv  # attributes take precedence over modules of the same name
         try:
             return attend(module, *args, **kw)
         finally:

@@ -1,4 +1,8 @@
-"""Ways that a model goes at sizes other than those that it was traced at, seen by running it there."""
+"""Finds branches that a model takes at other sizes, by running and tracing it there.
+
+A graph asserts what the trace assumed about sizes, such as ``height // 16 != 4``. Many assertions are stricter than
+necessary: both branches compute the same. Such assertions are dropped here, after a comparison with the model.
+"""
 
 from __future__ import annotations
 
@@ -30,29 +34,29 @@ from optexport.tracing.shapes.size_guards import (
     said_of_sizes,
 )
 
-# A model is run at other sizes only where its inputs hold at most this many times the numbers that they were traced
-# with, or this many numbers. Where the proof alone runs it, it is traced with as many as the proof takes.
-_MOST_TIMES = 4
-_MOST_NUMBERS = 1 << 16
-_MOST_TRACED = 1 << 24
-# A model that goes more ways than this, as one with a loop over a size does, is not followed on all of them.
-_MOST_WAYS = 8
-# The largest size, as torch.export says that there is none.
-_NO_END = 2**31
-# Results of another way differ by more than rounding does; what they differ by in truth is for the proof to tell.
+# A batch of another size has at most this many times the traced number of elements, or this many elements.
+_MAX_GROWTH = 4
+_MAX_ELEMENTS = 1 << 16
+# The limit for batches that are only traced; the parity check runs the model at these sizes later.
+_MAX_TRACED_ELEMENTS = 1 << 24
+# A model with more branches, such as one with a loop over a size, is not traced on all of them.
+_MAX_BRANCHES = 8
+# torch.export writes an upper limit that does not exist as this size or more.
+_UNBOUNDED = 2**31
+# Results of another branch differ by more than this; the parity check measures smaller differences.
 _TOLERANCE = 0.01
-# Those of the same way run again by no more than this.
-_REPEATED = 1e-6
+# Repeated runs of the same branch differ by less than this.
+_REPEAT_TOLERANCE = 1e-6
 
 
 @dataclass
 class OtherWays:
-    """What is known of the sizes at which a graph refuses to run, and the model does run.
+    """Sizes at which the graph's assertions fail but the model runs.
 
     Attributes:
-        held_to: Dimensions of which the model computes something else at other sizes, each with what is asserted.
-        crossed: What the graph may go on without, since it computes the same there: what is cut, or padded, by nothing.
-        sizes: One set of sizes of each other way, for the proof to check.
+        held_to: Dimensions to fix, since the model computes something else at other sizes, each with the assertion.
+        crossed: Assertions that the graph does not need: it computes the same as the model where they fail.
+        sizes: One set of sizes for each other branch, for the parity check.
     """
 
     held_to: dict[str, str] = field(default_factory=dict)
@@ -61,10 +65,11 @@ class OtherWays:
 
 
 def _conditions(program: ExportedProgram, signature: Signature) -> list[Any]:
-    """What a trace takes for so of sizes, in the names of dimensions; wherever it is, the model goes the same way.
+    """Returns the conditions on sizes under which a model takes the same branch as in a trace.
 
     Args:
-        signature: That of another trace, whose sizes may be fixed or tied in this one.
+        signature: The signature of the first trace. Its dimensions name the sizes here, also those that this trace
+            fixed or made equal.
     """
     symbols, fixed = renaming(program, {}, signature.dims)
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
@@ -72,22 +77,23 @@ def _conditions(program: ExportedProgram, signature: Signature) -> list[Any]:
     limits, equal = program.range_constraints, []
     renamed: dict[Any, Any] = {}
     for spec in signature.inputs:
-        for wanted, found in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True):
-            if isinstance(wanted, str):
-                size = sum(symbols[name] for name in wanted.split(" + "))
-                expression = sympy.sympify(found.node.expr if isinstance(found, torch.SymInt) else found)
+        for dims, traced_size in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True):
+            if isinstance(dims, str):
+                size = sum(symbols[name] for name in dims.split(" + "))
+                is_symbolic = isinstance(traced_size, torch.SymInt)
+                expression = sympy.sympify(traced_size.node.expr if is_symbolic else traced_size)
                 if expression.is_Symbol and expression not in fixed:
                     renamed.setdefault(expression, size)
                 equal.append((expression, size))
     conditions = [sympy.Eq(expression.xreplace(fixed | renamed), size) for expression, size in equal]
     for symbol, size in renamed.items():
-        if symbol in limits:  # 2 is what torch.export takes for the least of every size
+        if symbol in limits:  # torch.export assumes at least 2 for every dynamic size
             conditions += [size >= limits[symbol].lower] if limits[symbol].lower > 2 else []
-            conditions += [size <= limits[symbol].upper] if limits[symbol].upper < _NO_END else []
+            conditions += [size <= limits[symbol].upper] if limits[symbol].upper < _UNBOUNDED else []
     asserted = (expression for expression, in_doubt in said_of_sizes(program) if in_doubt is is_broken)
     conditions += [expression.xreplace(fixed | renamed) for expression in asserted]
-    known = set(symbols.values())
-    return [condition for condition in conditions if condition.free_symbols and condition.free_symbols <= known]
+    allowed = set(symbols.values())
+    return [condition for condition in conditions if condition.free_symbols and condition.free_symbols <= allowed]
 
 
 def find_other_ways(
@@ -98,98 +104,139 @@ def find_other_ways(
     doubts: Sequence[SuspectSize],
     export: Callable[[Batch], ExportedProgram],
 ) -> OtherWays:
-    """Runs a model at sizes at which its trace asserts what is not so, and the graph as if it were.
+    """Runs the model, and the graph without assertions, at sizes at which an assertion fails.
 
-    It is traced there too, which tells at which sizes it goes the same way, until no sizes are found of which no trace
-    tells. Where that cannot be, the graph goes on refusing.
+    If both agree, the model is also traced there. That trace says for which sizes the model takes the same branch, so
+    that these sizes need no further run. The search ends when every size at which an assertion fails is explained, or
+    belongs to an assertion that stays.
 
     Args:
         export: Traces the model with a batch.
     """
-    found, traced = OtherWays(), signature.sizes(example)
-    numbers = sum(tensor.numel() for tensor in example.values())
-    found.crossed = [doubt for doubt in doubts if doubt.is_asserted]
-    if not found.crossed:
-        return found
-    graph, kept = _without_assertions(program), list[SuspectSize]()
-    tried = _Tried(signature.dims, traced)
-    tried.add([doubt.expression for doubt in found.crossed], traced)
-    while (sizes := tried.beyond(found.crossed, kept)) is not None:
-        beyond, way = _founded(found.crossed, sizes), None
-        is_excluded = all(doubt.is_exclusion for doubt in beyond)
-        times = _times(sizes, traced)
-        is_small = times <= _most_times(numbers)
-        if len(tried.ways) < _MOST_WAYS and (is_small or (is_excluded and times * numbers <= _MOST_TRACED)):
-            batch = resize(example, signature, sizes)
-            want = outcome(model, batch) if is_small else None
-            # What the model computes where its trace says that it does not come the proof alone tells.
-            if isinstance(want, list) and not is_excluded and not _agree(outcome(graph, batch), want):
-                asserted = beyond[0].expression
+    result, traced = OtherWays(), signature.sizes(example)
+    result.crossed = [doubt for doubt in doubts if doubt.is_asserted]
+    if not result.crossed:
+        return result
+    search = _Search(signature.dims, traced)
+    search.add([doubt.expression for doubt in result.crossed], traced)
+    probe = _Probe(model, example, _without_assertions(program), signature, export)
+    remaining = list[SuspectSize]()
+    while (sizes := search.next_sizes(result.crossed, remaining)) is not None:
+        broken = _broken_at(result.crossed, sizes)
+        is_exclusion = all(doubt.is_exclusion for doubt in broken)
+        conditions = None
+        if len(search.variants) < _MAX_BRANCHES:
+            probed = probe.run(sizes, is_exclusion=is_exclusion)
+            if probed.differs:
+                asserted = broken[0].expression
                 names = [name for name in sorted(map(str, asserted.free_symbols)) if sizes[name] != traced[name]]
                 return OtherWays(held_to=dict.fromkeys(names, str(asserted)))
-            # What the model itself does not take, or draws random numbers for, its graph may refuse.
-            if want is None or (isinstance(want, list) and _is_repeatable(model, batch, want)):
-                with contextlib.suppress(TraceError):
-                    way = _conditions(export(batch), signature)
-        if way is not None:
-            tried.ways.append(way)
-            tried.add(way, sizes)
-            found.sizes.append(sizes)
+            conditions = probed.conditions
+        if conditions is not None:
+            search.variants.append(conditions)
+            search.add(conditions, sizes)
+            result.sizes.append(sizes)
         else:
-            kept += beyond
-            found.crossed = [doubt for doubt in found.crossed if doubt not in beyond]
-    return found
+            remaining += broken
+            result.crossed = [doubt for doubt in result.crossed if doubt not in broken]
+    return result
+
+
+@dataclass(frozen=True)
+class _Probed:
+    """The result of a run at other sizes.
+
+    Attributes:
+        differs: True if the graph without assertions gives other results than the model.
+        conditions: The sizes of the branch that the model takes there; None if it could not be run or traced.
+    """
+
+    differs: bool = False
+    conditions: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Runs and traces a model at other sizes."""
+
+    model: nn.Module
+    example: Batch
+    graph: fx.GraphModule
+    signature: Signature
+    export: Callable[[Batch], ExportedProgram]
+
+    def run(self, sizes: Mapping[str, int], *, is_exclusion: bool) -> _Probed:
+        """Compares the graph with the model at some sizes, and traces the model there.
+
+        Args:
+            is_exclusion: Whether the assertions that fail exclude single sizes. The graph is not compared then; the
+                parity check does that.
+        """
+        elements = sum(tensor.numel() for tensor in self.example.values())
+        growth = _growth(sizes, self.signature.sizes(self.example))
+        is_small = growth <= _max_growth(elements)
+        if not (is_small or (is_exclusion and growth * elements <= _MAX_TRACED_ELEMENTS)):
+            return _Probed()
+        batch = resize(self.example, self.signature, sizes)
+        expected = outcome(self.model, batch) if is_small else None
+        if isinstance(expected, list) and not is_exclusion and not _agree(outcome(self.graph, batch), expected):
+            return _Probed(differs=True)
+        # Assertions stay if the model itself fails there, or if its results are random.
+        if expected is None or (isinstance(expected, list) and _is_repeatable(self.model, batch, expected)):
+            with contextlib.suppress(TraceError):
+                return _Probed(conditions=_conditions(self.export(batch), self.signature))
+        return _Probed()
 
 
 def drop_unfounded(
     program: ExportedProgram, graph_module: fx.GraphModule, signature: Signature, example: Batch
 ) -> None:
-    """Takes out, in place, what the export of a graph asserts, where the program computes what the graph does without.
+    """Removes assertions of a graph's second export that do not change the results.
 
-    A graph of operators goes no other way at any size; its export takes a size that is computed for smaller than
-    another, say, to tell the shapes. What the graph asserts itself it refuses to run without.
+    A graph of operators has no branches. Its export still assumes, for example, that one computed size is smaller than
+    another, to decide on shapes. Assertions that the graph itself contains stay: the graph fails at such sizes.
     """
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     arguments = {argument: placeholders[name].meta["val"] for name, argument in tensor_inputs(program).items()}
     names = {
-        found.node.expr: size
+        traced_size.node.expr: size
         for spec in signature.inputs
-        for size, found in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True)
-        if isinstance(size, str) and isinstance(found, torch.SymInt)
+        for size, traced_size in zip(spec.shape, arguments[as_argument(spec.name)].shape, strict=True)
+        if isinstance(size, str) and isinstance(traced_size, torch.SymInt)
     }
     traced = signature.sizes(example)
     doubts = [doubt for doubt in find_doubts(program, names, signature.dims, traced) if doubt.is_asserted]
     if not doubts:
         return
-    without, numbers = _without_assertions(program), sum(tensor.numel() for tensor in example.values())
+    unasserted, elements = _without_assertions(program), sum(tensor.numel() for tensor in example.values())
 
     def is_same(sizes: dict[str, int]) -> bool:
-        if _times(sizes, traced) > _most_times(numbers):
+        if _growth(sizes, traced) > _max_growth(elements):
             return False
         batch = resize(example, signature, sizes)
-        want = outcome(graph_module, batch)
-        return isinstance(want, list) and _agree(outcome(without, batch), want, _REPEATED)
+        expected = outcome(graph_module, batch)
+        return isinstance(expected, list) and _agree(outcome(unasserted, batch), expected, _REPEAT_TOLERANCE)
 
     drop_doubts(program, names, signature.dims, [d for d in doubts if all(is_same(sizes) for sizes in d.sizes)])
 
 
 def outcome(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | Exception:
-    """The tensors that a model gives, or what its own code raises."""
+    """Returns the output tensors of a model, or the exception that its code raises."""
     try:
-        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # which a model in train mode changes
+        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}  # in train mode, a call changes them
         with torch.no_grad(), torch.random.fork_rng(devices=[]), transformers_exporter.one_pass(model):
             outputs = torch.func.functional_call(model, buffers, (), copy.deepcopy(as_arguments(inputs)))
         return list(flatten_outputs(outputs).values())
-    except Exception as error:  # a model's own code may raise anything
+    except Exception as error:  # the model's code may raise anything
         return error
 
 
-def _times(sizes: Mapping[str, int], traced: Mapping[str, int]) -> float:
+def _growth(sizes: Mapping[str, int], traced: Mapping[str, int]) -> float:
     return math.prod(max(size / traced[name], 1) for name, size in sizes.items())
 
 
-def _most_times(numbers: int) -> float:
-    return max(_MOST_TIMES, _MOST_NUMBERS / max(1, numbers))
+def _max_growth(elements: int) -> float:
+    return max(_MAX_GROWTH, _MAX_ELEMENTS / max(1, elements))
 
 
 def _without_assertions(program: ExportedProgram) -> fx.GraphModule:
@@ -203,64 +250,65 @@ def _without_assertions(program: ExportedProgram) -> fx.GraphModule:
 def _is_repeatable(model: nn.Module, batch: Batch, first: list[torch.Tensor]) -> bool:
     with torch.random.fork_rng(devices=[]):
         torch.seed()
-        return _agree(outcome(model, batch), first, _REPEATED)
+        return _agree(outcome(model, batch), first, _REPEAT_TOLERANCE)
 
 
-def _agree(got: list[torch.Tensor] | Exception, want: list[torch.Tensor], tolerance: float = _TOLERANCE) -> bool:
-    def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-        kinds = [(tensor.dtype, tensor.layout, tensor.shape) for tensor in (one, other)]
+def _agree(actual: list[torch.Tensor] | Exception, expected: list[torch.Tensor], tolerance: float = _TOLERANCE) -> bool:
+    def is_close(one: torch.Tensor, two: torch.Tensor) -> bool:
+        kinds = [(tensor.dtype, tensor.layout, tensor.shape) for tensor in (one, two)]
         return kinds[0] == kinds[1] and torch.allclose(
-            one.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+            one.double(), two.double(), rtol=tolerance, atol=tolerance, equal_nan=True
         )
 
-    return not isinstance(got, Exception) and len(got) == len(want) and all(map(is_close, got, want))
+    return not isinstance(actual, Exception) and len(actual) == len(expected) and all(map(is_close, actual, expected))
 
 
-class _Tried:
-    """Sizes that are looked at, and the ways that are known of, each by the conditions that hold on it."""
+class _Search:
+    """Sizes that are still to be tried, and the conditions of the branches that were traced."""
 
     def __init__(self, dims: Mapping[str, Dim], traced: Mapping[str, int]) -> None:
-        self.ways: list[Sequence[Any]] = []
+        self.variants: list[Sequence[Any]] = []
         self._dims = dims
         self._traced = traced
-        self._looked_at: set[tuple[int, ...]] = set()
+        self._seen: set[tuple[int, ...]] = set()
         self._conditions: set[Any] = set()
         self._open: list[dict[str, int]] = []
 
     def add(self, conditions: Sequence[Any], around: Mapping[str, int]) -> None:
-        """Has sizes looked at that conditions may tell apart, about those of a trace."""
+        """Adds sizes, near those of a trace, at which conditions may change."""
         for condition in dict.fromkeys(condition for condition in conditions if condition not in self._conditions):
             self._conditions.add(condition)
-            free = sorted(symbol.name for symbol in condition.free_symbols)
-            for sizes in candidates(condition, free, self._dims, around):
-                every = {**around, **sizes}
-                if (key := tuple(every.values())) not in self._looked_at:
-                    self._looked_at.add(key)
-                    self._open.append(every)
+            names = sorted(symbol.name for symbol in condition.free_symbols)
+            for sizes in candidates(condition, names, self._dims, around):
+                all_sizes = {**around, **sizes}
+                if (key := tuple(all_sizes.values())) not in self._seen:
+                    self._seen.add(key)
+                    self._open.append(all_sizes)
 
-    def beyond(self, doubts: Sequence[SuspectSize], kept: Sequence[SuspectSize]) -> dict[str, int] | None:
-        """Sizes at which a doubt is founded, and that lie on no way; None where none are found.
+    def next_sizes(self, doubts: Sequence[SuspectSize], remaining: Sequence[SuspectSize]) -> dict[str, int] | None:
+        """Returns sizes that break an assertion on no traced branch; None if there are none left.
 
         Args:
-            doubts: None that were not among them the last time.
-            kept: Doubts at whose sizes nothing need be known.
+            doubts: The assertions to check; at each call a subset of those at the call before.
+            remaining: Assertions that stay in the graph. Sizes at which these fail are skipped.
         """
         self._open = [
             sizes
             for sizes in self._open
-            if _founded(doubts, sizes)
-            and not _founded(kept, sizes)
-            and all(any(is_broken_at(condition, sizes) for condition in way) for way in self.ways)
+            if _broken_at(doubts, sizes)
+            and not _broken_at(remaining, sizes)
+            and all(any(is_broken_at(condition, sizes) for condition in branch) for branch in self.variants)
         ]
 
         def rank(sizes: Mapping[str, int]) -> tuple[int, int, int]:
-            # Of a single doubt, and a single size, it is known that it is to blame; next to the traced ones models run.
+            # Prefer sizes that break a single assertion by a single dimension, since the cause is clear then, and
+            # sizes near the traced ones, since models run there.
             steps = [abs(size - self._traced[name]) for name, size in sizes.items()]
-            return len(_founded(doubts, sizes)), sum(map(bool, steps)), sum(steps)
+            return len(_broken_at(doubts, sizes)), sum(map(bool, steps)), sum(steps)
 
         return min(self._open, key=rank, default=None)
 
 
-def _founded(doubts: Sequence[SuspectSize], sizes: Mapping[str, int]) -> list[SuspectSize]:
-    """The doubts in what is not so at some sizes."""
+def _broken_at(doubts: Sequence[SuspectSize], sizes: Mapping[str, int]) -> list[SuspectSize]:
+    """Returns the assertions that fail at some sizes."""
     return [doubt for doubt in doubts if is_broken_at(doubt.expression, sizes)]

@@ -1,4 +1,4 @@
-"""The signature of an exported program, in whose shapes the symbols of torch have the names of dimensions."""
+"""Reads the signature of an exported program, and names its symbolic sizes."""
 
 from __future__ import annotations
 
@@ -28,59 +28,90 @@ from optexport.signature.signature import (
 def read_signature(
     program: ExportedProgram, dynamic: Dynamic | None, example: Iterable[str]
 ) -> tuple[Signature, tuple[str, ...], dict[Any, str]]:
-    """Reads the signature off a program, naming each symbol after the first axis that it appears on.
+    """Reads the signature of a program; a symbol has the name of the first axis with it.
 
     Args:
-        example: The inputs' names, of which the program may know no more than the arguments of Python.
+        example: The names of the inputs; the program may only have their names as Python arguments.
 
     Returns:
-        The signature, the axes that are fixed though nobody asked for it, and the dimension of each symbol.
+        The signature, the axes that are fixed although no fixed size was declared, and the dimension of each symbol.
+
+    Raises:
+        TraceError: The program fixes a declared axis, or an input or output is not supported.
     """
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    names: dict[Any, str] = {}
-    hints: dict[str, int] = {}
-    dims: dict[str, Dim] = {}
-    inputs, fixed = [], []
-    given = {as_argument(name): name for name in example}
-    for placeholder, argument in tensor_inputs(program).items():
-        name, value = given.get(argument, argument), placeholders[placeholder].meta["val"]
+    names = {as_argument(name): name for name in example}
+    reader = _SignatureReader(program, dynamic)
+    inputs = tuple(
+        reader.read_input(names.get(argument, argument), placeholders[placeholder].meta["val"])
+        for placeholder, argument in tensor_inputs(program).items()
+    )
+    signature = Signature(inputs, _outputs(program, reader.symbols), reader.dims)
+    return signature, tuple(reader.fixed), reader.symbols
+
+
+class _SignatureReader:
+    """Names the sizes of a program's inputs.
+
+    Attributes:
+        symbols: The dimension of each symbol.
+        dims: The dimensions by name, with their ranges.
+        fixed: Axes that are fixed although no fixed size was declared.
+    """
+
+    def __init__(self, program: ExportedProgram, dynamic: Dynamic | None) -> None:
+        self.symbols: dict[Any, str] = {}
+        self.dims: dict[str, Dim] = {}
+        self.fixed: list[str] = []
+        self._program = program
+        self._dynamic = dynamic
+        self._hints: dict[str, int] = {}
+
+    def read_input(self, name: str, value: Any) -> TensorSpec:
         if not isinstance(value, torch.Tensor):
-            raise TraceError("it is no tensor", location=f"input {name}", hint="Export the program with tensors only.")
-        declared = (dynamic or {}).get(name, {})
+            raise TraceError(
+                "not a tensor", location=f"input {name}", hint="Export the program with tensors as its only inputs."
+            )
+        declared = (self._dynamic or {}).get(name, {})
         conventional = conventional_axes(name, value.dim())
-        shape: list[int | str] = []
-        for axis, size in enumerate(value.shape):
-            hint = int(size.node.hint) if isinstance(size, torch.SymInt) else size
-            symbol = _free_symbol(program, size)
-            if isinstance(size, torch.SymInt) and " + " in str(declared.get(axis)):
-                shape.append(str(declared[axis]))
-                if symbol is not None:
-                    names.setdefault(symbol, str(declared[axis]))
-                continue
-            if symbol is None:
-                if axis in declared:
-                    wanted = declared[axis]
-                    raise TraceError(
-                        f"the model fixes {wanted.name if isinstance(wanted, Dim) else wanted} to {hint}",
-                        location=f"input {name}, axis {axis}",
-                        hint="Leave that dimension out of inputs.dynamic, or trace with another size.",
-                    )
-                shape.append(hint)
-                if dynamic is None:
-                    fixed.append(f"{name}[{axis}] = {hint}")
-                continue
-            wanted = declared.get(axis, conventional[axis])
-            dim_name = names.setdefault(symbol, wanted.name if isinstance(wanted, Dim) else wanted)
-            if hints.setdefault(dim_name, hint) != hint:  # the usual name, but not the usual size
-                dim_name = names[symbol] = numbered_axis(name, axis)
-            dims[dim_name] = _narrowest(dims.get(dim_name), _range(program, symbol, wanted, dim_name))
-            shape.append(dim_name)
-        inputs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(shape)))
-    return Signature(tuple(inputs), _outputs(program, names), dims), tuple(fixed), names
+        shape = tuple(
+            self._read_size(name, axis, size, declared, conventional[axis]) for axis, size in enumerate(value.shape)
+        )
+        return TensorSpec(name, str(value.dtype).removeprefix("torch."), shape)
+
+    def _read_size(
+        self, name: str, axis: int, size: int | torch.SymInt, declared: Mapping[int, str | Dim], conventional: str
+    ) -> int | str:
+        hint = int(size.node.hint) if isinstance(size, torch.SymInt) else size
+        symbol = _free_symbol(self._program, size)
+        if isinstance(size, torch.SymInt) and " + " in str(declared.get(axis)):  # a sum of dimensions
+            if symbol is not None:
+                self.symbols.setdefault(symbol, str(declared[axis]))
+            return str(declared[axis])
+        if symbol is None:
+            return self._fix(name, axis, hint, declared)
+        dim = declared.get(axis, conventional)
+        dim_name = self.symbols.setdefault(symbol, dim.name if isinstance(dim, Dim) else dim)
+        if self._hints.setdefault(dim_name, hint) != hint:  # another input has this name with another size
+            dim_name = self.symbols[symbol] = numbered_axis(name, axis)
+        self.dims[dim_name] = _narrowest(self.dims.get(dim_name), _range(self._program, symbol, dim, dim_name))
+        return dim_name
+
+    def _fix(self, name: str, axis: int, hint: int, declared: Mapping[int, str | Dim]) -> int:
+        if axis in declared:
+            dim = declared[axis]
+            raise TraceError(
+                f"the model fixes {dim.name if isinstance(dim, Dim) else dim} to {hint}",
+                location=f"input {name}, axis {axis}",
+                hint="Remove that dimension from inputs.dynamic, or trace with another size.",
+            )
+        if self._dynamic is None:
+            self.fixed.append(f"{name}[{axis}] = {hint}")
+        return hint
 
 
 def _free_symbol(program: ExportedProgram, size: int | torch.SymInt) -> Any:
-    """The symbol of a size that may change; None for one that is fixed, or only moves with others."""
+    """Returns the symbol of a dynamic size; None for fixed and for computed sizes."""
     symbol = size.node.expr if isinstance(size, torch.SymInt) else None
     if symbol is None or not symbol.is_Symbol:
         return None
@@ -88,23 +119,23 @@ def _free_symbol(program: ExportedProgram, size: int | torch.SymInt) -> Any:
     return None if limits is not None and _is_fixed(limits) else symbol
 
 
-def _range(program: ExportedProgram, symbol: Any, wanted: str | Dim, name: str) -> Dim:
-    if isinstance(wanted, Dim):
-        return wanted
+def _range(program: ExportedProgram, symbol: Any, declared: str | Dim, name: str) -> Dim:
+    if isinstance(declared, Dim):
+        return declared
     limits = program.range_constraints.get(symbol)
     if limits is None:
         return Dim(name, 1, None)
     upper = int(limits.upper) if limits.upper.is_Integer else None
-    # A lower end of 2 is what torch.export assumes of every axis, not what it found; a batch may well be of one.
+    # torch.export assumes a minimum of 2 for every axis; a batch of one is fine.
     lower = 1 if name == "batch" and limits.lower <= 2 else max(1, int(limits.lower))
     return Dim(name, lower, None if upper is None or upper >= 2**31 else upper)
 
 
-def _narrowest(one: Dim | None, other: Dim) -> Dim:
-    if one is None:
-        return other
-    uppers = [dim.max for dim in (one, other) if dim.max is not None]
-    return Dim(other.name, max(one.min, other.min), min(uppers, default=None))
+def _narrowest(first: Dim | None, second: Dim) -> Dim:
+    if first is None:
+        return second
+    maxima = [dim.max for dim in (first, second) if dim.max is not None]
+    return Dim(second.name, max(first.min, second.min), min(maxima, default=None))
 
 
 def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[TensorSpec, ...]:
@@ -118,14 +149,14 @@ def _outputs(program: ExportedProgram, names: Mapping[Any, str]) -> tuple[Tensor
     specs = []
     for name, value in tensors.items():
         if value.is_complex():
-            raise TraceError("it is complex, which no file format here holds", location=f"output {name}")
+            raise TraceError("complex numbers are not supported by the file formats", location=f"output {name}")
         shape = tuple(_size(program, size, names) for size in value.shape)
         specs.append(TensorSpec(name, str(value.dtype).removeprefix("torch."), shape))
     return tuple(specs)
 
 
 def _size(program: ExportedProgram, size: int | torch.SymInt, names: Mapping[Any, str]) -> int | str:
-    """A size of an output, in the names of dimensions: ``s70*2`` becomes ``batch*2``."""
+    """Returns an output's size with dimension names: ``s70*2`` becomes ``batch*2``."""
     if not isinstance(size, torch.SymInt):
         return size
     limits = program.range_constraints
@@ -135,7 +166,7 @@ def _size(program: ExportedProgram, size: int | torch.SymInt, names: Mapping[Any
         return int(expression)
     if expression in names:
         return names[expression]
-    return re.sub(r"\bs\d+\b", lambda found: _lookup(found.group(), names), str(expression))
+    return re.sub(r"\bs\d+\b", lambda match: _lookup(match.group(), names), str(expression))
 
 
 def _is_fixed(limits: Any) -> bool:
@@ -143,5 +174,5 @@ def _is_fixed(limits: Any) -> bool:
 
 
 def _lookup(symbol: str, names: Mapping[Any, str]) -> str:
-    name = next((name for known, name in names.items() if str(known) == symbol), symbol)
+    name = next((name for key, name in names.items() if str(key) == symbol), symbol)
     return f"({name})" if " + " in name else name

@@ -1,8 +1,7 @@
-"""Stops a trace whose sizes become expressions that ``torch.export`` would reason about without an end in sight.
+"""Stops a trace whose sizes become so long expressions that it would not finish.
 
-It keeps every size as an expression of the inputs' sizes, and simplifies all of them at each comparison. Where a model
-pads what it computes to whole windows, and cuts and pads that again stage after stage, as Swin does, they double from
-one layer to the next.
+``torch.export`` stores every size as an expression of the inputs' sizes, and simplifies all of them at each comparison.
+In Swin, which pads to whole windows and crops again in every stage, the expressions double from layer to layer.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-# Swin passes it after a minute, and had not ended after four. Of ten others that trace through the longest had 18.
+# Swin reaches this after one minute, and did not finish in four. Ten other models that finish have 18 at most.
 MOST_OPERATIONS = 100
 
 
 class LongSizeError(Exception):
-    """A size is an expression of too many operations."""
+    """A size is an expression with too many operations."""
 
 
 class SizesWatched(TorchFunctionMode):
-    """Within it, an operation that gives a tensor whose size is too long an expression raises `LongSizeError`."""
+    """Raises `LongSizeError` if a function returns a tensor with a very long size expression."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -34,5 +33,5 @@ class SizesWatched(TorchFunctionMode):
                 if isinstance(size, torch.SymInt) and not size.node.expr.is_Symbol:
                     operations = int(size.node.expr.count_ops())
                     if operations > MOST_OPERATIONS:
-                        raise LongSizeError(f"a size would be computed of others by {operations} operations")
+                        raise LongSizeError(f"a size is an expression of other sizes with {operations} operations")
         return result

@@ -1,8 +1,8 @@
-"""Sizes at which a trace may not hold, because the model chose its way by the size that it was traced with.
+"""Finds sizes at which a trace may be wrong because the model branches on sizes.
 
-``if n % 8 == 0`` is traced in one direction only, and leaves an assertion in the graph that other sizes break. The file
-formats drop such assertions, so the sizes that break them are checked on. So are sizes at which ``int(0.7 * n)`` is
-another in float32, in which ONNX computes it, than in float64, in which Python does.
+``if n % 8 == 0`` is traced in one direction only, and leaves an assertion in the graph, which other sizes break. File
+formats drop assertions, so these sizes are part of the parity check. So are sizes at which ``int(0.7 * n)`` differs
+between float32, used by ONNX, and float64, used by Python.
 """
 
 from __future__ import annotations
@@ -30,90 +30,93 @@ from optexport.tracing.shapes.size_one import asked_at_one
 def within_assertions(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> dict[str, Dim]:
-    """Ends each range, on both sides, before the sizes that break an assertion about that dimension alone.
+    """Narrows ranges to exclude sizes that break an assertion about a single dimension.
 
-    Images of a few pixels break what holds of all that are larger; with a sequence longer than a chunk the model goes
-    another way. A range that would be a single size stays as wide as it is, and its sizes in doubt.
+    For example, very small images are excluded, or sequences longer than a chunk, with which the model takes another
+    branch. A range that would shrink to a single size stays as it is; its other sizes are suspect.
 
     Args:
-        names: The dimension that each of the program's symbols stands for.
-        dims: Those whose range nobody declared.
-        traced: The size of each dimension in the trace.
+        names: The dimension of each symbol of the program.
+        dims: The dimensions whose ranges were not declared.
+        traced: The traced size of each dimension.
     """
-    found = dict(dims)
+    narrowed = dict(dims)
     for expression, in_doubt, free in _doubts(program, names, dims):
         if in_doubt is is_broken and len(free) == 1:
             ((name, symbol),) = free.items()
             if expression == sympy.Ne(symbol, 1):
-                continue  # no end of what was traced: torch.export cannot take a 1 for dynamic
-            dim = found[name]
-            tried = sizes_to_try(dim, expression)
-            broken = [size for size in tried if is_broken(expression, {symbol: size})]
-            smaller = [size for size in broken if size < traced[name]]
-            larger = [size for size in broken if size > traced[name]]
-            if larger and larger != [size for size in tried if size >= larger[0]]:
-                continue  # true of some sizes beyond it again, as what is true of multiples: no end of a range
-            within = [size for size in [*tried, traced[name]] if size not in broken]
-            least, most = dim.min, dim.max
-            if smaller:
-                fine = min(size for size in within if size > smaller[-1])
-                least = _last_within(expression, symbol, fine, smaller[-1])
-            if larger:
-                fine = max(size for size in within if size < larger[0])
-                most = _last_within(expression, symbol, fine, larger[0])
-            if most is None or least < most:
-                found[name] = Dim(name, least, most)
-    return found
+                continue  # torch.export never traces a dynamic size of 1, so this says nothing about the range
+            narrowed[name] = _narrow(narrowed[name], expression, symbol, traced[name])
+    return narrowed
 
 
-def _last_within(expression: Any, symbol: sympy.Symbol, within: int, broken: int) -> int:
-    """The last size, going from one that does not break an expression to one that does, before it is broken."""
-    while abs(within - broken) > 1:
-        middle = (within + broken) // 2
-        within, broken = (within, middle) if is_broken(expression, {symbol: middle}) else (middle, broken)
-    return within
+def _narrow(dim: Dim, expression: Any, symbol: sympy.Symbol, traced: int) -> Dim:
+    """Narrows one range to exclude sizes that break a condition, if a connected range is left."""
+    sizes = sizes_to_try(dim, expression)
+    broken = [size for size in sizes if is_broken(expression, {symbol: size})]
+    smaller = [size for size in broken if size < traced]
+    larger = [size for size in broken if size > traced]
+    if larger and larger != [size for size in sizes if size >= larger[0]]:
+        return dim  # some larger sizes are valid again, as with n % 8 == 0
+    valid = [size for size in [*sizes, traced] if size not in broken]
+    minimum, maximum = dim.min, dim.max
+    if smaller:
+        minimum = _bisect(expression, symbol, min(size for size in valid if size > smaller[-1]), smaller[-1])
+    if larger:
+        maximum = _bisect(expression, symbol, max(size for size in valid if size < larger[0]), larger[0])
+    return Dim(dim.name, minimum, maximum) if maximum is None or minimum < maximum else dim
+
+
+def _bisect(expression: Any, symbol: sympy.Symbol, valid: int, broken: int) -> int:
+    """Returns the valid size next to the first one that breaks a condition."""
+    while abs(valid - broken) > 1:
+        middle = (valid + broken) // 2
+        valid, broken = (valid, middle) if is_broken(expression, {symbol: middle}) else (middle, broken)
+    return valid
 
 
 def held_sizes(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> dict[str, str]:
-    """Dimensions that an equation in the graph holds to what they were traced at, each with that equation.
+    """Returns dimensions that an equation in the graph fixes to the traced size.
 
-    A model that goes another way for images of just the size that it was trained on leaves one, if it was traced at
-    that size: ``(height // 16) * (width // 16) == 4`` is true of few other sizes. An equation that is true of a
-    multiple of the traced sizes, as ``height % 16 == 0`` or ``height == width``, holds none.
+    A model with a special branch for images of its training size leaves such an equation if it was traced at that size:
+    ``(height // 16) * (width // 16) == 4`` is true for few other sizes. Equations that are also true for multiples of
+    the traced sizes, such as ``height % 16 == 0`` or ``height == width``, fix nothing.
 
     Args:
-        names: The dimension that each of the program's symbols stands for.
-        dims: The dimensions to look at.
-        traced: The size of each dimension in the trace.
+        names: The dimension of each symbol of the program.
+        dims: The dimensions to check.
+        traced: The traced size of each dimension.
     """
-    found: dict[str, str] = {}
+    equations: dict[str, str] = {}
     for expression, in_doubt, free in _doubts(program, names, dims):
         if in_doubt is not is_broken or not isinstance(expression, sympy.Equality):
             continue
         groups = [[name] for name in free] + [list(free)]
-        larger = [{**traced, **{name: traced[name] * times for name in group}} for group in groups for times in _TIMES]
+        larger = [
+            {**traced, **{name: traced[name] * times for name in group}} for group in groups for times in _MULTIPLES
+        ]
         allowed = [sizes for sizes in larger if all(sizes[name] <= (dims[name].max or LARGEST) for name in free)]
         if allowed and all(is_broken(expression, {free[name]: sizes[name] for name in free}) for sizes in allowed):
-            found |= dict.fromkeys(free, str(expression))
-    return found
+            equations |= dict.fromkeys(free, str(expression))
+    return equations
 
 
-_TIMES = (2, 3, 4, 5)
+_MULTIPLES = (2, 3, 4, 5)
 
 
 @dataclass(frozen=True)
 class SuspectSize:
-    """What a trace takes for so, and sizes at which it is not.
+    """An assumption of the trace, with sizes at which it is false.
 
     Attributes:
-        expression: A condition that the graph asserts, or a size that is computed as a fraction.
-        sizes: Of every dimension; one set of sizes of each kind that was found.
-        is_asserted: Whether the graph asserts it.
-        is_exclusion: Whether it is asserted not to be a size: ``(height // 16) * (width // 16) != 4``. A model that
-            goes another way at a single size leaves one, if it was traced at any other. The way that it was traced in
-            may hold there too, and mostly does.
+        expression: A condition that the graph asserts, or a size that is computed with floating-point numbers.
+        sizes: Suspect sizes. Each entry has all dimensions.
+        is_asserted: True for a condition, False for a computed size.
+        is_exclusion: True if the condition excludes sizes: ``(height // 16) * (width // 16) != 4``. A model with a
+            special branch for one size leaves such a condition if it was traced at another size. Most often both
+            branches compute the same there.
     """
 
     expression: Any
@@ -125,35 +128,37 @@ class SuspectSize:
 def find_doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], traced: Mapping[str, int]
 ) -> list[SuspectSize]:
-    """Sizes that break an assertion in the graph, or at which another size depends on how a fraction is rounded.
+    """Returns the assumptions that some sizes break.
 
     Args:
-        names: The dimension that each of the program's symbols stands for.
-        traced: The size of each dimension in the trace.
+        names: The dimension of each symbol of the program.
+        traced: The traced size of each dimension.
     """
     doubts: list[SuspectSize] = []
-    for expression, in_doubt, free in _doubts(program, names, dims):
-        known = ({name: sizes[name] for name in free} for doubt in doubts for sizes in doubt.sizes)
-        # Next to the traced sizes models run; at the smallest few do.
+    for expression, is_false, free in _doubts(program, names, dims):
+        earlier = ({name: sizes[name] for name in free} for doubt in doubts for sizes in doubt.sizes)
+        # Models run at sizes near the traced ones more often than at the smallest sizes.
         near = () if _is_exclusion(expression) else _neighbours(list(free), dims, traced)
-        ways = [itertools.chain(near, known, candidates(expression, list(free), dims, traced))]
-        if _is_exclusion(expression) and len(free) > 1:  # where all are alike the model may well go another way
-            alike = set.intersection(*(set(sizes_to_try(dims[name], expression)) for name in free))
-            ways.append(itertools.chain(dict.fromkeys(free, size) for size in sorted(alike)))
-        found = [
+        searches = [itertools.chain(near, earlier, candidates(expression, list(free), dims, traced))]
+        if _is_exclusion(expression) and len(free) > 1:  # models often have a special branch for square images
+            equal = set.intersection(*(set(sizes_to_try(dims[name], expression)) for name in free))
+            searches.append(itertools.chain(dict.fromkeys(free, size) for size in sorted(equal)))
+        suspect_sizes = [
             {**traced, **sizes}
-            for way in ways
+            for search in searches
             for sizes in itertools.islice(
-                (s for s in way if in_doubt(expression, {free[name]: size for name, size in s.items()})), 1
+                (s for s in search if is_false(expression, {free[name]: size for name, size in s.items()})), 1
             )
         ]
-        if found:
-            doubts.append(SuspectSize(expression, tuple(found), in_doubt is is_broken, _is_exclusion(expression)))
+        if suspect_sizes:
+            doubts.append(
+                SuspectSize(expression, tuple(suspect_sizes), is_false is is_broken, _is_exclusion(expression))
+            )
     return doubts
 
 
 def own_sizes(doubts: Iterable[SuspectSize]) -> list[dict[str, int]]:
-    """The sizes in doubt, of those dimensions alone that each doubt is about: whatever the others are, it is one."""
+    """Returns the suspect sizes, each with only the dimensions in its expression."""
     names = [(doubt, {str(symbol) for symbol in doubt.expression.free_symbols}) for doubt in doubts]
     return [{name: sizes[name] for name in sizes if name in own} for doubt, own in names for sizes in doubt.sizes]
 
@@ -161,38 +166,38 @@ def own_sizes(doubts: Iterable[SuspectSize]) -> list[dict[str, int]]:
 def drop_doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Mapping[str, Dim], doubts: Collection[SuspectSize]
 ) -> None:
-    """Takes out, in place, what the graph asserts; the proof is to check the sizes at which it is not so.
+    """Removes assertions, in place; the parity check must cover the sizes that break them.
 
     Args:
-        names: The dimension that each of the program's symbols stands for.
+        names: The dimension of each symbol of the program.
     """
     _, renamed = renaming(program, names, dims)
-    doubted = {doubt.expression for doubt in doubts}
-    if doubted:
-        _drop(program, lambda expression: expression.xreplace(renamed) in doubted)
+    conditions = {doubt.expression for doubt in doubts}
+    if conditions:
+        _drop(program, lambda expression: expression.xreplace(renamed) in conditions)
 
 
 def drop_own_exclusions(program: ExportedProgram, graph_module: fx.GraphModule) -> None:
-    """Takes out, in place, what the export of a graph asserts sizes not to be, and the graph itself does not.
+    """Removes, in place, excluded sizes that a graph's second export added.
 
-    A graph goes no other way at any size: what operators compute decides, and not what they look at to choose strides.
-    What it asserts itself are sizes that a model does not take, or at which nobody knows what it does.
+    A graph has no branches, so the added exclusions come from operators that only choose strides. The graph's own
+    exclusions stay: these are sizes that the model refuses or at which its behaviour is unknown.
     """
     own = [value for value, _ in _asserted(graph_module.graph)]
     if not all(isinstance(value, torch.SymBool) for value in own):
-        return  # a graph that came without the sizes of its tensors
-    shapes = _shapes(graph_module.graph)  # a program takes its parameters first
+        return  # the graph does not have the shapes of its tensors
+    shapes = _shapes(graph_module.graph)  # the program's placeholders begin with its parameters
     renamed = {
         before.node.expr: after.node.expr
         for one, other in zip(reversed(shapes), reversed(_shapes(program.graph)), strict=False)
         for before, after in zip(one, other, strict=True)
         if isinstance(before, torch.SymInt) and isinstance(after, torch.SymInt)
     }
-    kept = {value.node.expr.xreplace(renamed) for value in own}
+    own_conditions = {value.node.expr.xreplace(renamed) for value in own}
     _drop(
         program,
         lambda expression: (
-            _is_exclusion(expression) and expression not in kept and not free_unbacked_symbols(expression)
+            _is_exclusion(expression) and expression not in own_conditions and not free_unbacked_symbols(expression)
         ),
     )
 
@@ -206,12 +211,12 @@ def _drop(program: ExportedProgram, is_dropped: Callable[[Any], bool]) -> None:
 
 
 def assertions(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of a graph that assert a condition on sizes."""
+    """Returns the nodes of a graph that assert a condition on sizes."""
     return list(graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default))
 
 
 def _asserted(graph: fx.Graph) -> Iterator[tuple[Any, fx.Node]]:
-    """The conditions that a graph asserts, as far as they are known, each with the node that does."""
+    """Yields the asserted conditions of a graph, each with its node."""
     for node in assertions(graph):
         if isinstance(node.args[0], fx.Node):
             yield node.args[0].meta.get("val"), node
@@ -228,66 +233,70 @@ def _is_exclusion(expression: Any) -> bool:
 def renaming(
     program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
 ) -> tuple[dict[str, sympy.Symbol], dict[Any, Any]]:
-    """A symbol for each dimension, and what takes the place of the program's own: these, and sizes that are fixed."""
+    """Returns a symbol for each dimension, and replacements for the program's symbols.
+
+    A symbol is replaced by its dimension, by a sum of dimensions, or by a number if its size is fixed.
+    """
     symbols = {name: sympy.Symbol(name, integer=True, positive=True) for name in dims}
     fixed = {symbol: limits.lower for symbol, limits in program.range_constraints.items() if limits.is_singleton()}
-    sizes = {symbol: name.split(" + ") for symbol, name in names.items()}  # an axis may be a sum of dimensions
+    sizes = {symbol: name.split(" + ") for symbol, name in names.items()}
     named = {symbol: sum(symbols[name] for name in size) for symbol, size in sizes.items() if symbols.keys() >= {*size}}
     return symbols, fixed | named
 
 
-_InDoubt = Callable[[Any, dict[sympy.Symbol, int]], bool]
+_IsFalse = Callable[[Any, dict[sympy.Symbol, int]], bool]
 
 
 def _doubts(
     program: ExportedProgram, names: Mapping[Any, str], dims: Collection[str]
-) -> Iterator[tuple[Any, _InDoubt, dict[str, sympy.Symbol]]]:
-    """What is asserted of sizes, and sizes that are computed as fractions; when each is in doubt; and of what sizes."""
+) -> Iterator[tuple[Any, _IsFalse, dict[str, sympy.Symbol]]]:
+    """Yields each assumption about sizes, with its evaluation and its dimensions."""
     symbols, renamed = renaming(program, names, dims)
-    for doubt, in_doubt in said_of_sizes(program):
-        expression = doubt.xreplace(renamed)
+    for assumption, is_false in said_of_sizes(program):
+        expression = assumption.xreplace(renamed)
         free = {name: symbol for name, symbol in symbols.items() if symbol in expression.free_symbols}
+        # Assumptions without dimensions are always true; others depend on values that are unknown before the run.
         if free and len(free) == len(expression.free_symbols):
-            yield expression, in_doubt, free  # any other is always so, or about a value that only running it tells
+            yield expression, is_false, free
 
 
-def said_of_sizes(program: ExportedProgram) -> Iterator[tuple[Any, _InDoubt]]:
-    """What a program asserts of sizes, and sizes that are computed as fractions, in the symbols of torch."""
+def said_of_sizes(program: ExportedProgram) -> Iterator[tuple[Any, _IsFalse]]:
+    """Yields a program's assertions about sizes, and sizes that are computed with floats."""
     fractions: dict[Any, None] = {}
     for asserted, _ in _asserted(program.graph):
         if isinstance(asserted, torch.SymBool):
             yield asserted.node.expr, is_broken
-    yield from ((expression, is_broken) for expression in [*_left_out(program), *asked_at_one(program)])
+    yield from ((expression, is_broken) for expression in [*_missing_assertions(program), *asked_at_one(program)])
     for node in program.graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt) and size.node.expr.atoms(*_FLOATS):
                 fractions[size.node.expr] = None
-    yield from ((expression, _rounded_otherwise) for expression in fractions)
+    yield from ((expression, _is_rounded_differently) for expression in fractions)
 
 
-def _left_out(program: ExportedProgram) -> list[Any]:
-    """What ``torch.export`` asserts where it has an operator to assert it before, of a graph that has none."""
+def _missing_assertions(program: ExportedProgram) -> list[Any]:
+    """Returns the assertions of a graph without operators; ``torch.export`` omits these."""
     sizes = [size for shape in _shapes(program.graph) for size in shape if isinstance(size, torch.SymInt)]
     if not sizes or any(node.op == "call_function" for node in program.graph.nodes):
         return []
-    asserted = sizes[0].node.shape_env.deferred_runtime_asserts.values()
-    return [each.expr for every in asserted for each in every]
+    groups = sizes[0].node.shape_env.deferred_runtime_asserts.values()
+    return [assertion.expr for group in groups for assertion in group]
 
 
 _FLOATS = (sympy.Float, ToFloat, FloatTrueDiv, IntTrueDiv)
 
 
-def _rounded_otherwise(expression: Any, sizes: dict[sympy.Symbol, int]) -> bool:
+def _is_rounded_differently(expression: Any, sizes: dict[sympy.Symbol, int]) -> bool:
     try:
         double = sympy_interp(PythonReferenceAnalysis, sizes, expression)
         return bool(sympy_interp(_InFloat32, sizes, expression) != double)
     except (NotImplementedError, AssertionError, ArithmeticError, TypeError):
-        return False  # an operation of which torch has no Python version
+        return False  # torch has no Python version of an operation
 
 
 class _InFloat32(PythonReferenceAnalysis):  # type: ignore[no-untyped-call, unused-ignore]
-    """Computes a size as an ONNX file does."""
+    """Computes a size in float32, as an ONNX file does."""
 
     @staticmethod
     def constant(c: Any, dtype: torch.dtype) -> Any:

@@ -84,7 +84,7 @@ def asking_numpy(_: object, x: torch.Tensor) -> torch.Tensor:
     "body", [asking_numpy, rare_branch, suppressed_branch, branch_within_everything, size_of_a_value, number_of_hits]
 )
 def test_a_model_that_goes_on_where_the_trace_raises_is_refused_by_the_line(body: Body) -> None:
-    with pytest.raises(TraceError, match=r"goes on where that raises, at test_swallowed\.py:\d+: \w+") as raised:
+    with pytest.raises(TraceError, match=r"catches the error, at test_swallowed\.py:\d+: \w+") as raised:
         trace(Program(body), {"x": X})
     assert raised.value.exit_code == 3
     assert raised.value.hint
@@ -97,7 +97,7 @@ def test_code_of_no_file_is_the_models_own() -> None:
         "    return x / 1000 if big else x\n",
         body,
     )
-    with pytest.raises(TraceError, match="goes on where that raises, at <string>:3"):
+    with pytest.raises(TraceError, match="catches the error, at <string>:3"):
         trace(Program(body["body"]), {"x": X})
 
 

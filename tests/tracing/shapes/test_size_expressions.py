@@ -29,7 +29,7 @@ def test_where_no_size_is_declared_all_but_the_first_axis_are_fixed() -> None:
     traced = trace(model, EXAMPLE)
     assert list(traced.signature.dims) == ["batch"]
     assert [axis.partition(";")[0] for axis in traced.fixed] == ["x[1] = 2", "x[2] = 40"]
-    assert all("; if that were dynamic, a size would be computed of others by " in axis for axis in traced.fixed)
+    assert all("; if that were dynamic, a size is an expression of other sizes with " in axis for axis in traced.fixed)
     given = torch.randn(5, 2, 40)
     assert torch.equal(traced.graph_module(given), model(given))
 
@@ -37,9 +37,9 @@ def test_where_no_size_is_declared_all_but_the_first_axis_are_fixed() -> None:
 def test_where_it_is_declared_it_is_refused_with_the_line_of_the_model() -> None:
     dynamic = {"x": {0: "batch", 2: Dim("length", 30, 60)}}
     with pytest.raises(
-        TraceError, match=r"a size would be computed of others by \d+ operations, at test_long_sizes"
+        TraceError, match=r"a size is an expression of other sizes with \d+ operations, at test_long_sizes"
     ) as caught:
         trace(Windows().eval(), EXAMPLE, dynamic)
     assert caught.value.location == "Windows"
     assert caught.value.hint is not None
-    assert "Leave all dimensions but the batch out of inputs.dynamic" in caught.value.hint
+    assert "Keep only the batch in inputs.dynamic" in caught.value.hint

@@ -88,11 +88,12 @@ def test_of_a_model_that_takes_every_size_it_is_the_trace_that_is_said_to_hold_a
     def padded(m: Any, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 8)).reshape(x.shape[0], -1, 8, 4).sum(2)
 
-    with pytest.raises(TraceError, match="does not hold at every size that is declared") as raised:
+    with pytest.raises(TraceError, match="is not valid for all declared sizes") as raised:
         trace(Program(padded), {"x": torch.randn(2, 6, 4)}, {"x": {0: "batch", 1: Dim("length", 2, 64)}})
     assert "x [2, 6, 4]" in raised.value.message
     assert raised.value.hint is not None
-    assert raised.value.hint.startswith("Narrow the range, from below where the model goes another way at small sizes")
+    hint = "Narrow the range (raise its minimum if the model takes another branch at small sizes)"
+    assert raised.value.hint.startswith(hint)
 
 
 def test_a_divisor_of_a_size_does_not_fix_it() -> None:
@@ -167,7 +168,7 @@ def test_a_bound_on_all_numbers_that_only_large_sizes_of_three_pass_is_told(cond
     """No size that was tried passed it, and the files were wrong at the largest of each."""
     dynamic = {"x": {0: Dim("batch", 1, 16), 1: Dim("rows", 1, 40), 2: Dim("columns", 1, 40)}}
     model = Program(lambda m, x: x * (2 if condition(x) else 1)).eval()
-    with pytest.raises(TraceError, match=r"a way that holds only where batch\*columns\*rows <= "):
+    with pytest.raises(TraceError, match=r"is valid only if batch\*columns\*rows <= "):
         trace(model, {"x": torch.randn(3, 7, 5)}, dynamic)
 
 
@@ -175,7 +176,7 @@ def test_conditions_of_a_model_that_hands_its_input_on_are_seen() -> None:
     """Of a graph without operators torch.export asserts nothing."""
     model = Program(lambda m, x: x / 2 if x.shape[0] * x.shape[1] > 1024 else x).eval()
     dynamic = {"x": {0: Dim("batch", 1, 32), 1: Dim("rows", 1, 256)}}
-    with pytest.raises(TraceError, match=r"a way that holds only where batch\*rows <= 1024"):
+    with pytest.raises(TraceError, match=r"is valid only if batch\*rows <= 1024"):
         trace(model, {"x": torch.randn(3, 7)}, dynamic)
 
 
@@ -221,7 +222,7 @@ def _padded(m: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_size_that_had_nothing_to_pad_is_fixed_where_others_have() -> None:
     found = trace(Program(_padded).eval(), {"x": torch.ones(3, 16)})
     assert found.signature.inputs[0].shape == ("batch", 16)
-    with pytest.raises(TraceError, match=r"traced at width 16 .* only where"):
+    with pytest.raises(TraceError, match=r"takes at width 16 .* only if"):
         trace(Program(_padded).eval(), {"x": torch.ones(3, 16)}, {"x": {0: "batch", 1: "width"}})
 
 
@@ -288,7 +289,7 @@ def test_another_kind_of_result_at_other_sizes_is_another_way(other: Callable[[t
     model = randomise(
         Program(lambda m, x: m.norm(x) if x.shape[1] % 2 == 0 else other(m.norm(x)), norm=nn.LayerNorm(4))
     )
-    with pytest.raises(TraceError, match="traced at rows 8 the model goes a way that holds only where"):
+    with pytest.raises(TraceError, match="the branch that the model takes at rows 8 is valid only if"):
         trace(model, {"x": torch.randn(2, 8, 4)}, {"x": {0: "batch", 1: "rows"}})
     assert trace(model, {"x": torch.randn(2, 8, 4)}).signature.inputs[0].shape == ("batch", 8, 4)
 
@@ -370,8 +371,8 @@ def test_a_size_in_doubt_is_tried_itself_where_the_others_have_to_be_cut_for_it(
     """It was halved, to a size in no doubt: wrong files passed where a batch held 16 million numbers."""
     model, x = randomise(Program(_at_forty, layer=nn.Linear(6, 2))), {"x": torch.randn(4, 8, 6)}
     dynamic = {"x": {0: Dim("batch", 1, 4), 1: Dim("sequence", 2, 64)}}
-    monkeypatch.setattr(path_probe, "_MOST_TRACED", 40 * 6)
-    monkeypatch.setattr(path_probe, "_MOST_NUMBERS", 1)
+    monkeypatch.setattr(path_probe, "_MAX_TRACED_ELEMENTS", 40 * 6)
+    monkeypatch.setattr(path_probe, "_MAX_ELEMENTS", 1)
     monkeypatch.setattr(cases, "_BUDGET_IN_DOUBT", 40 * 6)
     monkeypatch.setattr(cases, "_BUDGET", 1)
     monkeypatch.setattr(cases, "_BUDGET_TIMES", 0)
