@@ -1,4 +1,4 @@
-"""Writes a figure of Matplotlib as a file."""
+"""Renders Matplotlib figures to files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import warnings
 from typing import Any
 
 
-def plot_file(figure: Any, form: str, **options: Any) -> bytes:
-    """A figure as ``png`` or ``svg``; letters of a name that the font lacks are boxes there, and no warning."""
+def plot_file(figure: Any, file_format: str, **options: Any) -> bytes:
+    """Renders a figure as ``png`` or ``svg``, without warnings about missing glyphs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph .* missing from")
-        figure.savefig(written := io.BytesIO(), format=form, **options)
-    return written.getvalue()
+        figure.savefig(buffer := io.BytesIO(), format=file_format, **options)
+    return buffer.getvalue()

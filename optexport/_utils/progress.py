@@ -1,4 +1,4 @@
-"""The stages of a run, for whoever watches it: each has a name, and takes time that is measured."""
+"""Names and times the stages of a run for the progress display."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from optexport._utils import signals
 
 @dataclass
 class Progress:
-    """Names and times the stages of a run.
+    """Announces and times the stages of a run.
 
     Attributes:
-        announce: Called with a stage's name as it starts, and with its name and seconds as it ends.
+        announce: Called with a stage's name and None when it starts, and with its name and seconds when it ends.
         seconds: Wall-clock seconds by stage.
     """
 
@@ -24,10 +24,10 @@ class Progress:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Within it, the stage runs; one that fails is not announced as ended.
+        """Times the block as a stage. A stage that fails is not announced as ended.
 
         Raises:
-            KeyboardInterrupt: A signal to end came before its end.
+            KeyboardInterrupt: A signal to end arrived.
         """
         signals.check()
         self.announce(name, None)

@@ -1,1 +1,1 @@
-"""Measures exported files against each other: speed with its uncertainty, load time, memory and size."""
+"""Benchmarks exported files: latency with its uncertainty, load time, memory and size."""

@@ -1,4 +1,4 @@
-"""What is measured: exported files, each by itself or out of a bundle."""
+"""Finds the exported files to measure, alone or within a bundle."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _FORMATS = {".onnx": "onnx", ".pt": "torchscript", ".pt2": "pt2"}
 
 @dataclass(frozen=True)
 class Artifact:
-    """One exported file.
+    """An exported file.
 
     Attributes:
-        name: What it is called in reports and errors.
+        name: Name in reports and errors.
+        path: The file.
         format: "onnx", "torchscript" or "pt2".
-        size: Bytes, those of external data included.
-        proven: Whether it is of a bundle, whose files were compared with the original model.
-        inputs: The names of its inputs; None where only its runtime knows.
-        fixed: Whether it takes no sizes but the traced ones.
-        precision: What it was lowered to, where it was.
-        device: Where it runs.
+        size: Bytes, including external data.
+        proven: True if the file is part of a bundle, and was compared with the original.
+        inputs: Names of its inputs; None if only the runtime knows them.
+        fixed: True if it accepts only the traced sizes.
+        precision: Lower precision of the file, if any.
+        device: Device to run on.
     """
 
     name: str
@@ -44,12 +45,13 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a path on the command line stands for.
+class ArtifactSet:
+    """The artifacts at a path of the command line.
 
     Attributes:
-        bundle: The folder of the bundle that it is, or is in.
-        manifest: That bundle's, after its files were checked against it.
+        artifacts: The artifacts.
+        bundle: The bundle that the path is or is in.
+        manifest: The manifest of that bundle, whose files were checked against it.
     """
 
     artifacts: tuple[Artifact, ...]
@@ -57,48 +59,53 @@ class Target:
     manifest: Manifest | None = None
 
 
-def open_target(path: Path) -> Target:
-    """Finds what is to be measured at a path: all files of a bundle, one of them, or a file of another's.
+def open_artifacts(path: Path) -> ArtifactSet:
+    """Returns the artifacts at a path: a bundle, a file of a bundle, or any other file.
 
-    Nothing in a bundle is loaded before its files were found to be those that were proven.
+    The files of a bundle are checked against its manifest before anything is loaded.
 
     Raises:
-        ConfigError: It is neither a bundle nor a file of a known kind.
+        ConfigError: The path is neither a bundle nor a file of a known format.
         BundleError: A file of the bundle is missing, added or changed.
         BenchError: An ONNX file cannot be read.
     """
-    folder = path if path.is_dir() else bundle_of(path)
+    folder = path if path.is_dir() else find_bundle(path)
     if folder is not None:
         from optexport.bundle.digests import read_manifest
 
         manifest = read_manifest(folder)
         inputs = [spec.name for spec in manifest.inputs]
-        artifacts = tuple(exported(manifest.artifacts, inputs, folder, f"{folder}: "))
+        artifacts = tuple(list_artifacts(manifest.artifacts, inputs, folder, f"{folder}: "))
         if not path.is_dir():
             artifacts = tuple(artifact for artifact in artifacts if artifact.path == path)
         if not artifacts:
-            raise ConfigError("it is no exported model of the bundle that it is in", location=str(path))
-        return Target(artifacts, folder, manifest)
-    if path.suffix not in _FORMATS or (path.exists() and not path.is_file()):  # a pipe would be waited for
+            raise ConfigError(f"{path.name} is not an exported model of the bundle {folder}", location=str(path))
+        return ArtifactSet(artifacts, folder, manifest)
+    if path.suffix not in _FORMATS or (path.exists() and not path.is_file()):  # opening a pipe would block
         raise ConfigError(
-            "it is neither a bundle nor an exported file", location=str(path), hint=f"Known are {', '.join(_FORMATS)}."
+            "not a bundle or an exported file",
+            location=str(path),
+            hint=f"Give a bundle, or a file that ends in {', '.join(_FORMATS)}.",
         )
     file_format = _FORMATS[path.suffix]
-    return Target((Artifact(str(path), path, file_format, file_size(path, file_format)),))
+    return ArtifactSet((Artifact(str(path), path, file_format, file_size(path, file_format)),))
 
 
-def exported(
-    records: Sequence[ArtifactRecord], inputs: Sequence[str], folder: Path, name: str, *, proven: bool = True
+def list_artifacts(
+    records: Sequence[ArtifactRecord], inputs: Sequence[str], folder: Path, prefix: str, *, proven: bool = True
 ) -> list[Artifact]:
-    """The files of one export.
+    """Returns the files of an export as artifacts.
 
     Args:
-        inputs: The names of the model's inputs.
-        name: What comes before the format, and the precision that a file was lowered to, in their names.
+        records: Their records in the manifest.
+        inputs: Names of the model's inputs.
+        folder: Folder of the files.
+        prefix: Prefix of the artifacts' names; the format and a lower precision follow.
+        proven: True if the files were compared with the original.
     """
     return [
         Artifact(
-            name=f"{name}{record.format}{f' ({record.precision.precision})' if record.precision else ''}",
+            name=f"{prefix}{record.format}{f' ({record.precision.precision})' if record.precision else ''}",
             path=folder / record.path,
             format=record.format,
             size=file_size(folder / record.path, record.format),
@@ -113,40 +120,40 @@ def exported(
 
 
 def file_size(path: Path, file_format: str) -> int:
-    """Bytes of a model's file, with those of the files that an ONNX file keeps its weights in.
+    """Returns the bytes of a model file, including external data of ONNX.
 
     Raises:
-        BenchError: It cannot be read.
+        BenchError: A file cannot be read.
     """
     names = {path.name}
     if file_format == "onnx":
         names |= locations(read_onnx(path))
     try:
         return sum((path.parent / name).stat().st_size for name in names)
-    except (OSError, ValueError) as error:  # the latter of names that no file has
-        raise BenchError(f"it lacks its weights: {error}", location=str(path)) from error
+    except (OSError, ValueError) as error:  # ValueError for a name with a null character
+        raise BenchError(f"its external data is missing: {error}", location=str(path)) from error
 
 
 def read_onnx(path: Path) -> Any:
-    """Reads the structure of an ONNX file, without weights that are kept elsewhere.
+    """Reads an ONNX file without its external data.
 
     Raises:
-        BenchError: It is none.
+        BenchError: The file is not a valid ONNX file.
     """
     import onnx
 
     try:
         return onnx.load_model(path, load_external_data=False)
-    except Exception as error:  # protobuf's errors share no base class with those of files
-        raise BenchError(f"it is no ONNX file: {first_line(error)}", location=str(path)) from error
+    except Exception as error:  # protobuf's errors and OSError have no common base class
+        raise BenchError(f"not a valid ONNX file: {first_line(error)}", location=str(path)) from error
 
 
-def bundle_of(path: Path) -> Path | None:
-    """The bundle that a path lies in, as far as its manifest's first look tells; a layout is four folders deep."""
+def find_bundle(path: Path) -> Path | None:
+    """Returns the bundle that contains a path, at most four folders up, or None."""
     for folder in path.parents[:4]:
         try:
             manifest = folder / MANIFEST
-            if not manifest.is_file():  # a pipe would be waited for
+            if not manifest.is_file():  # opening a pipe would block
                 continue
             document = json.loads(manifest.read_bytes())
         except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""``optexport bench``: from paths and sizes to a report."""
+"""Implements ``optexport bench``: from paths and sizes to a report."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from optexport._utils import signals
-from optexport.bench.artifact import Artifact, Target, bundle_of, open_target
-from optexport.bench.measure import Report, measure, pairs_of
+from optexport.bench.artifact import Artifact, ArtifactSet, find_bundle, open_artifacts
+from optexport.bench.measure import Report, choose_pairs, measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Sizes, Workload, from_bundle, from_file, from_onnx
 from optexport.bundle.layout import check_outside
@@ -26,93 +26,112 @@ def bench(
     inputs: Path | None = None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Measures bundles and files, and compares them with others.
+    """Measures bundles and files, and compares them.
 
     Args:
-        against: Bundles and files to compare with; by default the first of a format is compared with.
-        shapes: Sizes of dynamic dimensions, for each shape; by default the traced ones.
-        formats: Only artifacts of these formats; all by default.
-        inputs: A safetensors file of the inputs; by default those of the first bundle, or made up from the first ONNX
-            file.
+        paths: Bundles and files to measure.
+        against: Bundles and files to compare with; by default the first file of each format.
+        shapes: Sizes of dynamic axes, for each shape; by default the traced sizes.
+        settings: Threads, rounds and seconds.
+        formats: Formats to measure; by default all.
+        inputs: A safetensors file of inputs; by default the inputs of the first bundle, or random inputs for the first
+            ONNX file.
+        announce: Called before each workload and group of artifacts.
 
     Raises:
-        ConfigError: A path, size or format cannot be meant.
+        ConfigError: A path, size or format is invalid.
         BundleError: A bundle was changed.
-        BenchError: An artifact cannot be run.
+        BenchError: An artifact cannot run.
     """
-    targets = [open_target(path) for path in (*paths, *against)]
-    names = Counter[str]()
-    chosen: list[list[Artifact]] = [[], []]
-    for index, target in enumerate(targets):
-        for artifact in target.artifacts:
-            if not formats or artifact.format in formats:
-                names[artifact.name] += 1
-                again = names[artifact.name]  # one file may be given twice, to see how far that is from alike
-                name = artifact.name if again == 1 else f"{artifact.name} ({again})"
-                chosen[index >= len(paths)].append(replace(artifact, name=name))
-    artifacts, baselines = chosen
-    for given, option in ((artifacts, "--format"), (baselines if against else artifacts, "--against")):
-        if not given:
-            raise ConfigError(f"none of what is given is {' or '.join(formats)}", location=option)
+    sets = [open_artifacts(path) for path in (*paths, *against)]
+    artifacts, baselines = _name_artifacts(sets, len(paths), formats)
+    for artifact_list, option in ((artifacts, "--format"), (baselines if against else artifacts, "--against")):
+        if not artifact_list:
+            raise ConfigError(f"no file has the format {' or '.join(formats)}", location=option)
     with signals.temporary_folder() as folder:
         try:
-            workloads, notes = _workloads(targets, [*artifacts, *baselines], inputs, shapes, folder)
+            workloads, notes = _workloads(sets, [*artifacts, *baselines], inputs, shapes, folder)
         except MemoryError as error:
-            raise ConfigError(f"inputs of these sizes do not fit: {error}", location="--shape") from error
-        _check_takes([*artifacts, *baselines], workloads)
+            raise ConfigError(f"inputs of these sizes do not fit into memory: {error}", location="--shape") from error
+        _check_inputs([*artifacts, *baselines], workloads)
         settings = settings or Settings()
-        pairs = pairs_of(artifacts, baselines)
+        pairs = choose_pairs(artifacts, baselines)
         report = measure([*artifacts, *baselines], workloads, pairs, settings, announce)
     if len(artifacts) > 1 and not pairs:
-        notes.append("Files of different formats are compared where one of them is given by --against.")
+        notes.append("Files of different formats are not compared by default; name the baseline with --against.")
     return replace(report, notes=(*notes, *report.notes))
 
 
-def _check_takes(artifacts: Sequence[Artifact], workloads: Sequence[Workload]) -> None:
-    given = workloads[0].names()
+def _name_artifacts(
+    sets: Sequence[ArtifactSet], candidates: int, formats: Sequence[str]
+) -> tuple[list[Artifact], list[Artifact]]:
+    """Returns artifacts and baselines with unique names; the first sets are the candidates.
+
+    A file may occur twice, so that a user can see how far two measurements of it differ.
+    """
+    counts = Counter[str]()
+    artifacts: list[Artifact] = []
+    baselines: list[Artifact] = []
+    for index, artifact_set in enumerate(sets):
+        for artifact in artifact_set.artifacts:
+            if formats and artifact.format not in formats:
+                continue
+            counts[artifact.name] += 1
+            count = counts[artifact.name]
+            name = artifact.name if count == 1 else f"{artifact.name} ({count})"
+            (artifacts if index < candidates else baselines).append(replace(artifact, name=name))
+    return artifacts, baselines
+
+
+def _check_inputs(artifacts: Sequence[Artifact], workloads: Sequence[Workload]) -> None:
+    available = workloads[0].names()
     for artifact in artifacts:
-        if missing := [name for name in artifact.inputs or () if name not in given]:
+        if missing := [name for name in artifact.inputs or () if name not in available]:
             raise ConfigError(
-                f"it takes {', '.join(missing)}, and the inputs are {', '.join(given)}",
+                f"inputs {', '.join(missing)} are missing (found {', '.join(available)})",
                 location=artifact.name,
-                hint="All run on the same inputs: give files of one model, or --inputs with what all of them take.",
+                hint="All files run on the same inputs. Give files of one model, or --inputs with all inputs.",
             )
 
 
 def check_output(output: Path, measured: Sequence[Path]) -> None:
-    """Checks that the result may be written to a place: outside what is measured, and over no file but such a result.
+    """Checks that a result may be written to a file.
 
-    Any other file may hold the weights, or the inputs, of what is measured.
+    The file must be outside of what is measured. It may replace only an earlier result, because any other file may
+    hold weights or inputs.
 
     Raises:
-        ConfigError: It may not.
+        ConfigError: The result may not be written there.
     """
-    bundles = [bundle for path in measured if (bundle := bundle_of(path)) is not None]
+    bundles = [bundle for path in measured if (bundle := find_bundle(path)) is not None]
     check_outside("--output", output, [*measured, *bundles])
     if not output.exists():
         return
     try:
-        document = json.loads(output.read_bytes()) if output.is_file() else None  # a pipe would be waited for
+        document = json.loads(output.read_bytes()) if output.is_file() else None  # reading a pipe would block
     except (OSError, ValueError, RecursionError):
         document = None
     if not (isinstance(document, dict) and {"machine", "artifacts"} <= document.keys()):
         raise ConfigError(
-            "it exists and holds no measurements", location=f"--output {output}", hint="Name another file."
+            "the file exists and is not a benchmark result", location=f"--output {output}", hint="Name another file."
         )
 
 
 def _workloads(
-    targets: Sequence[Target], artifacts: Sequence[Artifact], inputs: Path | None, shapes: Sequence[Sizes], folder: Path
-) -> tuple[list[Workload], list[str]]:
-    for target in targets:
-        if target.bundle is not None and target.manifest is not None:
-            return from_bundle(target.bundle, target.manifest, inputs, shapes, folder), []
+    sets: Sequence[ArtifactSet], artifacts: Sequence[Artifact], inputs: Path | None, shapes: Sequence[Sizes],
+    folder: Path,
+) -> tuple[list[Workload], list[str]]:  # fmt: skip
+    """Returns the workloads, and notes about assumptions."""
+    for artifact_set in sets:
+        if artifact_set.bundle is not None and artifact_set.manifest is not None:
+            return from_bundle(artifact_set.bundle, artifact_set.manifest, inputs, shapes, folder), []
     if inputs is not None:
         return from_file(inputs, shapes, artifacts), []
     for artifact in artifacts:
         if artifact.format == "onnx":
             return from_onnx(artifact, shapes, folder)
     raise ConfigError(
-        f"nothing says what inputs {artifacts[0].name} takes",
-        hint="Give --inputs FILE.safetensors, or the bundle that it is of.",
+        "the inputs of the file are unknown",
+        location=artifacts[0].name,
+        hint="Give --inputs FILE.safetensors, or the bundle of the file.",
     )

@@ -1,4 +1,4 @@
-"""The gates of ``[gate]``: whether exported files are as small and as fast as is demanded."""
+"""Checks the gates of ``[gate]``: size, latency and speedup of exported files."""
 
 from __future__ import annotations
 
@@ -15,90 +15,92 @@ def check(
     gate: GateConfig,
     artifacts: Sequence[Artifact],
     report: Report | None,
-    proof: ParityRecord,
+    parity: ParityRecord,
     without_plain: Mapping[str, str],
 ) -> None:
-    """Holds what was measured against what is demanded.
+    """Checks the measurements against the gates.
 
     Args:
+        gate: The gates.
         artifacts: The exported files.
-        report: What was measured of them, and of the plain export; None where times are not demanded.
-        proof: That they compute what the original does, for whoever reads the error.
-        without_plain: Why there is no plain export to compare with, for each format of which there is none.
+        report: Measurements of the files and of the plain export; None if no gate needs times.
+        parity: Parity record of the files, attached to the error.
+        without_plain: Formats without a plain export, with the reason.
 
     Raises:
-        GateError: Something does not keep to it; the message names each gate, what was measured, what was demanded.
+        GateError: A gate fails; the message names every failed gate with the measured and the required value.
     """
-    failures = [*_sizes(gate.max_size_mb, artifacts)]
+    failures = [*_size_failures(gate.max_size_mb, artifacts)]
     if report is not None:
-        failures += [*_latencies(gate.max_latency_ms, artifacts, report)]
-        failures += [*_speedups(gate.min_speedup, artifacts, report, without_plain)]
+        failures += [*_latency_failures(gate.max_latency_ms, artifacts, report)]
+        failures += [*_speedup_failures(gate.min_speedup, artifacts, report, without_plain)]
     if failures:
-        told = "".join(f"\n  {failure}" for failure in failures)
-        raise GateError(f"the exported files are not what [gate] demands{told}", proof=proof)
+        lines = "".join(f"\n  {failure}" for failure in failures)
+        raise GateError(f"the exported files miss the gates{lines}", location="[gate]", proof=parity)
 
 
 def check_never_slower(
-    report: Report, measure_again: Callable[[PairwiseComparison], PairwiseComparison], proof: ParityRecord
+    report: Report, measure_again: Callable[[PairwiseComparison], PairwiseComparison], parity: ParityRecord
 ) -> None:
-    """Checks that no file is slower than the plain export; what seems so is measured once more.
+    """Checks that no file is slower than the plain export, with a second look.
 
-    Of files that are equally fast one in forty seems slower at a first look, its interval being of 95 %.
+    Measures files that look slower again: the interval is at 95 %, so one in forty files of equal speed looks slower.
 
     Raises:
-        GateError: One is.
+        GateError: A file is slower both times.
     """
-    seen = [duel for duel in report.duels if duel.comparison.verdict == "slower"]
-    slower = [again for again in map(measure_again, seen) if again.comparison.verdict == "slower"]
+    candidate_checker = [duel for duel in report.duels if duel.comparison.verdict == "slower"]
+    slower = [duel for duel in map(measure_again, candidate_checker) if duel.comparison.verdict == "slower"]
     if slower:
-        told = "".join(f"\n  {_told(duel)}" for duel in slower)
+        lines = "".join(f"\n  {_speedup_text(duel)}" for duel in slower)
         lowered = ", ".join(duel.artifact.format for duel in slower if duel.artifact.precision is not None)
-        hint = f"Tuning chose among files in float32: leave {lowered} out of [precision], or [tune] out."
+        hint = f"Remove {lowered} from [precision], or remove [tune]: tuning compares files in float32."
         raise GateError(
-            f"what tuning chose is slower than the plain export{told}", hint=hint if lowered else None, proof=proof
+            f"the tuned files are slower than the plain export{lines}", hint=hint if lowered else None, proof=parity
         )
 
 
-def _told(duel: PairwiseComparison) -> str:
+def _speedup_text(duel: PairwiseComparison) -> str:
     c = duel.comparison
-    found = f"is {c.speedup:.3g} ({c.low:.3g} to {c.high:.3g}) times as fast as the plain export"
-    return f"{duel.artifact.name} {found} at {duel.workload.label}"
+    speedup = f"has speedup {c.speedup:.3g} ({c.low:.3g} to {c.high:.3g}) over the plain export"
+    return f"{duel.artifact.name} {speedup} at {duel.workload.label}"
 
 
 def _bars(bar: BarConfig | None, artifacts: Sequence[Artifact]) -> Iterator[tuple[Artifact, float]]:
+    """Yields the artifacts that have a bar, with the bar."""
     for artifact in artifacts:
-        demanded = None if bar is None else bar.of(artifact.format)
-        if demanded is not None:
-            yield artifact, demanded
+        value = None if bar is None else bar.of(artifact.format)
+        if value is not None:
+            yield artifact, value
 
 
-def _sizes(bar: BarConfig | None, artifacts: Sequence[Artifact]) -> Iterator[str]:
-    for artifact, most in _bars(bar, artifacts):
-        if artifact.size > most * 1e6:
-            yield f"max_size_mb: {artifact.name} takes {artifact.size / 1e6:.4g}, {most:g} at most demanded"
+def _size_failures(bar: BarConfig | None, artifacts: Sequence[Artifact]) -> Iterator[str]:
+    for artifact, maximum in _bars(bar, artifacts):
+        if artifact.size > maximum * 1e6:
+            yield f"max_size_mb: {artifact.name} has {artifact.size / 1e6:.4g} MB, maximum {maximum:g}"
 
 
-def _latencies(bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report) -> Iterator[str]:
-    for artifact, most in _bars(bar, artifacts):
+def _latency_failures(bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report) -> Iterator[str]:
+    for artifact, maximum in _bars(bar, artifacts):
         measured = [figures for figures in report.figures if figures.artifact == artifact]
         if not measured:
-            yield f"max_latency_ms: {artifact.name} was not measured: it takes the traced shape only"
+            yield f"max_latency_ms: {artifact.name} was not measured, because it accepts only the traced shape"
         for figures in measured:
-            if figures.p50 * 1e3 > most:
-                took = f"takes {figures.p50 * 1e3:.4g} (p50)"
-                yield f"max_latency_ms: {artifact.name} {took} at {figures.workload.label}, {most:g} at most demanded"
+            if figures.p50 * 1e3 > maximum:
+                latency = f"takes {figures.p50 * 1e3:.4g} ms (p50)"
+                yield f"max_latency_ms: {artifact.name} {latency} at {figures.workload.label}, maximum {maximum:g}"
 
 
-def _speedups(
+def _speedup_failures(
     bar: BarConfig | None, artifacts: Sequence[Artifact], report: Report, without_plain: Mapping[str, str]
 ) -> Iterator[str]:
-    for artifact, least in _bars(bar, artifacts):
+    for artifact, minimum in _bars(bar, artifacts):
         duels = [duel for duel in report.duels if duel.artifact == artifact]
         if artifact.format in without_plain:
             cause = without_plain[artifact.format]
-            yield f"min_speedup: {artifact.name} cannot be compared, since the plain export cannot be made: {cause}"
+            yield f"min_speedup: {artifact.name} has no baseline, because the plain export failed: {cause}"
         elif not duels:
-            yield f"min_speedup: {artifact.name} was not measured against the plain export: one has a fixed shape"
+            yield f"min_speedup: {artifact.name} was not compared with the plain export: one has a fixed shape"
         for duel in duels:
-            if duel.comparison.low < least:
-                yield f"min_speedup: {_told(duel)}, {least:g} demanded of the lower end"
+            if duel.comparison.low < minimum:
+                yield f"min_speedup: {_speedup_text(duel)}, minimum {minimum:g} for the lower end of the interval"

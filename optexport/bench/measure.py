@@ -1,4 +1,4 @@
-"""Measures artifacts on every workload, and compares those that are to be compared."""
+"""Measures artifacts on every workload, and compares pairs of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Pair = tuple[Artifact, Artifact]
 
 @dataclass(frozen=True)
 class Figures:
-    """What an artifact takes on one workload; times are in seconds, memory is in bytes.
+    """Figures of an artifact on one workload; times are in seconds, memory is in bytes.
 
     Attributes:
-        low: The lower end of the 95 % interval of the median turn; None of fewer rounds than make one.
-        high: Its upper end.
+        low: Lower end of the 95 % interval of the median turn; None with too few rounds.
+        high: Upper end.
+        load: Seconds to load the file.
     """
 
     artifact: Artifact
@@ -42,7 +43,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class PairwiseComparison:
-    """How an artifact compares with its baseline on one workload."""
+    """Comparison of an artifact with its baseline on one workload."""
 
     artifact: Artifact
     baseline: Artifact
@@ -52,10 +53,10 @@ class PairwiseComparison:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured.
+    """Results of a benchmark.
 
     Attributes:
-        notes: What had to be taken for granted, and what was not measured.
+        notes: Assumptions about the inputs, and what was not measured.
     """
 
     settings: Settings
@@ -64,18 +65,18 @@ class Report:
     notes: tuple[str, ...] = ()
 
 
-def pairs_of(artifacts: Sequence[Artifact], baselines: Sequence[Artifact]) -> list[Pair]:
-    """Which are compared: an artifact with each baseline of its format, or with all where none is of it.
+def choose_pairs(artifacts: Sequence[Artifact], baselines: Sequence[Artifact]) -> list[Pair]:
+    """Pairs each artifact with the baselines of its format, or with all if there are none.
 
-    Without baselines the first artifact of a format is that of the others.
+    Without baselines, the first artifact of a format is the baseline of the others.
     """
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for index, artifact in enumerate(artifacts):
-        same = [baseline for baseline in baselines if baseline.format == artifact.format]
+        same_format = [baseline for baseline in baselines if baseline.format == artifact.format]
         if not baselines:
-            same = [other for other in artifacts[:index] if other.format == artifact.format][:1]
-        found += [(artifact, baseline) for baseline in same or baselines]
-    return found
+            same_format = [earlier for earlier in artifacts[:index] if earlier.format == artifact.format][:1]
+        pairs += [(artifact, baseline) for baseline in same_format or baselines]
+    return pairs
 
 
 def measure(
@@ -85,46 +86,51 @@ def measure(
     settings: Settings,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Measures artifacts; those that are compared take turns.
+    """Measures artifacts; compared artifacts take turns.
 
     Args:
-        announce: Is told of every workload and artifact before it is measured.
+        artifacts: Files to measure.
+        workloads: Inputs to measure them on.
+        pairs: Pairs of artifact and baseline to compare.
+        settings: Threads, rounds and seconds.
+        announce: Called before each workload and group of artifacts.
 
     Raises:
-        BenchError: One of them cannot be run.
+        BenchError: An artifact cannot run.
     """
     timings: list[Timing] = []
     notes = []
     for workload in workloads:
         fixed = [artifact for artifact in artifacts if artifact.fixed and not workload.traced]
-        notes += [f"{artifact.name}: not at {workload.label}, since its shape is fixed" for artifact in fixed]
-        for group in _groups([artifact for artifact in artifacts if artifact not in fixed], pairs):
+        notes += [f"{artifact.name}: not measured at {workload.label}, its shape is fixed" for artifact in fixed]
+        for group in _group([artifact for artifact in artifacts if artifact not in fixed], pairs):
             announce(f"{workload.label}: {', '.join(artifact.name for artifact in group)}")
             try:
                 timings += race(group, [workload], settings)
             except BenchError as error:
                 if len(workloads) == 1:
                     raise
-                raise BenchError(f"at {workload.label} {error.message}", location=error.location) from error
-    by_place = {(timing.artifact, timing.workload.label): timing for timing in timings}
+                raise BenchError(f"at {workload.label}: {error.message}", location=error.location) from error
+    by_artifact = {(timing.artifact, timing.workload.label): timing for timing in timings}
     duels = []
     for workload in workloads:
         for artifact, baseline in pairs:
-            ours, theirs = (by_place.get((one, workload.label)) for one in (artifact, baseline))
-            if ours is not None and theirs is not None:
-                duels.append(PairwiseComparison(artifact, baseline, workload, compare(theirs.medians, ours.medians)))
+            times, baseline_times = (by_artifact.get((item, workload.label)) for item in (artifact, baseline))
+            if times is not None and baseline_times is not None:
+                duels.append(
+                    PairwiseComparison(artifact, baseline, workload, compare(baseline_times.medians, times.medians))
+                )
     return Report(settings, tuple(_figures(timing) for timing in timings), tuple(duels), tuple(notes))
 
 
-def _groups(artifacts: Sequence[Artifact], pairs: Sequence[Pair]) -> list[list[Artifact]]:
-    """Artifacts that are compared, directly or by way of others, together; all others alone."""
+def _group(artifacts: Sequence[Artifact], pairs: Sequence[Pair]) -> list[list[Artifact]]:
+    """Groups artifacts that are compared with each other, directly or indirectly."""
     groups = [[artifact] for artifact in artifacts]
     for pair in pairs:
-        touched = [group for group in groups if not set(pair).isdisjoint(group)]
-        if len(touched) > 1:
-            groups = [group for group in groups if group not in touched] + [
-                [artifact for group in touched for artifact in group]
-            ]
+        connected = [group for group in groups if not set(pair).isdisjoint(group)]
+        if len(connected) > 1:
+            merged = [artifact for group in connected for artifact in group]
+            groups = [*(group for group in groups if group not in connected), merged]
     return groups
 
 

@@ -1,4 +1,4 @@
-"""What was measured, for people and for machines."""
+"""Prints the results of a benchmark, and returns them as a JSON document."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.table import Table
 
 from optexport.bench.measure import Figures, Report
 
-_COLOURS = {"faster": "green", "slower": "red", "cannot tell": None}
+_COLOURS = {"faster": "green", "slower": "red", "inconclusive": None}
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as a document; times are in milliseconds or seconds as their names say, sizes in bytes."""
+    """Returns the report as a document. Names of times end in their unit; sizes are in bytes."""
     artifacts = {figures.artifact: None for figures in report.figures}
     return {
         "threads": report.settings.threads,
@@ -62,7 +62,7 @@ def _row(figures: Figures) -> dict[str, Any]:
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints the figures, the comparisons and what to know about them."""
+    """Prints the figures, comparisons and notes."""
     console.print(figures_table(report))
     if report.duels:
         console.print(comparison_table(report))
@@ -71,14 +71,14 @@ def show(report: Report, console: Console) -> None:
         console.print(escape(note), soft_wrap=True, highlight=False)
     if unproven:
         console.print(
-            f"Not proven to compute what a model computes, being of no bundle: {escape(', '.join(unproven))}",
+            f"Not part of a bundle, so never compared with a model: {escape(', '.join(unproven))}",
             soft_wrap=True,
             highlight=False,
         )
 
 
 def figures_table(report: Report) -> Table:
-    """One row for every artifact at every shape."""
+    """Returns a table with a row for every artifact and shape."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("artifact", "shape"):
         table.add_column(heading, overflow="fold")
@@ -93,11 +93,11 @@ def figures_table(report: Report) -> Table:
 
 
 def comparison_table(report: Report) -> Table:
-    """One row for every pair at every shape."""
+    """Returns a table with a row for every pair and shape."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("artifact", "against", "shape"):
+    for heading in ("artifact", "baseline", "shape"):
         table.add_column(heading, overflow="fold")
-    table.add_column("times as fast (95 % interval)", no_wrap=True)
+    table.add_column("speedup (95 % interval)", no_wrap=True)
     table.add_column("verdict")
     for duel in report.duels:
         c = duel.comparison
@@ -106,14 +106,14 @@ def comparison_table(report: Report) -> Table:
             escape(duel.baseline.name),
             escape(duel.workload.label),
             f"{c.speedup:.3g} ({c.low:.3g} to {c.high:.3g})",
-            c.told,
+            c.verdict_text,
             style=_COLOURS[c.verdict],
         )
     return table
 
 
 def size_in_words(size: int) -> str:
-    """Bytes as people say them."""
+    """Returns a size with a unit, such as ``90.9 MB``."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"

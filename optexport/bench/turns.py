@@ -1,4 +1,7 @@
-"""Lets artifacts take turns, each in a process of its own, so that whatever disturbs one disturbs all alike."""
+"""Measures artifacts in turns, each in its own process.
+
+A disturbance of the machine then hits all of them alike.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,23 @@ from optexport.bench.worker import Task
 from optexport.bench.workload import Workload
 from optexport.errors import BenchError
 
-# As multiprocessing starts a process afresh, but without the caller's main module, which may be heavy.
+# Like a "spawn" of multiprocessing, but without importing the caller's main module, which may be heavy.
 _WORKER = "import sys; sys.path[:] = sys.argv[2:]; from optexport.bench.worker import main; main()"
 
 
-# Where its memory happens to lie makes a process faster or slower, by 1 to 3 % as seen here, for as long as it lives.
-# So that this is drawn anew, artifacts that are compared are started afresh after so many rounds.
+# The memory layout of a process makes it 1 to 3 % faster or slower for as long as it lives (measured here). Compared
+# artifacts therefore restart after this number of rounds.
 ROUNDS_PER_LAUNCH = 2
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How is measured.
+    """Settings of a benchmark.
 
     Attributes:
         threads: Threads of each artifact.
-        rounds: How often each artifact has its turn; a multiple of `ROUNDS_PER_LAUNCH`, to which it is rounded up.
-        seconds: How long a turn is; it has three calls at the least, or as many as begin within ten times as long.
+        rounds: Turns of each artifact; rounded up to a multiple of `ROUNDS_PER_LAUNCH`.
+        seconds: Length of a turn. A turn has at least three calls, but none starts after ten times this length.
     """
 
     threads: int = 1
@@ -52,13 +55,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one artifact on one workload.
+    """Measurements of one artifact on one workload.
 
     Attributes:
-        turns: Seconds of each call, of shape [launches, rounds, calls]; as many calls as fit into a turn.
-        load_seconds: From the file to a model that can be called, by launch.
-        peak_memory: Bytes resident at the peak beyond those before loading, those on a card not counted; None where the
-            system does not tell.
+        artifact: The measured artifact.
+        workload: Its inputs.
+        turns: Seconds of each call, of shape [launches, rounds, calls]; turns differ in their number of calls.
+        load_seconds: Seconds to load the file, by launch.
+        peak_memory: Peak of resident bytes above those before loading, without device memory; None if the system does
+            not report it.
     """
 
     artifact: Artifact
@@ -69,7 +74,7 @@ class Timing:
 
     @property
     def medians(self) -> list[list[float]]:
-        """The median call of each turn, in seconds, of shape [launches, rounds]."""
+        """Median call of each turn in seconds, of shape [launches, rounds]."""
         return [[statistics.median(turn) for turn in launch] for launch in self.turns]
 
     @property
@@ -80,7 +85,7 @@ class Timing:
 
 @dataclass
 class _Launch:
-    """What a process measured of its artifact on one workload, as in `Timing`."""
+    """Measurements of one process on one workload, as in `Timing`."""
 
     load_seconds: float
     turns: list[tuple[float, ...]] = field(default_factory=list)
@@ -88,60 +93,62 @@ class _Launch:
 
 
 class _Worker:
-    """The process of one artifact, as its caller sees it."""
+    """Handle of an artifact's process."""
 
-    def __init__(self, artifact: Artifact, process: subprocess.Popen[bytes], calls: Connection, stderr: Any) -> None:
+    def __init__(
+        self, artifact: Artifact, process: subprocess.Popen[bytes], connection: Connection, stderr: Any
+    ) -> None:
         self.artifact = artifact
         self._process = process
-        self._calls = calls
+        self._connection = connection
         self._stderr = stderr
 
-    def ask(self, order: str, given: float | Path | None = None) -> Any:
-        """Gives an order, with what it needs, and returns the answer.
+    def request(self, order: str, argument: float | Path | None = None) -> Any:
+        """Sends an order and returns the answer.
 
         Raises:
-            BenchError: The artifact raised, or its process died.
+            BenchError: The artifact raised, or its process ended.
         """
-        self.tell((order, given))
-        return self.answer()
+        self.send((order, argument))
+        return self.receive()
 
-    def tell(self, message: object) -> None:
-        """Sends a message whose answer can wait."""
+    def send(self, message: object) -> None:
+        """Sends a message without waiting for the answer."""
         try:
-            self._calls.send(message)
+            self._connection.send(message)
         except OSError as error:
-            raise BenchError(self._death(), location=self.artifact.name) from error
+            raise BenchError(self._exit_text(), location=self.artifact.name) from error
 
-    def answer(self) -> Any:
+    def receive(self) -> Any:
         """Waits for the answer to a message."""
         try:
-            good, answer = self._calls.recv()
+            succeeded, answer = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise BenchError(self._death(), location=self.artifact.name) from error
-        if not good:
-            raise BenchError(f"it cannot be run: {answer}", location=self.artifact.name)
+            raise BenchError(self._exit_text(), location=self.artifact.name) from error
+        if not succeeded:
+            raise BenchError(f"cannot run the file: {answer}", location=self.artifact.name)
         return answer
 
-    def _death(self) -> str:
+    def _exit_text(self) -> str:
         code = self._process.wait()
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return f"its process ended {how}{f': {lines[-1]}' if lines else ''}"
+        reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return f"its process ended {reason}{f': {lines[-1]}' if lines else ''}"
 
 
 @contextmanager
-def _working(artifact: Artifact, threads: int) -> Iterator[_Worker]:
+def _start_worker(artifact: Artifact, threads: int) -> Iterator[_Worker]:
     ours, theirs = Pipe()
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # as for ONNX Runtime's threads, see the worker
+        "OMP_WAIT_POLICY": "PASSIVE",  # like allow_spinning in the worker
     }
     with ours, tempfile.TemporaryFile() as stderr:
         process = None
         try:
-            with signals.deferred():  # or an interrupt might leave a process that nobody knows of
+            with signals.deferred():  # an interrupt before the assignment would leave an orphan process
                 process = subprocess.Popen(
                     [sys.executable, "-c", _WORKER, str(theirs.fileno()), *sys.path],
                     pass_fds=(theirs.fileno(),),
@@ -149,7 +156,7 @@ def _working(artifact: Artifact, threads: int) -> Iterator[_Worker]:
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
                     env=environment,
-                    start_new_session=True,  # what the terminal sends comes to us alone, and we end the worker
+                    start_new_session=True,  # so that Ctrl-C reaches only this process, which ends the worker
                 )
             signals.check()
             theirs.close()
@@ -161,41 +168,41 @@ def _working(artifact: Artifact, threads: int) -> Iterator[_Worker]:
 
 
 def race(artifacts: Sequence[Artifact], workloads: Sequence[Workload], settings: Settings) -> list[Timing]:
-    """Measures artifacts on workloads: in every round each has its turn, in an order that changes.
+    """Measures artifacts on workloads, one turn each per round, in random order.
 
-    A process serves one workload after the other. So a start is paid for once; but the peak of memory, which a runtime
-    may not give back, is that of one workload only where no more than one is measured.
+    A process serves all workloads, one after the other, to start only once. With several workloads,
+    the peak memory is therefore the largest of all.
 
     Returns:
-        What was measured, by workload and then by artifact, in the order of both.
+        Measurements ordered by workload, then by artifact.
 
     Raises:
-        BenchError: One of them cannot be run, or ends its process.
+        BenchError: An artifact cannot run, or its process ended.
     """
-    shuffle = random.Random(0).shuffle  # noqa: S311 - no secret
-    found: list[list[list[_Launch]]] = [[[] for _ in artifacts] for _ in workloads]
-    launches = settings.rounds // ROUNDS_PER_LAUNCH
-    for rounds in [ROUNDS_PER_LAUNCH] * launches if len(artifacts) > 1 else [ROUNDS_PER_LAUNCH * launches]:
+    shuffle = random.Random(0).shuffle  # noqa: S311 - not used for security
+    launches: list[list[list[_Launch]]] = [[[] for _ in artifacts] for _ in workloads]
+    count = settings.rounds // ROUNDS_PER_LAUNCH
+    for rounds in [ROUNDS_PER_LAUNCH] * count if len(artifacts) > 1 else [ROUNDS_PER_LAUNCH * count]:
         with ExitStack() as stack:
-            workers = [stack.enter_context(_working(artifact, settings.threads)) for artifact in artifacts]
+            workers = [stack.enter_context(_start_worker(artifact, settings.threads)) for artifact in artifacts]
             for artifact, worker in zip(artifacts, workers, strict=True):
-                worker.tell(Task(artifact.path, artifact.format, artifact.inputs, settings.threads, artifact.device))
-            for worker in workers:  # they import their runtimes all at once, and load their files one by one
-                worker.answer()
-            for workload, all_of_it in zip(workloads, found, strict=True):
-                measured = _take_turns(workers, workload, rounds, settings.seconds, shuffle)
-                for launch, earlier in zip(measured, all_of_it, strict=True):
+                worker.send(Task(artifact.path, artifact.format, artifact.inputs, settings.threads, artifact.device))
+            for worker in workers:  # they import their runtimes in parallel
+                worker.receive()
+            for workload, by_artifact in zip(workloads, launches, strict=True):
+                new_launches = _take_turns(workers, workload, rounds, settings.seconds, shuffle)
+                for launch, earlier in zip(new_launches, by_artifact, strict=True):
                     earlier.append(launch)
     return [
         Timing(
             artifact,
             workload,
-            tuple(tuple(launch.turns) for launch in own),
-            tuple(launch.load_seconds for launch in own),
-            max((launch.peak_memory for launch in own if launch.peak_memory is not None), default=None),
+            tuple(tuple(launch.turns) for launch in artifact_launches),
+            tuple(launch.load_seconds for launch in artifact_launches),
+            max((launch.peak_memory for launch in artifact_launches if launch.peak_memory is not None), default=None),
         )
-        for workload, all_of_it in zip(workloads, found, strict=True)
-        for artifact, own in zip(artifacts, all_of_it, strict=True)
+        for workload, by_artifact in zip(workloads, launches, strict=True)
+        for artifact, artifact_launches in zip(artifacts, by_artifact, strict=True)
     ]
 
 
@@ -206,17 +213,17 @@ def _take_turns(
     seconds: float,
     shuffle: Callable[[list[tuple[_Worker, _Launch]]], None],
 ) -> list[_Launch]:
-    """Lets each worker load its file and have its turns on one workload."""
+    """Loads each file, one after the other, and measures rounds of turns on one workload."""
     launches = []
     for worker in workers:
-        worker.ask("inputs", workload.file)
-        launches.append(_Launch(worker.ask("load")))
-        worker.ask("warm up", seconds)
+        worker.request("inputs", workload.file)
+        launches.append(_Launch(worker.request("load")))
+        worker.request("warm up", seconds)
     order = list(zip(workers, launches, strict=True))
     for _ in range(rounds):
         shuffle(order)
         for worker, launch in order:
-            launch.turns.append(tuple(worker.ask("turn", seconds)))
+            launch.turns.append(tuple(worker.request("turn", seconds)))
     for worker, launch in zip(workers, launches, strict=True):
-        launch.peak_memory = worker.ask("peak")
+        launch.peak_memory = worker.request("peak")
     return launches

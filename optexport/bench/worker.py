@@ -1,4 +1,4 @@
-"""The process that serves one artifact. It imports no more than the artifact's own runtime needs."""
+"""Runs one artifact in its own process, importing only what its runtime needs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from optexport.errors import OptexportError, first_line
 from optexport.runtime import devices
 from optexport.runtime.devices import Device
 
-# One sample of a time is at least this long, so that neither the clock's grain nor reading it counts.
-_LEAST_SAMPLE = 1e-4
+# Seconds; shorter samples would measure the clock's resolution and the cost of reading it.
+_MIN_SAMPLE = 1e-4
 _USUAL_SAMPLES = 3
-# No further call begins once a turn has taken so many times as long: of a large model three take minutes.
-_LONGEST = 10
-# A TorchScript file is optimised at its second call, by what was seen at the first.
-_WARMING_CALLS = 2
+# No call starts after a turn took this many times its length. Three calls of a large model may take minutes.
+_MAX_OVERRUN = 10
+# TorchScript optimises a file at the second call, by profiles of the first.
+_WARMUP_CALLS = 2
 
 Run = Callable[[], object]
 Loader = Callable[[], Run]
-# What makes a loader of a safetensors file of inputs, by name.
+# Makes a loader from a safetensors file of inputs by name.
 Reader = Callable[[Path], Loader]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is to serve.
+    """Settings of a worker.
 
     Attributes:
+        path: The file.
         format: "onnx", "torchscript" or "pt2".
-        names: The inputs that it takes; None where only its runtime knows.
-        device: Where it runs.
+        names: Names of its inputs; None if only the runtime knows them.
+        threads: Number of threads.
+        device: Device to run on.
     """
 
     path: Path
@@ -48,53 +50,53 @@ class Task:
 
 
 def main() -> None:
-    """Serves over the connection whose file descriptor is the first argument, until it is closed."""
-    with Connection(int(sys.argv[1])) as calls:
+    """Serves orders over the connection of the file descriptor ``sys.argv[1]``."""
+    with Connection(int(sys.argv[1])) as connection:
         try:
-            _serve(calls)
-        except EOFError:  # the parent is gone, or is done
+            _serve(connection)
+        except EOFError:  # the parent process has finished
             return
-        except Exception as error:  # a runtime may raise anything; the parent says where it happened
-            kind, told = type(error).__name__, first_line(error)
-            whole = isinstance(error, OptexportError) or told.startswith(kind)
-            calls.send((False, told if whole else f"{kind}: {told}"))
+        except Exception as error:  # a runtime may raise anything; the parent adds the location
+            kind, message = type(error).__name__, first_line(error)
+            is_complete = isinstance(error, OptexportError) or message.startswith(kind)
+            connection.send((False, message if is_complete else f"{kind}: {message}"))
 
 
-def _serve(calls: Connection) -> None:
-    task = calls.recv()
-    read = (_onnx if task.format == "onnx" else _torch)(task)
-    calls.send((True, None))
+def _serve(connection: Connection) -> None:
+    task = connection.recv()
+    read = (_onnx_reader if task.format == "onnx" else _torch_reader)(task)
+    connection.send((True, None))
     run: Any = None
     while True:
-        order, given = calls.recv()
+        order, argument = connection.recv()
         answer: Any = None
         if order == "inputs":
-            run = None  # each inputs have a model of their own: a runtime may adapt it to the first that it sees
-            load = read(given)
+            run = None  # load again for other inputs, because a runtime may adapt a model to the first ones
+            load = read(argument)
         elif order == "load":
             before = _memory(reset_peak=True)
             start = time.perf_counter()
             run = load()
             answer = time.perf_counter() - start
         elif order == "warm up":
-            repeats = max(1, round(_LEAST_SAMPLE / min(_samples(run, given, least=_WARMING_CALLS))))
+            repeats = max(1, round(_MIN_SAMPLE / min(_sample(run, argument, min_samples=_WARMUP_CALLS))))
         elif order == "turn":
-            answer = _samples(run, given, repeats)
+            answer = _sample(run, argument, repeats)
         elif before is not None and (after := _memory()) is not None:
             answer = max(0, after["VmHWM"] - before["VmRSS"])
-        calls.send((True, answer))
+        connection.send((True, answer))
 
 
-def _samples(run: Run, seconds: float, repeats: int = 1, least: int = 1) -> list[float]:
-    """Seconds of one call, sampled for that long; each sample is the mean of some calls."""
+def _sample(run: Run, seconds: float, repeats: int = 1, min_samples: int = 1) -> list[float]:
+    """Measures calls for some seconds; each sample is the mean of ``repeats`` calls."""
     samples: list[float] = []
     gc.collect()
     gc.disable()
-    begun = time.perf_counter()
+    turn_start = time.perf_counter()
     while (
-        len(samples) < least
-        or (spent := time.perf_counter() - begun) < seconds
-        or (len(samples) < _USUAL_SAMPLES and spent < _LONGEST * seconds)
+        len(samples) < min_samples
+        or (elapsed := time.perf_counter() - turn_start) < seconds
+        or (len(samples) < _USUAL_SAMPLES and elapsed < _MAX_OVERRUN * seconds)
     ):
         start = time.perf_counter()
         for _ in range(repeats):
@@ -104,7 +106,7 @@ def _samples(run: Run, seconds: float, repeats: int = 1, least: int = 1) -> list
     return samples
 
 
-def _onnx(task: Task) -> Reader:
+def _onnx_reader(task: Task) -> Reader:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     import onnxruntime
     from safetensors.numpy import load_file
@@ -116,20 +118,22 @@ def _onnx(task: Task) -> Reader:
     def load(inputs: dict[str, Any]) -> Run:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = task.threads
-        options.log_severity_level = 4  # what it refuses, it raises too
-        # Threads that spin after a run would take the cores from the artifact whose turn is next.
+        options.log_severity_level = 4  # errors are raised as well
+        # Threads that spin after a run would slow down the artifact whose turn is next.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = devices.onnx_session(task.path, options, task.device)
-        batch = _chosen(inputs, [given.name for given in session.get_inputs()])
-        return (lambda: session.run(None, batch)) if task.device == "cpu" else bound(session, batch, task.device)
+        batch = _select_inputs(inputs, [value.name for value in session.get_inputs()])
+        if task.device == "cpu":
+            return lambda: session.run(None, batch)
+        return bind_session(session, batch, task.device)
 
     return read
 
 
-def bound(session: Any, batch: dict[str, Any], device: Device) -> Run:
-    """How to run a session on inputs that lie on a device already, and leave its outputs there.
+def bind_session(session: Any, batch: dict[str, Any], device: Device) -> Run:
+    """Returns a call that runs a session with inputs and outputs on a device.
 
-    So a call of an ONNX file is timed as one of torch is: without the copying of both.
+    The call does not copy between device and host, so that its time compares with a call of torch.
     """
     import onnxruntime
 
@@ -147,7 +151,7 @@ def bound(session: Any, batch: dict[str, Any], device: Device) -> Run:
     return run
 
 
-def _torch(task: Task) -> Reader:
+def _torch_reader(task: Task) -> Reader:
     import warnings
 
     import torch
@@ -164,7 +168,7 @@ def _torch(task: Task) -> Reader:
 
     def read(file: Path) -> Loader:
         inputs = load_file(file)
-        batch = inputs if task.names is None else _chosen(inputs, task.names)
+        batch = inputs if task.names is None else _select_inputs(inputs, task.names)
         arguments = {name: tensor.to(task.device) for name, tensor in as_arguments(batch).items()}
         return lambda: load(arguments)
 
@@ -179,7 +183,7 @@ def _torch(task: Task) -> Reader:
 
         def run() -> object:
             results = module(**arguments)
-            torch.cuda.synchronize()  # a call on a card returns before it is done
+            torch.cuda.synchronize()  # a call on a GPU returns before the work is done
             return results
 
         return run
@@ -187,17 +191,14 @@ def _torch(task: Task) -> Reader:
     return read
 
 
-def _chosen(inputs: dict[str, Any], names: Any) -> dict[str, Any]:
+def _select_inputs(inputs: dict[str, Any], names: Any) -> dict[str, Any]:
     if missing := [name for name in names if name not in inputs]:
-        raise LookupError(f"it takes {', '.join(missing)}, and the inputs are {', '.join(inputs)}")
+        raise LookupError(f"inputs {', '.join(missing)} are missing (found {', '.join(inputs)})")
     return {name: inputs[name] for name in names}
 
 
 def _memory(*, reset_peak: bool = False) -> dict[str, int] | None:
-    """Returns the resident memory now and at its peak in bytes, or None if the system is not Linux.
-
-    psutil tells no peak, and that of getrusage cannot be reset.
-    """
+    """Returns current and peak resident bytes, or None if the system has no /proc (psutil has no peak)."""
     try:
         if reset_peak:
             Path("/proc/self/clear_refs").write_text("5")

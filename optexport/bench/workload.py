@@ -1,8 +1,8 @@
-"""What artifacts are measured on: inputs of the asked sizes, in files that every worker can read."""
+"""Makes the inputs that artifacts are measured on, as files that every worker can read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,14 @@ from optexport.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
-    from optexport.signature.signature import Signature
+    from optexport.signature.signature import Dim, Signature
 
 Sizes = Mapping[str, int]
 
-# Of an ONNX file's axes, where nobody said what sizes they have.
+# Default sizes of the dynamic axes of an ONNX file.
 _FIRST_AXIS = 1
 _OTHER_AXES = 128
-# The dtypes of safetensors that NumPy has, in which an ONNX file is given its inputs.
+# The dtypes of safetensors that NumPy has, and so ONNX Runtime can receive.
 _IN_NUMPY = ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "F16", "F32", "F64")
 
 
@@ -30,10 +30,10 @@ class Workload:
     """Inputs of one shape.
 
     Attributes:
-        sizes: Of the dynamic dimensions.
-        rows: How many rows one call computes.
-        file: A safetensors file of the inputs, by name.
-        traced: Whether the sizes are those that the model was traced at, as far as is known.
+        sizes: Sizes of the dynamic axes.
+        rows: Rows that one call computes.
+        file: A safetensors file of the inputs by name.
+        traced: True if these are the sizes that the model was traced at.
     """
 
     sizes: Sizes
@@ -43,11 +43,11 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """The sizes in words: ``batch=8,sequence=128``."""
+        """The sizes in words, such as ``batch=8,sequence=128``."""
         return ",".join(f"{name}={size}" for name, size in self.sizes.items()) or "as given"
 
     def names(self) -> list[str]:
-        """Those of the inputs."""
+        """Names of the inputs."""
         from safetensors import safe_open
 
         with safe_open(self.file, framework="numpy") as tensors:
@@ -57,48 +57,46 @@ class Workload:
 def from_signature(
     batch: Mapping[str, torch.Tensor], signature: Signature, shapes: Sequence[Sizes], folder: Path, location: str
 ) -> list[Workload]:
-    """A model's own inputs at other sizes; a size that is not asked for stays that of the batch.
+    """Returns a model's own inputs at other sizes.
 
     Args:
         batch: Inputs at the traced sizes.
-        folder: Where to write them.
-        location: Where the sizes were asked for.
+        signature: The model's signature.
+        shapes: Sizes of dynamic axes, for each workload.
+        folder: Folder to write the inputs to.
+        location: Key or option of the shapes, for errors.
 
     Raises:
-        ConfigError: No input has such a dimension, or it does not take that size.
+        ConfigError: No input has the axis, or the size is outside of its range.
     """
     from safetensors.torch import save_file
 
     from optexport.signature.resizing import resize
 
-    found: list[Workload] = []
-    given = signature.sizes(batch)
-    for index, asked in enumerate(shapes or [{}]):
-        _check_names(asked, list(given), f"{location}[{index}]")
-        for name, size in asked.items():
-            dim = signature.dims[name]
-            if size < dim.min or (dim.max is not None and size > dim.max):
-                raise ConfigError(
-                    f"{name} may be {dim.min} to {dim.max or 'any'}, not {size}", location=f"{location}[{index}]"
-                )
-        sizes = {**given, **asked}
-        _check_new(sizes, found, f"{location}[{index}]")
+    workloads: list[Workload] = []
+    traced_sizes = signature.sizes(batch)
+    for index, (shape, shape_location) in enumerate(_located(shapes, location)):
+        _check_names(shape, list(traced_sizes), shape_location)
+        for name, size in shape.items():
+            _check_range(name, size, signature.dims[name], shape_location)
+        sizes = {**traced_sizes, **shape}
+        _check_unique(sizes, workloads, shape_location)
         resized = resize(batch, signature, sizes)
         file = folder / f"{index}.safetensors"
         save_file({name: tensor.detach().contiguous().clone() for name, tensor in resized.items()}, file)
-        shown = {name: list(tensor.shape) for name, tensor in resized.items()}
-        found.append(Workload(sizes, _rows(sizes, shown), file, traced=sizes == given))
-    return found
+        tensor_shapes = {name: list(tensor.shape) for name, tensor in resized.items()}
+        workloads.append(Workload(sizes, _count_rows(sizes, tensor_shapes), file, traced=sizes == traced_sizes))
+    return workloads
 
 
 def from_bundle(
-    bundle: Path, manifest: Manifest, given: Path | None, shapes: Sequence[Sizes], folder: Path
+    bundle: Path, manifest: Manifest, inputs: Path | None, shapes: Sequence[Sizes], folder: Path
 ) -> list[Workload]:
-    """The stored inputs of a bundle, or others of the same names, at the asked sizes.
+    """Returns the stored inputs of a bundle, or the inputs in a file, at the given sizes.
 
     Raises:
-        ConfigError: As for `from_signature`, or the other inputs do not fit the bundle.
-        BundleError: The stored ones are damaged.
+        ConfigError: As for `from_signature`, or the inputs of the file do not fit the bundle.
+        BundleError: The stored inputs are damaged.
     """
     from optexport.bundle.contents import read_traced_inputs
     from optexport.bundle.layout import REFERENCE
@@ -107,105 +105,112 @@ def from_bundle(
     batch = read_traced_inputs(bundle / REFERENCE, [spec.name for spec in manifest.inputs])
     specs = tuple(TensorSpec(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.inputs)
     dims = {name: Dim(name, dim.min, dim.max) for name, dim in manifest.dims.items()}
-    if given is not None:
+    if inputs is not None:
         from safetensors.torch import load_file
 
-        others = _read(given, load_file)
+        tensors = _read(inputs, load_file)
         for spec in specs:
-            if spec.name not in others or others[spec.name].dim() != len(spec.shape):
+            if spec.name not in tensors or tensors[spec.name].dim() != len(spec.shape):
                 shape = f"[{', '.join(map(str, spec.shape))}]"
-                raise ConfigError(f"the bundle takes {spec.name} {shape}, which it lacks", location=f"--inputs {given}")
-        batch = {spec.name: others[spec.name] for spec in specs}
+                raise ConfigError(
+                    f"the input {spec.name} {shape} of the bundle is missing", location=f"--inputs {inputs}"
+                )
+        batch = {spec.name: tensors[spec.name] for spec in specs}
     signature = Signature(specs, (), dims)
     for name, size in signature.sizes(batch).items():
-        dim = dims[name]
-        if size < dim.min or (dim.max is not None and size > dim.max):
-            raise ConfigError(
-                f"{name} may be {dim.min} to {dim.max or 'any'}, not {size}", location=f"--inputs {given}"
-            )
+        _check_range(name, size, dims[name], f"--inputs {inputs}")
     return from_signature(batch, signature, shapes, folder, "--shape")
 
 
-def from_file(given: Path, shapes: Sequence[Sizes], artifacts: Sequence[Artifact]) -> list[Workload]:
-    """Inputs as they stand in a safetensors file.
+def from_file(inputs: Path, shapes: Sequence[Sizes], artifacts: Sequence[Artifact]) -> list[Workload]:
+    """Returns the inputs in a safetensors file.
 
     Args:
-        artifacts: What they are for.
+        inputs: The file.
+        shapes: Must be empty, because the axes of the inputs are unknown.
+        artifacts: Files to measure.
 
     Raises:
-        ConfigError: It cannot be read, holds what an ONNX file cannot be given, or sizes are asked for.
+        ConfigError: The file cannot be read, has a dtype that ONNX Runtime cannot receive, or there are shapes.
     """
     if shapes:
         raise ConfigError(
-            "which axes these sizes are of is known of bundles, and of ONNX files without --inputs",
+            "sizes can only be chosen for a bundle, or for an ONNX file without --inputs",
             location="--shape",
-            hint="Leave it out, and give inputs of that size.",
+            hint="Remove --shape, and give inputs of that size.",
         )
-    kinds: dict[str, str] = {}
-    shown: dict[str, list[int]] = {}
-    for name, tensor in _read(given, _slices).items():
-        kinds[name], shown[name] = tensor.get_dtype(), tensor.get_shape()
+    dtypes: dict[str, str] = {}
+    tensor_shapes: dict[str, list[int]] = {}
+    for name, tensor in _read(inputs, _read_slices).items():
+        dtypes[name], tensor_shapes[name] = tensor.get_dtype(), tensor.get_shape()
     for artifact in (artifact for artifact in artifacts if artifact.format == "onnx"):
-        for name in (name for name, kind in kinds.items() if kind not in _IN_NUMPY):
+        for name in (name for name, dtype in dtypes.items() if dtype not in _IN_NUMPY):
             raise ConfigError(
-                f"{name} is of {kinds[name]}, which {artifact.name} cannot be given: NumPy has no such numbers",
-                location=f"--inputs {given}",
-                hint="Measure files of PyTorch with it, or give it in float32.",
+                f"{artifact.name} cannot receive {name}: NumPy has no dtype {dtypes[name]}",
+                location=f"--inputs {inputs}",
+                hint=f"Measure only torch files with these inputs, or store {name} as F32.",
             )
-    return [Workload({}, _rows({}, shown), given)]
+    return [Workload({}, _count_rows({}, tensor_shapes), inputs)]
 
 
-def _slices(path: Path) -> dict[str, Any]:
-    """What the head of a safetensors file says of each tensor."""
+def _read_slices(path: Path) -> dict[str, Any]:
+    """Reads dtypes and shapes from the header of a safetensors file."""
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:
-        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
 
 
 def from_onnx(artifact: Artifact, shapes: Sequence[Sizes], folder: Path) -> tuple[list[Workload], list[str]]:
-    """Random inputs for an ONNX file, of the names, dtypes and shapes that it says it takes.
+    """Returns random inputs with the names, dtypes and shapes of an ONNX file.
 
     Returns:
-        The workloads, and what had to be taken for granted.
+        The workloads, and notes about assumptions.
 
     Raises:
-        ConfigError: A size is of none of its axes, or an input is of a kind that cannot be made up.
-        BenchError: It cannot be read.
+        ConfigError: The file has no axis of that name, or an input is not a tensor of numbers.
+        BenchError: The file cannot be read.
     """
     import numpy as np
     from safetensors.numpy import save_file
 
     specs = _onnx_inputs(artifact)
-    names = {size: axis for _, shape in specs.values() for axis, size in enumerate(shape) if isinstance(size, str)}
-    defaults = {name: _FIRST_AXIS if axis == 0 else _OTHER_AXES for name, axis in names.items()}
-    found: list[Workload] = []
-    for index, asked in enumerate(shapes or [{}]):
-        _check_names(asked, list(names), f"--shape[{index}]")
-        sizes = {**defaults, **asked}
-        _check_new(sizes, found, f"--shape[{index}]")
-        generator = np.random.default_rng(0)
-        arrays = {}
-        for name, (dtype, shape) in specs.items():
-            made = [sizes[size] if isinstance(size, str) else size for size in shape]
-            is_float = np.issubdtype(dtype, np.floating)
-            values = generator.standard_normal(made) if is_float else generator.integers(2, size=made)
-            arrays[name] = np.asarray(values).astype(dtype)
+    axes = {size: axis for _, shape in specs.values() for axis, size in enumerate(shape) if isinstance(size, str)}
+    defaults = {name: _FIRST_AXIS if axis == 0 else _OTHER_AXES for name, axis in axes.items()}
+    workloads: list[Workload] = []
+    for index, (shape, location) in enumerate(_located(shapes, "--shape")):
+        _check_names(shape, list(axes), location)
+        sizes = {**defaults, **shape}
+        _check_unique(sizes, workloads, location)
+        arrays = _random_arrays(specs, sizes)
         file = folder / f"{index}.safetensors"
         save_file(arrays, file)
-        found.append(Workload(sizes, _rows(sizes, {name: list(array.shape) for name, array in arrays.items()}), file))
-    assumed = sorted({name for name in names for asked in shapes or [{}] if name not in asked})
-    notes = [f"{artifact.name}: nobody said what {', '.join(f'{n} is: {defaults[n]}' for n in assumed)}"] * bool(
-        assumed
-    )
-    whole = [name for name, (dtype, _) in specs.items() if not np.issubdtype(dtype, np.floating)]
-    if whole:
-        notes.append(f"{artifact.name}: {', '.join(whole)} are 0 and 1 at random, since nothing is known of them")
-    return found, notes
+        rows = _count_rows(sizes, {name: list(array.shape) for name, array in arrays.items()})
+        workloads.append(Workload(sizes, rows, file))
+    notes = []
+    if assumed := sorted({name for name in axes for shape in shapes or [{}] if name not in shape}):
+        sizes_text = ", ".join(f"{name}={defaults[name]}" for name in assumed)
+        notes.append(f"{artifact.name}: assumed sizes {sizes_text}; set them with --shape")
+    if integers := [name for name, (dtype, _) in specs.items() if not np.issubdtype(dtype, np.floating)]:
+        notes.append(f"{artifact.name}: random values 0 and 1 for {', '.join(integers)}; set them with --inputs")
+    return workloads, notes
+
+
+def _random_arrays(specs: Mapping[str, tuple[Any, list[int | str]]], sizes: Sizes) -> dict[str, Any]:
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for name, (dtype, axes) in specs.items():
+        shape = [sizes[size] if isinstance(size, str) else size for size in axes]
+        is_float = np.issubdtype(dtype, np.floating)
+        values = generator.standard_normal(shape) if is_float else generator.integers(2, size=shape)
+        arrays[name] = np.asarray(values).astype(dtype)
+    return arrays
 
 
 def _onnx_inputs(artifact: Artifact) -> dict[str, tuple[Any, list[int | str]]]:
-    """Dtype and shape of each input; an axis of any size is its name."""
+    """Returns dtype and shape of each input; a dynamic axis is its name."""
     import onnx
 
     graph = read_onnx(artifact.path).graph
@@ -218,7 +223,7 @@ def _onnx_inputs(artifact: Artifact) -> dict[str, tuple[Any, list[int | str]]]:
         dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) if tensor.elem_type else None
         if dtype is None or dtype.kind not in "fiub":
             raise ConfigError(
-                f"its input {value.name} is no tensor of numbers that could be made up",
+                f"cannot make random values for the input {value.name}: it is not a tensor of numbers",
                 location=artifact.name,
                 hint="Give --inputs FILE.safetensors.",
             )
@@ -233,28 +238,40 @@ def _onnx_inputs(artifact: Artifact) -> dict[str, tuple[Any, list[int | str]]]:
 def _read(path: Path, load: Any) -> dict[str, Any]:
     from safetensors import SafetensorError
 
-    if not path.is_file():  # a pipe would be waited for
-        raise ConfigError("it is no file", location=f"--inputs {path}")
+    if not path.is_file():  # reading a pipe would block
+        raise ConfigError("the file does not exist", location=f"--inputs {path}")
     try:
         return dict(load(path))
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"it cannot be read: {error}", location=f"--inputs {path}") from error
+        raise ConfigError(f"cannot read the file: {error}", location=f"--inputs {path}") from error
 
 
-def _check_names(asked: Sizes, known: Sequence[str], location: str) -> None:
-    for name in asked:
-        if name not in known:
-            raise ConfigError(f"no input has a dimension {name}", location=location, hint=did_you_mean(name, known))
+def _located(shapes: Sequence[Sizes], location: str) -> Iterator[tuple[Sizes, str]]:
+    """Yields each shape with its location; one empty shape if there are none."""
+    return ((shape, f"{location}[{index}]") for index, shape in enumerate(shapes or [{}]))
 
 
-def _check_new(sizes: Sizes, found: Sequence[Workload], location: str) -> None:
-    if any(workload.sizes == sizes for workload in found):
-        raise ConfigError("these sizes are asked for twice", location=location, hint="Leave one out.")
+def _check_names(shape: Sizes, axes: Sequence[str], location: str) -> None:
+    for name in shape:
+        if name not in axes:
+            raise ConfigError(f"no input has a dynamic axis {name}", location=location, hint=did_you_mean(name, axes))
 
 
-def _rows(sizes: Sizes, shapes: Mapping[str, Sequence[int]]) -> int:
-    """How many rows a batch has: the size called batch, or else that of all inputs' first axes."""
+def _check_range(name: str, size: int, dim: Dim, location: str) -> None:
+    if size < dim.min or (dim.max is not None and size > dim.max):
+        raise ConfigError(
+            f"{name} is out of range (found {size}, expected {dim.min} to {dim.max or 'any'})", location=location
+        )
+
+
+def _check_unique(sizes: Sizes, workloads: Sequence[Workload], location: str) -> None:
+    if any(workload.sizes == sizes for workload in workloads):
+        raise ConfigError("the same sizes occur twice", location=location, hint="Remove one of them.")
+
+
+def _count_rows(sizes: Sizes, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Returns the size called batch, or the first axis if all inputs agree on it, or 1."""
     if "batch" in sizes:
         return sizes["batch"]
-    firsts = {shape[0] for shape in shapes.values() if shape}
-    return firsts.pop() if len(firsts) == 1 else 1
+    first_axes = {shape[0] for shape in shapes.values() if shape}
+    return first_axes.pop() if len(first_axes) == 1 else 1

@@ -87,7 +87,8 @@ def run(
     from optexport.bundle.layout import kept
     from optexport.config.load import load_config
     from optexport.pipeline import lockfile
-    from optexport.report import ci
+    from optexport.report import github
+    from optexport.report import junit as report_junit
 
     try:
         read = load_config(config, without)  # a mistake in the file is told before torch is imported
@@ -95,10 +96,11 @@ def run(
             lockfile.check_surroundings(lockfile.read(config), read, config, packages.versions())
         packages.check()
     except ConfigError as error:
-        ci.start(junit, [config])
-        ci.publish(config.name, None, error, junit)
+        report_junit.start(junit, [config])
+        github.publish(config.name, None, error)
+        report_junit.write(junit, None, error)
         raise
-    ci.start(junit, [config, *kept(read.output_path(config.parent))])
+    report_junit.start(junit, [config, *kept(read.output_path(config.parent))])
     if read.generation is not None:
         given = {"--tune": tune, "--baseline": baseline, "--dump": dump is not None, "--locked": locked}
         given |= {"--junit": junit is not None}
@@ -115,9 +117,11 @@ def run(
                     config, without=without, tune=tune, baseline=baseline, dump=dump, locked=locked, progress=progress
                 )
     except OptexportError as error:
-        ci.publish(config.name, None, error, junit)
+        github.publish(config.name, None, error)
+        report_junit.write(junit, None, error)
         raise
-    ci.publish(config.name, result.manifest.parity, result.failure, junit)
+    github.publish(config.name, result.manifest.parity, result.failure)
+    report_junit.write(junit, result.manifest.parity, result.failure)
     if as_json:
         print_json(terminal.as_json(result))
     else:

@@ -33,9 +33,10 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
     """
     from optexport.bundle.layout import SIGNATURE
     from optexport.bundle.parts import read_bundles
-    from optexport.report import ci
+    from optexport.report import github
+    from optexport.report import junit as report_junit
 
-    ci.start(junit, [bundle])
+    report_junit.start(junit, [bundle])
     found: list[_Checked] = []
     try:
         if key is None:
@@ -50,10 +51,12 @@ def verify(bundle: Path, key: Path | None, junit: Path | None, as_json: bool) ->
         for target, manifest in bundles.items():
             found.append(_check(target, manifest, bundle if whole else bundle / target.name))
     except OptexportError as error:
-        ci.publish(bundle.name, None, error, junit)
+        github.publish(bundle.name, None, error)
+        report_junit.write(junit, None, error)
         raise
     for each in found:
-        ci.publish(each.shown.name, each.record, each.failed, junit)
+        github.publish(each.shown.name, each.record, each.failed)
+        report_junit.write(junit, each.record, each.failed)
     failed = next((each.failed for each in found if each.failed is not None), None)
     if as_json:
         told = {each.shown.name: each.as_json() for each in found}

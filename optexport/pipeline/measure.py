@@ -1,14 +1,14 @@
-"""Measures the files of a run, beside the plain export where they are to be faster, and holds them to the gates."""
+"""Benchmarks the files of a run against the plain export, and checks the gates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optexport._utils.progress import Progress
 from optexport.bench import gates
-from optexport.bench.artifact import exported
+from optexport.bench.artifact import Artifact, list_artifacts
 from optexport.bench.measure import PairwiseComparison, Report, measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload, from_signature
@@ -19,8 +19,28 @@ from optexport.pipeline import variant
 from optexport.signature.signature import Signature
 
 
+@dataclass(frozen=True)
+class Exports:
+    """Files of a run to measure.
+
+    Attributes:
+        records: Their records in the manifest.
+        folder: Their folder.
+        scratch: Folder for the plain export.
+        parity: Parity record of the files, attached to errors.
+    """
+
+    records: Sequence[ArtifactRecord]
+    folder: Path
+    scratch: Path
+    parity: ParityRecord
+
+
 def workloads(job: Job, signature: Signature, folder: Path) -> list[Workload]:
-    """What the files will be measured on, so that a size that the model does not take is told early; else nothing."""
+    """Returns the workloads of a run; empty if nothing is to be measured.
+
+    Runs before the export, so that wrong sizes are reported early.
+    """
     config = job.config
     if not (config.bench.enabled or config.tune is not None or config.gate.needs_times):
         return []
@@ -28,59 +48,62 @@ def workloads(job: Job, signature: Signature, folder: Path) -> list[Workload]:
 
 
 def measure_exports(
-    job: Job,
-    given: Sequence[Workload],
-    artifacts: Sequence[ArtifactRecord],
-    draft: Path,
-    scratch: Path,
-    proof: ParityRecord,
-    progress: Progress,
-    *,
-    tuned: bool,
+    job: Job, workloads: Sequence[Workload], exports: Exports, progress: Progress, *, tuned: bool
 ) -> Report | None:
-    """Measures the files, where that is asked for, and checks the gates.
+    """Benchmarks the files if the config asks for it, and checks the gates.
 
     Args:
-        given: What to measure on; nothing where nothing is to be measured.
-        draft: The folder of the files.
-        scratch: Where to write the plain export.
-        proof: That the files compute what the original does, for whoever reads the error.
-        tuned: Whether the files were chosen by tuning, and may not be slower than the plain export.
+        job: The run.
+        workloads: Workloads to measure; empty if times are not needed.
+        exports: Files to measure.
+        progress: Times the stage.
+        tuned: True if tuning chose the files; they must then not be slower than the plain export.
+
+    Returns:
+        The report; None if nothing was measured.
 
     Raises:
-        GateError: They do not keep to a gate, or are slower though they were tuned.
+        GateError: A gate fails, or a tuned file is slower than the plain export.
     """
-    bench, gate = job.config.bench, job.config.gate
-    if not given and gate.max_size_mb is None:
+    gate = job.config.gate
+    if not workloads and gate.max_size_mb is None:
         return None
-    inputs = list(job.example)
-    files, plain, found = exported(artifacts, inputs, draft, ""), [], None
-    without_plain: dict[str, str] = {}
-    if given:
-        compared = [
-            name
-            for name in dict.fromkeys(job.config.export.formats)
-            if tuned or (gate.min_speedup is not None and gate.min_speedup.of(name) is not None)
-        ]
-        settings = Settings(bench.threads, max(LEAST_ROUNDS, bench.rounds) if compared else bench.rounds)
+    artifacts = list_artifacts(exports.records, list(job.example), exports.folder, "")
+    report: Report | None = None
+    without_plain: Mapping[str, str] = {}
+    if workloads:
         with progress.step("measure"):
-            if compared:
-                records, refused = variant.export_plain(job, compared, scratch)
-                without_plain = {name: error.message for name, error in refused.items()}
-                plain = exported(records, inputs, scratch, "plain ", proven=False)
-            pairs = [(ours, theirs) for ours in files for theirs in plain if ours.format == theirs.format]
-            found = measure([*files, *plain], given, pairs, settings)
-            lacking = [
-                f"{name}: no plain export to compare it with could be made: {cause}"
-                for name, cause in without_plain.items()
-            ]
-            found = replace(found, notes=(*found.notes, *lacking))
+            report, without_plain = _measure(job, workloads, artifacts, exports, tuned=tuned)
+    gates.check(gate, artifacts, report, exports.parity, without_plain)
+    return report
 
-            def again(duel: PairwiseComparison) -> PairwiseComparison:
-                pair = (duel.artifact, duel.baseline)
-                return measure(pair, [duel.workload], [pair], settings).duels[0]
 
-            if tuned:
-                gates.check_never_slower(found, again, proof)
-    gates.check(gate, files, found, proof, without_plain)
-    return found
+def _measure(
+    job: Job, workloads: Sequence[Workload], artifacts: Sequence[Artifact], exports: Exports, *, tuned: bool
+) -> tuple[Report, Mapping[str, str]]:
+    """Returns the report, and the formats that have no plain export, with the reason."""
+    bench, gate = job.config.bench, job.config.gate
+    compared = [
+        name
+        for name in dict.fromkeys(job.config.export.formats)
+        if tuned or (gate.min_speedup is not None and gate.min_speedup.of(name) is not None)
+    ]
+    settings = Settings(bench.threads, max(LEAST_ROUNDS, bench.rounds) if compared else bench.rounds)
+    plain: list[Artifact] = []
+    without_plain: dict[str, str] = {}
+    if compared:
+        records, failures = variant.export_plain(job, compared, exports.scratch)
+        without_plain = {name: error.message for name, error in failures.items()}
+        plain = list_artifacts(records, list(job.example), exports.scratch, "plain ", proven=False)
+    pairs = [(artifact, baseline) for artifact in artifacts for baseline in plain if artifact.format == baseline.format]
+    report = measure([*artifacts, *plain], workloads, pairs, settings)
+    notes = [f"{name}: not compared, because the plain export failed: {cause}" for name, cause in without_plain.items()]
+    report = replace(report, notes=(*report.notes, *notes))
+
+    def measure_again(duel: PairwiseComparison) -> PairwiseComparison:
+        pair = (duel.artifact, duel.baseline)
+        return measure(pair, [duel.workload], [pair], settings).duels[0]
+
+    if tuned:
+        gates.check_never_slower(report, measure_again, exports.parity)
+    return report, without_plain

@@ -49,6 +49,7 @@ from optexport.signature.signature import Signature
 from optexport.tracking import run_params
 from optexport.transformations.apply import NamedRule
 from optexport.tuning import outcome, tuner
+from optexport.tuning.candidate_builder import CandidateBuilder
 from optexport.tuning.outcome import Outcome
 
 
@@ -201,7 +202,8 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
             proof = make_checker(job, run_reference(job, traced, call, ids), signature)
         tuned: tuple[Outcome, ...] = ()
         if job.config.tune is not None:
-            job, tuned = tuner.tune(job, traced, call, proof, workloads, job.config.tune.seconds, scratch, progress)
+            builder = CandidateBuilder(job, traced, call, proof, scratch)
+            job, tuned = tuner.tune(builder, workloads, job.config.tune.seconds, progress)
         graphs = [variant.apply(each, traced.graph_module, job, progress) for each in job.variants]
         with progress.step("other sizes"):
             if suspect_sizes := sizes_apart(job, traced, graphs, call):
@@ -217,7 +219,8 @@ def produce(job: Job, progress: Progress, held: contextlib.ExitStack | None = No
             f"check {p}" for p in candidate_checker.kept
         ]
         found = parity_record(proof)
-        bench = measure.measure_exports(job, workloads, artifacts, draft, scratch, found, progress, tuned=bool(tuned))
+        files = measure.Exports(artifacts, draft, scratch, found)
+        bench = measure.measure_exports(job, workloads, files, progress, tuned=bool(tuned))
         with progress.step("bundle"):
             stored = write_reference(draft / layout.REFERENCE, proof.reference)
             if job.config_text is not None:

@@ -101,7 +101,7 @@ def check_passed(target: TargetParity, proof: ParityChecker) -> None:
     if target.precision is not None and not target.passed:
         told = "".join(f"\n  {failure}" for failure in failures(target))
         raise ParityError(
-            f"in {target.precision} it does not give what is demanded, although it did when the layers were chosen{told}",
+            f"in {target.precision} it fails a gate that it passed when the layers were chosen{told}",
             location=target.target,
             hint="Name more layers in precision.keep_float32, or leave its format out of [precision].",
             proof=parity_record(proof),

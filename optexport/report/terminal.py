@@ -1,66 +1,66 @@
-"""What a run says at its end, for people and for machines."""
+"""Prints the result of a run on the terminal, and returns it as a JSON document."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from optexport.bench import report
-from optexport.bundle.manifest import ChangeRecord, GateValueRecord, Manifest, TensorRecord
+from optexport.bundle.layout import REPORT
+from optexport.bundle.manifest import ChangeRecord, GateValueRecord, Manifest, PrecisionRecord, TensorRecord
 from optexport.config.metrics import beside_gate
 from optexport.errors import on_one_line
-from optexport.parity.checker import TargetParity
-from optexport.report import ci
+from optexport.parity.checker import ORIGINAL, CaseParity, OutputParity, TargetParity
+from optexport.report.parity_text import case_names
 from optexport.result import Result
 from optexport.tuning import outcome
 
 _SHOWN_NEAR_MISSES = 3
+# From this console width on, the parity table has all figures.
 _WIDE = 120
 
 
 def show(result: Result, console: Console) -> None:
-    """Prints the summary of a run that ended well."""
+    """Prints the summary of a finished run, with the verdict and locations at the end."""
     manifest = result.manifest
-    for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
-        shown = "; ".join(_signature(tensor) for tensor in tensors)
-        console.print(f"[bold]{title}[/] {escape(on_one_line(shown))}", soft_wrap=True, highlight=False)
-    sizes = [f"{name} {dim.min} to {dim.max or 'any'}" for name, dim in manifest.dims.items()]
-    console.print(f"[bold]Sizes[/] {escape('; '.join(sizes)) or 'all fixed'}", soft_wrap=True, highlight=False)
+    _show_signature(manifest, console)
     _show_transformations(manifest, console)
-    _show_parity(manifest, result.parity, console)
-    _show_precision(manifest, console)
     if result.kept:
-        kept = ", ".join(result.kept)
-        console.print(
-            f"[bold]Kept[/] of an earlier run: {escape(kept)}; OPTEXPORT_CACHE= computes all anew",
-            soft_wrap=True,
-            highlight=False,
-        )
+        _print(console, f"From cache: {', '.join(result.kept)} (set OPTEXPORT_CACHE= to disable)")
     if result.tuned:
-        console.print("[bold]Tuned[/]", highlight=False)
+        console.print("\n[bold]Tuning[/]", highlight=False)
         outcome.show(result.tuned, console)
     if result.bench is not None:
-        console.print("[bold]Measured[/]", highlight=False)
+        console.print("\n[bold]Benchmark[/]", highlight=False)
         report.show(result.bench, console)
-    _show_files(result, console)
-    if result.run_page is not None:
-        console.print(f"\n[bold]MLflow[/] run {result.run_id}", highlight=False)
-        for line in result.run_page.splitlines():
-            console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
-    if result.registered is not None:
-        console.print(f"[bold]Registered[/] {escape(result.registered.told)}", soft_wrap=True, highlight=False)
-        for reason in result.registered.why:
-            console.print(f"  {escape(reason)}", soft_wrap=True, highlight=False)
+    _show_precision(manifest, console)
+    _show_parity(manifest, result.parity, console)
+    _show_verdict(result, console)
+    _show_locations(result, console)
 
 
-def _signature(tensor: TensorRecord) -> str:
+def _print(console: Console, text: str) -> None:
+    """Prints plain text, without markup, colours or wrapping."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _show_signature(manifest: Manifest, console: Console) -> None:
+    for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
+        text = "; ".join(_tensor_text(tensor) for tensor in tensors)
+        console.print(f"[bold]{title}[/] {escape(on_one_line(text))}", soft_wrap=True, highlight=False)
+    axes = ", ".join(f"{name} {dim.min}..{dim.max or 'any'}" for name, dim in manifest.dims.items())
+    console.print(f"[bold]Dynamic axes[/] {escape(axes) or 'none'}", soft_wrap=True, highlight=False)
+    for axis in manifest.fixed_axes:
+        _print(console, f"  fixed by the model: {axis}")
+
+
+def _tensor_text(tensor: TensorRecord) -> str:
     return f"{tensor.name} [{', '.join(map(str, tensor.shape))}] {tensor.dtype}"
 
 
@@ -69,146 +69,231 @@ def _show_transformations(manifest: Manifest, console: Console) -> None:
     if not manifest.transformations:
         console.print("  none")
     formats: list[str] = []
-    for t in manifest.transformations:
-        if t.formats != formats:
-            formats = t.formats
+    for rule in manifest.transformations:
+        if rule.formats != formats:
+            formats = rule.formats
             console.print(f"  for {', '.join(formats)}:")
-        replaced = sum(len(change.replaced) for change in t.changes)
-        made = sum(len(change.nodes) for change in t.changes)
-        done = f"{replaced} {'node' if replaced == 1 else 'nodes'} -> {made}" if t.changes else "nothing to change"
-        first = f", first at {escape(_where(t.changes[0]))}" if t.changes else ""
-        console.print(f"  {escape(t.rule):38} {done}{first}", highlight=False, soft_wrap=True)
-        for miss in t.near_misses[:_SHOWN_NEAR_MISSES]:
-            console.print(f"    skipped at {escape(miss.node)}: {escape(miss.reason)}", highlight=False, soft_wrap=True)
-        if (more := len(t.near_misses) - _SHOWN_NEAR_MISSES) > 0:
-            console.print(f"    and {more} more near misses, all in manifest.json")
+        before = sum(len(change.replaced) for change in rule.changes)
+        after = sum(len(change.nodes) for change in rule.changes)
+        text = "no match"
+        if rule.changes:
+            location = _change_location(rule.changes[0])
+            text = f"{before} {'node' if before == 1 else 'nodes'} -> {after}, first at {location}"
+        _print(console, f"  {rule.rule:38} {text}")
+        for miss in rule.near_misses[:_SHOWN_NEAR_MISSES]:
+            _print(console, f"    skipped at {miss.node}: {miss.reason}")
+        if (hidden := len(rule.near_misses) - _SHOWN_NEAR_MISSES) > 0:
+            _print(console, f"    {hidden} more near misses in manifest.json")
     if manifest.undone:
-        undone = escape(" and ".join(manifest.undone))
-        console.print(f"  undone again on a copy: {undone}; the graph before came back, to the bit", soft_wrap=True)
+        _print(console, f"  undo verified, bit-exact: {', '.join(manifest.undone)}")
 
 
-def _where(change: ChangeRecord) -> str:
-    """The module that was changed, or else the node."""
+def _change_location(change: ChangeRecord) -> str:
+    """Returns the changed module, or the first changed node if a function was changed."""
     is_function = change.target.startswith(("operator.", "torch."))
     return change.target if change.target and not is_function else (change.nodes or change.replaced)[0]
 
 
-def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: Console) -> None:
-    proof = manifest.parity
-    verdict = "[bold green]passed[/]" if all(target.passed for target in targets) else "[bold red]failed[/]"
-    batches = escape(ci.batches(proof.cases))
-    console.print(
-        f"\n[bold]Parity[/] {verdict}, on {len(proof.cases)} batches: {batches}", soft_wrap=True, highlight=False
-    )
-    if proof.ways:
-        console.print(f"  floor: the original as it is run here, and {' and '.join(proof.ways)}", highlight=False)
-    if proof.fallback:
-        console.print(f"  float64 could not be had ({escape(proof.fallback)}): compared with the original itself")
-    for where in proof.unguided:
-        console.print(f"  {escape(where)}: float64 goes another way there, so compared with the original itself")
-    for what in manifest.few_digits:
-        console.print(
-            f"  [bold]few digits[/]: float64 differs in {escape(what)}: "
-            "a fault of that size passes, unless parity.atol is set",
-            soft_wrap=True,
-            highlight=False,
-        )
-    for what in manifest.only_zeros:
-        console.print(
-            f"  [bold]only zeros[/]: {escape(what)} is nothing else on ordinary batches, which shows little: "
-            "give data on which it is more, as inputs.data",
-            soft_wrap=True,
-            highlight=False,
-        )
-    for what in proof.left_out:
-        console.print(f"  not checked: {escape(what)}", soft_wrap=True, highlight=False)
-    console.print(parity_table(targets, wide=console.width >= _WIDE))
-    if any(target.decisions for target in targets):
-        console.print(decision_table(targets))
-    for artifact in manifest.artifacts:
-        if artifact.fixed_shape is not None:
-            console.print(f"  {artifact.format}: [bold]fixed shape[/], since {escape(artifact.fixed_shape)}")
-    for axis in manifest.fixed_axes:
-        console.print(f"  fixed by the model: {escape(axis)}", highlight=False)
-
-
-def parity_table(targets: Sequence[TargetParity], *, wide: bool) -> Table:
-    """One row for every output at every place: its distance beside the floor; the rest where there is room."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("place", "output"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("distance", "floor", "multiple", *(("limit", "step", "argmax", "would pass") if wide else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for target in targets:
-        for o in target.outputs:
-            cells = [f"{value:.2g}" for value in (o.max_abs, o.floor, o.multiple)]
-            if wide:
-                gated = any(decision.gate.output in (None, o.output) for decision in target.decisions)
-                limit = f"{o.limit:.2g}" if math.isfinite(o.limit) else "gates" if gated else "none"
-                cells += [limit, f"{o.step:.2g}", f"{o.argmax_agreement:.2%}", f"atol={o.tolerance:.2g}"]
-            table.add_row(target.title, escape(on_one_line(o.output)), *cells, style=None if o.passed else "red")
-    return table
-
-
-def decision_table(targets: Sequence[TargetParity]) -> Table:
-    """One row for every gate at every place: the value that it is on, and what that was counted over."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("place", "decisions"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("value", "gate", "mean (95 % interval)", "count", "ties"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for target in targets:
-        for d in target.decisions:
-            interval = "" if d.low is None else f" ({d.low:.6g} to {d.high:.6g})"
-            value, least = beside_gate(d.value, d.gate.min), f"{d.gate.min:.15g}"
-            cells = [value, least, f"{d.mean:.6g}{interval}", f"{d.count}", f"{d.ties}"]
-            table.add_row(target.title, escape(d.gate.name), *cells, style=None if d.passed else "red")
-    return table
-
-
 def _show_precision(manifest: Manifest, console: Console) -> None:
-    """Says of each file of lower precision what of it is lowered, and why the rest is not."""
     for artifact in manifest.artifacts:
         if (record := artifact.precision) is None:
             continue
-        lowered = [layer for layer in record.layers if layer.kept is None]
-        text = f"{artifact.format} is {record.precision}, and held to the gates: {_told(record.chosen)}"
-        console.print(f"[bold]Precision[/] {escape(text)}", soft_wrap=True, highlight=False)
-        console.print(f"  {len(lowered)} of {len(record.layers)} layers are lowered", highlight=False)
+        text = f"{artifact.format} is {record.precision}, checked by gates: {_gate_values(record.chosen)}"
+        console.print(f"\n[bold]Precision[/] {escape(text)}", soft_wrap=True, highlight=False)
+        for line in _layer_lines(record):
+            _print(console, f"  {line}")
         if any(gate.real for gate in manifest.parity.gates):
-            told = "gates count on the data alone; at other sizes gross faults alone are found"
-            console.print(f"  {told}", soft_wrap=True, highlight=False)
-        if ungated := manifest.ungated:
-            console.print(f"  held to nothing: {escape(', '.join(ungated))}", soft_wrap=True, highlight=False)
-        if len(lowered) < len(record.layers):
-            told = f"  with all {record.but_asked_for}lowered: {escape(_told(record.lowered))}"
-            console.print(told, soft_wrap=True, highlight=False)
-        for layer in record.layers:
-            if layer.kept is not None:
-                why = layer.kept if not layer.alone else f"{layer.kept}; lowered alone: {_told(layer.alone)}"
-                console.print(f"  in float32: {escape(f'{layer.layer} ({why})')}", soft_wrap=True, highlight=False)
+            _print(console, "  gates use your data only; at other sizes only gross errors are detected")
+        if manifest.ungated:
+            _print(console, f"  no gate and no tolerance: {', '.join(manifest.ungated)}")
 
 
-def _told(values: Sequence[GateValueRecord]) -> str:
-    """What gates are on."""
+def _layer_lines(record: PrecisionRecord) -> Iterator[str]:
+    """Yields which layers have the lower precision, and why the others are in float32."""
+    lowered = [layer for layer in record.layers if layer.kept is None]
+    yield f"{len(lowered)} of {len(record.layers)} layers in {record.precision}"
+    if len(lowered) < len(record.layers):
+        yield f"with all {record.but_asked_for}in {record.precision}: {_gate_values(record.lowered)}"
+    for layer in record.layers:
+        if layer.kept is None:
+            continue
+        reason = "set by the config" if layer.kept == "asked for" else layer.kept
+        alone = f"; lowered alone: {_gate_values(layer.alone)}" if layer.alone else ""
+        yield f"in float32: {layer.layer} ({reason}{alone})"
+
+
+def _gate_values(values: Sequence[GateValueRecord]) -> str:
     texts = ["none" if value.value is None else beside_gate(value.value, value.min) for value in values]
     names = [f"{value.measure}{f' of {value.output}' if value.output else ''}" for value in values]
     return "; ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
 
 
-def _show_files(result: Result, console: Console) -> None:
-    console.print(f"[bold]Files[/] in {escape(str(result.output))}", soft_wrap=True, highlight=False)
-    for file in sorted(path for path in result.output.rglob("*") if path.is_file()):
-        name = escape(file.relative_to(result.output).as_posix())
-        console.print(f"  {name:28} {report.size_in_words(file.stat().st_size):>10}", highlight=False)
-    for missing in result.manifest.application.missing if result.manifest.application is not None else ():
-        console.print(f"  without its {escape(missing)}", soft_wrap=True, highlight=False)
+def _show_parity(manifest: Manifest, targets: Sequence[TargetParity], console: Console) -> None:
+    parity = manifest.parity
+    console.print(
+        f"\n[bold]Parity[/] on {len(parity.cases)} cases: {escape(case_names(parity.cases))}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    for line in _parity_notes(manifest):
+        console.print(f"  {line}", soft_wrap=True, highlight=False)
+    compared = [target for target in targets if target.target != ORIGINAL]
+    console.print()
+    console.print(parity_table(compared, wide=console.width >= _WIDE))
+    if any(target.decisions for target in compared):
+        console.print()
+        console.print(gate_table(compared))
+
+
+def _parity_notes(manifest: Manifest) -> Iterator[str]:
+    """Yields what a reader must know to rely on the check."""
+    parity = manifest.parity
+    if parity.ways:
+        yield f"noise floor: from the original as it runs by default, and {escape(' and '.join(parity.ways))}"
+    if parity.fallback:
+        yield f"reference: the original itself, because float64 failed ({escape(parity.fallback)})"
+    for name in parity.unguided:
+        yield f"{escape(name)}: compared with the original itself, because float64 takes another path there"
+    for text in manifest.few_digits:
+        yield (
+            f"[bold]large noise floor[/]: the original differs from float64 in {escape(text)}; "
+            "errors of that size pass. Set parity.atol to detect them."
+        )
+    for name in manifest.only_zeros:
+        yield (
+            f"[bold]only zeros[/]: {escape(name)} is zero in all ordinary cases, so its check shows little. "
+            "Set inputs.data to data that gives other values."
+        )
+    for text in parity.left_out:
+        yield f"not checked: {escape(text)}"
+    for artifact in manifest.artifacts:
+        if artifact.fixed_shape is not None:
+            yield f"{artifact.format}: [bold]fixed shape[/], because {escape(artifact.fixed_shape)}"
+
+
+def parity_table(targets: Sequence[TargetParity], *, wide: bool) -> Table:
+    """Returns a table with the error and tolerance of every target's worst output.
+
+    Args:
+        targets: Targets to show.
+        wide: Adds the worst case, noise floor, change since the previous target, argmax agreement, and the ``atol``
+            that would pass.
+    """
+    table = Table(box=None)
+    table.add_column("target", no_wrap=True)
+    table.add_column("worst output", overflow="fold")
+    for heading in ("error", "tolerance", "used"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    if wide:
+        table.add_column("worst case", overflow="fold")
+        for heading in ("noise floor", "step", "argmax", "would pass with"):
+            table.add_column(heading, justify="right", no_wrap=True)
+    for target in targets:
+        output, case = max(_worst_cases(target), key=lambda pair: _used_share(pair[1]))
+        share = _used_share(case)
+        cells = [f"{case.distance:.1e}", _tolerance_text(target, output, case), _percent(share)]
+        cells.append("ok" if target.passed else "FAILED")
+        if wide:
+            figures = [f"{output.floor:.1e}", f"{output.step:.1e}", f"{output.argmax_agreement:.2%}"]
+            cells += [escape(on_one_line(case.case)), *figures, f"atol={output.tolerance:.2g}"]
+        name = escape(on_one_line(output.output))
+        table.add_row(target.title, name, *cells, style=None if target.passed else "red")
+    return table
+
+
+def _worst_cases(target: TargetParity) -> list[tuple[OutputParity, CaseParity]]:
+    """Returns each output with the case that uses most of its tolerance."""
+    return [
+        (output, max(output.cases, key=lambda case: (_used_share(case), case.distance))) for output in target.outputs
+    ]
+
+
+def _used_share(case: CaseParity) -> float:
+    """Returns the error as a share of the tolerance; 0 without a tolerance."""
+    if not math.isfinite(case.limit):
+        return 0.0
+    return case.distance / case.limit if case.limit > 0 else 0.0 if case.distance == 0 else math.inf
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %") if math.isfinite(share) else ""
+
+
+def _tolerance_text(target: TargetParity, output: OutputParity, case: CaseParity) -> str:
+    if math.isfinite(case.limit):
+        return f"{case.limit:.1e}"
+    has_gate = any(decision.gate.output in (None, output.output) for decision in target.decisions)
+    return "gates" if has_gate else "none"
+
+
+def gate_table(targets: Sequence[TargetParity]) -> Table:
+    """Returns a table with every metric of every target."""
+    table = Table(box=None)
+    for heading in ("target", "metric"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("value", "minimum", "mean (95 % interval)", "count", "ties"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for target in targets:
+        for decision in target.decisions:
+            interval = "" if decision.low is None else f" ({decision.low:.6g} to {decision.high:.6g})"
+            value, minimum = beside_gate(decision.value, decision.gate.min), f"{decision.gate.min:.15g}"
+            cells = [value, minimum, f"{decision.mean:.6g}{interval}", f"{decision.count}", f"{decision.ties}"]
+            style = None if decision.passed else "red"
+            table.add_row(target.title, escape(decision.gate.name), *cells, style=style)
+    return table
+
+
+def _show_verdict(result: Result, console: Console) -> None:
+    manifest = result.manifest
+    targets = [target for target in result.parity if target.target != ORIGINAL]
+    worst = [case for target in targets for _, case in _worst_cases(target)]
+    shares = [_used_share(case) for case in worst if math.isfinite(case.limit)]
+    verdict = "[bold green]PASSED[/]" if result.passed else "[bold red]FAILED[/]"
+    files = len(manifest.artifacts)
+    facts = [
+        f"{files} {'file' if files == 1 else 'files'}",
+        f"{len(manifest.parity.cases)} cases",
+        f"at most {_percent(max(shares))} of the tolerance used" if shares else "no tolerances",
+    ]
+    console.print(f"\n{verdict}  {', '.join(facts)}", highlight=False)
+    latencies = _latencies(result)
+    for artifact in manifest.artifacts:
+        paths = [result.output / artifact.path, result.output / f"{artifact.path}.data"]
+        size = report.size_in_words(sum(path.stat().st_size for path in paths if path.is_file()))
+        precision = None if artifact.precision is None else artifact.precision.precision
+        name = artifact.format if precision is None else f"{artifact.format} ({precision})"
+        _print(console, f"  {artifact.path:28} {size:>10}   {latencies.get(name, '')}".rstrip())
+    for reason in manifest.application.missing if manifest.application is not None else ():
+        _print(console, f"  not included: {reason}")
+
+
+def _latencies(result: Result) -> dict[str, str]:
+    """Returns each file's median latency at the first measured shape."""
+    texts: dict[str, str] = {}
+    for figures in result.bench.figures if result.bench is not None else ():
+        texts.setdefault(figures.artifact.name, f"{1e3 * figures.p50:.3g} ms at {figures.workload.label}")
+    return texts
+
+
+def _show_locations(result: Result, console: Console) -> None:
+    locations = [("bundle", str(result.output))]
+    if (result.output / REPORT).is_file():
+        locations.append(("report", str(result.output / REPORT)))
     if result.baseline is not None:
-        console.print(f"[bold]Baseline[/] in {escape(str(result.baseline))}", soft_wrap=True, highlight=False)
+        locations.append(("baseline", str(result.baseline)))
+    if result.run_page is not None:
+        locations.append(("mlflow", f"run {result.run_id}"))
+        locations += [("", line) for line in result.run_page.splitlines()]
+    if result.registered is not None:
+        locations.append(("registry", result.registered.told))
+        locations += [("", reason) for reason in result.registered.why]
+    for title, text in locations:
+        _print(console, f"{title:9}{text}")
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """The result for machines."""
+    """Returns the result as the document of ``--json``."""
     return {
         "passed": result.passed,
         "exit_code": 0 if result.failure is None else result.failure.exit_code,

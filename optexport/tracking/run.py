@@ -159,8 +159,8 @@ def give_up(client: Any, run_id: str, reason: str) -> None:
 def end_left(client: Any, experiment: str, bundle: Path) -> None:
     """Marks the run of an earlier bundle as FAILED where it is RUNNING yet, and nobody sends to it any more.
 
-    The store was lost before its end, or the program was killed. `optexport upload` completes it all the same, as long as
-    the bundle is there. Whoever sends a bundle has locked it, and the run says which folder that is: a copy may be sent
+    The store was lost before its end, or the program was killed. `optexport upload` completes it all the same, as
+    long as the bundle is there. Whoever sends a bundle has locked it, and the run says which folder that is: a copy may be sent
     elsewhere. What keeps this from being done is no failure of the next run.
     """
     with (

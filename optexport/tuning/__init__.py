@@ -1,1 +1,1 @@
-"""Chooses, for each format, the rules and passes whose file is the fastest of those that are proven."""
+"""Searches for the rules and format passes that make each exported file fastest."""

@@ -1,4 +1,4 @@
-"""Makes files by recipes, and proves each as the run's own files are proven."""
+"""Builds the files of candidates, and checks each as the run's own files are checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from optexport.bench.artifact import Artifact, exported, read_onnx
+from optexport.bench.artifact import Artifact, list_artifacts, read_onnx
 from optexport.config.schema import Format
 from optexport.errors import OptexportError, first_line
 from optexport.exporters.writer import Writer
@@ -19,23 +19,25 @@ from optexport.parity.reference import Call, graph_runner
 from optexport.runtime import runners
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import Applied, sharing_copy, transform
-from optexport.tuning.candidate import Recipe, passes_in, rules_in
-from optexport.tuning.outcome import NOT_THE_SAME
+from optexport.tuning.candidate import Candidate, passes_in, rules_in
+from optexport.tuning.outcome import PARITY_FAILED
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
-class CandidateRejected(Exception):  # noqa: N818 - no error, but an answer
-    """A recipe gives no file that could be shipped; says why."""
+class CandidateRejected(Exception):  # noqa: N818 - an answer, not an error
+    """Raised for a candidate that cannot be shipped, with the reason."""
 
 
 class CandidateBuilder:
-    """Makes the files of candidates.
+    """Builds and checks the files of candidates.
 
     Args:
-        traced: Is not changed.
-        proof: Has the reference, the bounds and the gates that candidates must keep to.
-        folder: Where to write files.
+        job: The run.
+        traced: The traced model; not changed.
+        call: Calls the graph.
+        proof: Reference, tolerances and gates that candidates must meet.
+        folder: Folder for the files.
     """
 
     def __init__(self, job: Job, traced: Traced, call: Call, proof: ParityChecker, folder: Path) -> None:
@@ -43,72 +45,74 @@ class CandidateBuilder:
         self._graphs: dict[tuple[int, ...], tuple[Writer, tuple[Applied, ...]] | CandidateRejected] = {}
         self._files = 0
 
-    def working(self, recipe: Recipe) -> list[int]:
-        """The rules of a recipe that find work, all of them being applied.
+    def matching_rules(self, candidate: Candidate) -> list[int]:
+        """Returns the rules of a candidate that match somewhere, when all of them are applied.
 
         Raises:
-            CandidateRejected: One of them raises, or the graph does not pass.
+            CandidateRejected: A rule failed, or the graph failed the parity check.
         """
-        _, applied = self._graph(recipe)
-        return [i for i, done in zip(rules_in(recipe), applied, strict=True) if done.report.changes]
+        _, applied = self._graph(candidate)
+        return [i for i, rule in zip(rules_in(candidate), applied, strict=True) if rule.report.changes]
 
-    def make(self, file_format: Format, recipe: Recipe, name: str) -> Artifact:
-        """Makes a file, and proves it.
+    def build(self, file_format: Format, candidate: Candidate, name: str) -> Artifact:
+        """Builds and checks a candidate's file.
 
         Args:
-            name: What it is called while it is measured.
+            file_format: Format of the file.
+            candidate: Rules and format passes.
+            name: Name of the artifact while it is measured.
 
         Raises:
-            CandidateRejected: It cannot be made, or does not pass.
+            CandidateRejected: The file cannot be built, or failed the parity check.
         """
-        writer, _ = self._graph(recipe)
+        writer, _ = self._graph(candidate)
         self._files += 1
         folder = self.folder / str(self._files)
         folder.mkdir()
 
-        def build() -> Artifact:
-            record = writer.write(file_format, folder, passes_in(recipe), self.job.config.export.opset)
-            (artifact,) = exported([record], list(self.job.example), folder, "")
+        def write_and_check() -> Artifact:
+            record = writer.write(file_format, folder, passes_in(candidate), self.job.config.export.opset)
+            (artifact,) = list_artifacts([record], list(self.job.example), folder, "")
             names = writer.signature.output_names
             for target, run in runners.open_file(artifact.path, file_format, names, writer.device):
                 self._check(target, run, traced_shape_only=artifact.fixed)
             return replace(artifact, name=name)
 
         try:
-            return _refusing(build)
+            return _raise_refused(write_and_check)
         except CandidateRejected:
             shutil.rmtree(folder)
             raise
 
     def discard(self, artifact: Artifact) -> None:
-        """Removes a file that is needed no more; of a large model there is no room for many."""
+        """Removes a file, because the disk may not have room for many large models."""
         shutil.rmtree(artifact.path.parent)
 
-    def _graph(self, recipe: Recipe) -> tuple[Writer, tuple[Applied, ...]]:
-        chosen = tuple(rules_in(recipe))
-        if chosen not in self._graphs:
+    def _graph(self, candidate: Candidate) -> tuple[Writer, tuple[Applied, ...]]:
+        rules = tuple(rules_in(candidate))
+        if rules not in self._graphs:
             try:
-                self._graphs[chosen] = _refusing(lambda: self._transformed(chosen))
+                self._graphs[rules] = _raise_refused(lambda: self._transform(rules))
             except CandidateRejected as refusal:
-                self._graphs[chosen] = refusal
-        made = self._graphs[chosen]
-        if isinstance(made, CandidateRejected):
-            raise made
-        return made
+                self._graphs[rules] = refusal
+        graph = self._graphs[rules]
+        if isinstance(graph, CandidateRejected):
+            raise graph
+        return graph
 
-    def _transformed(self, chosen: tuple[int, ...]) -> tuple[Writer, tuple[Applied, ...]]:
-        done = transform(sharing_copy(self.traced.graph_module), [self.job.rules[i] for i in chosen])
-        self._check(GRAPH, graph_runner(done.graph_module, self.call))
+    def _transform(self, rules: tuple[int, ...]) -> tuple[Writer, tuple[Applied, ...]]:
         job = self.job
+        transformed = transform(sharing_copy(self.traced.graph_module), [job.rules[i] for i in rules])
+        self._check(GRAPH, graph_runner(transformed.graph_module, self.call))
         writer = Writer(
-            done.graph_module,
+            transformed.graph_module,
             self.traced.signature,
             job.example,
             job.loaded.weights_sha256,
-            done.applied,
+            transformed.applied,
             job.config.model.device,
         )
-        return writer, done.applied
+        return writer, transformed.applied
 
     def _check(self, target: str, run: runners.Run, *, traced_shape_only: bool = False) -> None:
         proof = ParityChecker(self.proof.reference, self.proof.bounds, self.proof.gates)
@@ -116,11 +120,11 @@ class CandidateBuilder:
         failures = [f"{output.output} {output.failure}" for output in parity.outputs if output.failure is not None]
         failures += [decision.failure for decision in parity.decisions if decision.failure is not None]
         if failures:
-            raise CandidateRejected(f"{NOT_THE_SAME} at {target}: {failures[0]}")
+            raise CandidateRejected(f"{PARITY_FAILED} for {target}: {failures[0]}")
 
 
-def content_of(artifact: Artifact) -> str:
-    """A digest of a file that is equal for files that hold the same model, whatever an ONNX file says of its making."""
+def digest_of(artifact: Artifact) -> str:
+    """Returns a digest of a file, without the metadata of ONNX."""
     if artifact.format != "onnx":
         return hashlib.sha256(artifact.path.read_bytes()).hexdigest()
     model = read_onnx(artifact.path)
@@ -128,12 +132,13 @@ def content_of(artifact: Artifact) -> str:
     return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
 
 
-def _refusing(make: Callable[[], _Made]) -> _Made:
+def _raise_refused(function: Callable[[], _Result]) -> _Result:
+    """Calls a function, and raises every exception as `Refused`."""
     try:
-        return make()
+        return function()
     except CandidateRejected:
         raise
     except OptexportError as error:
         raise CandidateRejected(f"{error.location}: {error.message}" if error.location else error.message) from error
-    except Exception as error:  # passes are the code of many, and a candidate is no more than a try
-        raise CandidateRejected(f"it raised {type(error).__name__}: {first_line(error)}") from error
+    except Exception as error:  # a format pass may raise anything, and a candidate is only a trial
+        raise CandidateRejected(f"raised {type(error).__name__}: {first_line(error)}") from error

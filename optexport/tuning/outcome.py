@@ -1,4 +1,4 @@
-"""What came of tuning, for people and for machines."""
+"""Outcomes of tuning: prints them, and returns them as a JSON document."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from optexport.config.benchmarks import LEAST_ROUNDS
 from optexport.config.schema import Format
 
 AS_CONFIGURED = "as configured"
-NOT_THE_SAME = "not the same"
+PARITY_FAILED = "parity failed"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One recipe that was tried.
+    """A candidate that was tried.
 
     Attributes:
-        change: What is other in it than in the config, in words.
-        rules: The positions of its rules in the config.
-        refused: Why no file of it could be shipped; None where one could.
-        comparison: How fast it is, by the measure of the outcome; None where it was not measured.
-        earlier: Whether that was seen by an earlier run, of which it was kept.
+        change: Difference from the configured candidate, in words.
+        rules: Positions of its rules in the config.
+        passes: Its format passes.
+        refused: Why its file cannot be shipped; None if it can.
+        comparison: Speed relative to the outcome's measure; None if it was not measured.
+        earlier: True if an earlier run tried it.
     """
 
     change: str
@@ -41,15 +42,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of tuning one format.
+    """Outcome of tuning one format.
 
     Attributes:
-        chosen: The recipe of the file that is shipped.
-        measure: What others are compared with, in words: what is configured, or what of it passes.
-        over_plain: How fast that is, with the plain export as the measure; None where the plain export was refused, or
-            is what was chosen.
-        trials: All that were tried, in that order.
-        untried: What there was no time for, in words.
+        format: The format.
+        chosen: The candidate of the exported file.
+        measure: Baseline of all comparisons, in words: the configured candidate, or the part of it that passes.
+        over_plain: Speed of the chosen candidate relative to the plain export; None if the plain export was refused or
+            chosen.
+        trials: All trials, in order.
+        untried: Candidates that were not tried for lack of time, in words.
     """
 
     format: Format
@@ -61,38 +63,48 @@ class Outcome:
 
 
 def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """The outcomes as a document."""
+    """Returns the outcomes as a document."""
     return [asdict(outcome) for outcome in outcomes]
 
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Prints what was tried, and what was chosen."""
+    """Prints all trials, and the chosen ones."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("format")
-    table.add_column("tried", overflow="fold")
-    table.add_column("times as fast as configured (95 % interval)", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
+    table.add_column("candidate", overflow="fold")
+    table.add_column("speedup (95 % interval)", no_wrap=True)
+    table.add_column("result", overflow="fold")
     for outcome in outcomes:
         for trial in outcome.trials:
-            c = trial.comparison
-            figures = "" if c is None else f"{c.speedup:.3g} ({c.low:.3g} to {c.high:.3g})"
-            if trial.refused is not None:
-                verdict = f"refused: {trial.refused}"
-            elif c is None:
-                verdict = "" if trial.change == outcome.measure else "not measured"
-            else:
-                verdict = c.told if c.rounds >= LEAST_ROUNDS else f"dropped out after {c.rounds} rounds"
-            verdict += " (earlier run)" if trial.earlier else ""
-            if trial.change == outcome.chosen.change:
-                verdict = f"{verdict}; chosen" if verdict else "chosen"
-            table.add_row(outcome.format, escape(trial.change), figures, escape(verdict))
+            speedup = "" if trial.comparison is None else _speedup_text(trial.comparison)
+            table.add_row(outcome.format, escape(trial.change), speedup, escape(_result_text(outcome, trial)))
     console.print(table)
     for outcome in outcomes:
         if outcome.measure != AS_CONFIGURED:
-            text = f"[bold red]{outcome.format}: what is configured was refused; the ratios are over"
+            text = f"[bold red]{outcome.format}: the configured candidate was rejected; speedups are over"
             console.print(f"{text}[/] {escape(outcome.measure)}", soft_wrap=True, highlight=False)
-        c = outcome.over_plain
-        figures = "" if c is None else f", {c.speedup:.3g} ({c.low:.3g} to {c.high:.3g}) times as fast as plain"
-        console.print(f"{outcome.format}: {escape(outcome.chosen.change)}{figures}", soft_wrap=True, highlight=False)
+        plain = outcome.over_plain
+        speedup = "" if plain is None else f", speedup over the plain export {_speedup_text(plain)}"
+        console.print(f"{outcome.format}: {escape(outcome.chosen.change)}{speedup}", soft_wrap=True, highlight=False)
         if outcome.untried:
             console.print(f"  no time for: {escape('; '.join(outcome.untried))}", soft_wrap=True, highlight=False)
+
+
+def _speedup_text(comparison: Comparison) -> str:
+    return f"{comparison.speedup:.3g} ({comparison.low:.3g} to {comparison.high:.3g})"
+
+
+def _result_text(outcome: Outcome, trial: Trial) -> str:
+    comparison = trial.comparison
+    if trial.refused is not None:
+        text = f"rejected: {trial.refused}"
+    elif comparison is None:
+        text = "" if trial.change == outcome.measure else "not measured"
+    elif comparison.rounds >= LEAST_ROUNDS:
+        text = comparison.verdict_text
+    else:
+        text = f"dropped out after {comparison.rounds} rounds"
+    text += " (earlier run)" if trial.earlier else ""
+    if trial.change == outcome.chosen.change:
+        text = f"{text}; chosen" if text else "chosen"
+    return text

@@ -1,9 +1,9 @@
-"""The search for one format's recipe: the files are made and proven, and race in heats.
+"""Searches for the fastest candidate of one format.
 
-The field of candidates is halved from heat to heat while the rounds double (successive halving: Jamieson and Talwalkar,
-Non-stochastic Best Arm Identification and Hyperparameter Optimization, 2016), so that most of the time goes to those
-that may win. What wins is decided by a last heat alone, whose times had no say in who ran in it: picking the fastest of
-many by the times that made it look so would pick noise.
+Each rung halves the field of candidates and doubles the rounds (successive halving: Jamieson and Talwalkar,
+Non-stochastic Best Arm Identification and Hyperparameter Optimization, 2016), so that promising candidates get most of
+the time. Only the last rung decides, because its times did not decide who ran in it. Choosing by the times that
+brought a candidate into the last rung would choose noise.
 """
 
 from __future__ import annotations
@@ -22,269 +22,289 @@ from optexport.errors import BenchError
 from optexport.job import Job
 from optexport.transformations import KeepOutputs
 from optexport.transformations.apply import NamedRule
-from optexport.tuning.candidate import Ingredient, Recipe, change_in_words, configured, in_order, passes_in, rules_in
-from optexport.tuning.candidate_builder import CandidateBuilder, CandidateRejected, content_of
+from optexport.tuning.candidate import Candidate, Option, configured, describe_change, in_order, passes_in, rules_in
+from optexport.tuning.candidate_builder import CandidateBuilder, CandidateRejected, digest_of
 from optexport.tuning.outcome import Outcome, Trial
-from optexport.tuning.tournament import Contest
+from optexport.tuning.tournament import Tournament
 
 _FIRST_ROUNDS = 4
-# Of the candidates' time, what may go into making them; the rest is for races.
-_MAKING = 0.6
-# How many of the best single changes are tried together.
-_MOST_TOGETHER = 4
+# Share of the time that may be spent on building candidates; the rest is for measuring.
+_BUILD_SHARE = 0.6
+# Number of the best single changes that are combined.
+_MAX_COMBINED = 4
 _FINALISTS = 2
-# Of two that cannot be told apart, how many times as fast the larger change must look to be made; a start that looks
-# as much slower than the plain export, and is not as much faster at best, is no start to stay with.
-_WORTH_A_CHANGE = 1.01
+# If the times of two candidates overlap, the larger change must look this many times as fast to be chosen. A start that
+# looks this much slower than the plain export, and is at best not this much faster, is not kept.
+_MIN_GAIN = 1.01
 
 
 class Search:
-    """The search for one format's recipe, once.
+    """The search for one format's fastest candidate. Runs once.
 
     Args:
-        workshop: Makes the files.
-        contest: Lets them race.
-        seconds: For candidates. What they are compared with is made in any case, and the last heat is run; both come
-            on top, so that a format whose files take long to make has candidates too.
+        job: The run.
+        file_format: Format of the files.
+        builder: Builds and checks files.
+        tournament: Measures files.
+        seconds: Time for candidates. Building the baselines and the last rung come on top, so that a format with slow
+            builds has candidates too.
 
     Attributes:
         spent: Seconds that candidates took.
     """
 
     def __init__(
-        self, job: Job, file_format: Format, workshop: CandidateBuilder, contest: Contest, seconds: float
+        self, job: Job, file_format: Format, builder: CandidateBuilder, tournament: Tournament, seconds: float
     ) -> None:
-        self.job, self.format, self.workshop, self.seconds = job, file_format, workshop, seconds
-        self.begun = self.end = math.inf
+        self.job, self.format, self.builder, self.seconds = job, file_format, builder, seconds
+        self.start_time = self.end_time = math.inf
         self.spent = 0.0
-        self.contest = contest
+        self.tournament = tournament
         self.configured = self.start = configured(job, file_format)
-        # What decides the outputs, and what is expected to find work, is not a matter of speed.
-        kept = [i for i in rules_in(self.start) if job.rules[i].min_matches or _keeps_outputs(job.rules[i])]
-        self.plain: Recipe = frozenset(kept)
-        self.made: list[Recipe] = []
-        self.artifacts: dict[Recipe, Artifact] = {}
-        self.refused: dict[Recipe, str] = {}
-        self.untried: list[Recipe] = []
-        self._contents: dict[str, str] = {}
+        # Rules that decide the outputs, or must match, do not depend on speed.
+        required = [i for i in rules_in(self.start) if job.rules[i].min_matches or _keeps_outputs(job.rules[i])]
+        self.plain: Candidate = frozenset(required)
+        self.built: list[Candidate] = []
+        self.artifacts: dict[Candidate, Artifact] = {}
+        self.refused: dict[Candidate, str] = {}
+        self.untried: list[Candidate] = []
+        self._names: dict[str, str] = {}
 
     def run(self, earlier: Sequence[Trial]) -> Outcome | None:
-        """Searches; None where nothing passes, of which the run itself will tell."""
+        """Runs the search.
+
+        Args:
+            earlier: Trials of an earlier run, with the chosen one first.
+
+        Returns:
+            The outcome; None if no candidate passes the parity check, which the run itself reports.
+        """
         self._try(self.plain)
-        self._start_from_what_passes()
-        if self.start not in self.made:
+        self._find_start()
+        if self.start not in self.built:
             return None
-        self.begun = time.monotonic()
-        self.end = self.begun + self.seconds
-        known = {Recipe([*trial.rules, *trial.passes]): trial for trial in earlier if self._can_be(trial)}
-        chosen_then = list(known)[:1]
-        for recipe in [*chosen_then, *(recipe for recipe in self._single_changes() if recipe not in known)]:
-            self._try(recipe, until=self.begun + _MAKING * self.seconds)
+        self.start_time = time.monotonic()
+        self.end_time = self.start_time + self.seconds
+        cached = {Candidate([*trial.rules, *trial.passes]): trial for trial in earlier if self._is_valid(trial)}
+        chosen_before = list(cached)[:1]
+        new_changes = [candidate for candidate in self._single_changes() if candidate not in cached]
+        for candidate in [*chosen_before, *new_changes]:
+            self._try(candidate, until=self.start_time + _BUILD_SHARE * self.seconds)
         self._race()
         chosen = self._choose()
-        measured_plain = chosen != self.plain and self.contest.ran_last(self.plain)
-        tried = [*self.made, *self.refused]
+        measured_plain = chosen != self.plain and self.tournament.has_run_last(self.plain)
+        tried = [*self.built, *self.refused]
         return Outcome(
             self.format,
             self._trial(chosen),
-            self._told(self.start),
-            self._last(self.plain, chosen) if measured_plain else None,
+            self._describe(self.start),
+            self._compare_last(self.plain, chosen) if measured_plain else None,
             tuple(
-                [self._trial(recipe) for recipe in tried]
-                + [replace(trial, earlier=True) for recipe, trial in known.items() if recipe not in tried]
+                [self._trial(candidate) for candidate in tried]
+                + [replace(trial, earlier=True) for candidate, trial in cached.items() if candidate not in tried]
             ),
-            tuple(self._told(recipe) for recipe in self.untried),
+            tuple(self._describe(candidate) for candidate in self.untried),
         )
 
-    def _can_be(self, trial: Trial) -> bool:
-        """Whether a trial that was kept is one of this search's; a damaged one may say anything."""
-        known = format_passes.of_format(self.format, self.job.config.model.device)
-        return set(trial.rules) <= set(range(len(self.job.rules))) and set(trial.passes) <= set(known)
+    def _is_valid(self, trial: Trial) -> bool:
+        """Returns True if a cached trial fits this search; a damaged cache may hold anything."""
+        passes = format_passes.of_format(self.format, self.job.config.model.device)
+        return set(trial.rules) <= set(range(len(self.job.rules))) and set(trial.passes) <= set(passes)
 
-    def _start_from_what_passes(self) -> None:
-        """Where what is configured is refused, starts from those of its ingredients that pass, taken one by one."""
+    def _find_start(self) -> None:
+        """Sets the start: the configured candidate, or as many of its options as pass."""
         self._try(self.configured)
-        if self.configured in self.made:
+        if self.configured in self.built:
             return
         self.start = self.plain
-        for ingredient in in_order(self.configured - self.plain):
-            self._try(self.start | {ingredient})
-            if self.start | {ingredient} in self.made:
-                self.start |= {ingredient}
+        for option in in_order(self.configured - self.plain):
+            self._try(self.start | {option})
+            if self.start | {option} in self.built:
+                self.start |= {option}
 
-    def _single_changes(self) -> list[Recipe]:
-        """The start with each lowering that it lacks, or without one it has, and without each rule that finds work."""
-        # Those first that change more, should there be no time for all.
-        lowered: list[Ingredient] = [*format_passes.of_format(self.format, self.job.config.model.device)]
-        rules = [i for i in self.workshop.working(self.start) if i not in self.plain]
-        return [self.start ^ {ingredient} for ingredient in [*lowered, *rules]]
+    def _single_changes(self) -> list[Candidate]:
+        """Returns the start with each format pass toggled, and without each matching rule."""
+        # Format passes first, because they change more, in case the time is too short for all.
+        passes: list[Option] = [*format_passes.of_format(self.format, self.job.config.model.device)]
+        rules = [i for i in self.builder.matching_rules(self.start) if i not in self.plain]
+        return [self.start ^ {option} for option in [*passes, *rules]]
 
-    def _try(self, recipe: Recipe, until: float = math.inf) -> None:
-        """Makes and proves a file, once, if there is time for it."""
-        if recipe in self.made or recipe in self.refused:
+    def _try(self, candidate: Candidate, until: float = math.inf) -> None:
+        """Builds and checks a candidate, unless that was done or the time is up."""
+        if candidate in self.built or candidate in self.refused:
             return
         if time.monotonic() > until:
-            self.untried.append(recipe)
+            self.untried.append(candidate)
             return
         try:
-            artifact = self.workshop.make(self.format, recipe, self._told(recipe))
+            artifact = self.builder.build(self.format, candidate, self._describe(candidate))
         except CandidateRejected as refusal:
-            self.refused[recipe] = str(refusal)
+            self.refused[candidate] = str(refusal)
             return
-        content = content_of(artifact)
-        if reason := self._why_not_raced(recipe, artifact, content):
-            self.refused[recipe] = reason
-            self.workshop.discard(artifact)
+        digest = digest_of(artifact)
+        if reason := self._find_race_problem(candidate, artifact, digest):
+            self.refused[candidate] = reason
+            self.builder.discard(artifact)
             return
-        self._contents[content] = artifact.name
-        self.made.append(recipe)
-        self.artifacts[recipe] = artifact
+        self._names[digest] = artifact.name
+        self.built.append(candidate)
+        self.artifacts[candidate] = artifact
 
-    def _why_not_raced(self, recipe: Recipe, artifact: Artifact, content: str) -> str | None:
-        """Why a file that is proven is no candidate; None if it is one."""
-        if artifact.fixed and not all(workload.traced for workload in self.contest.workloads):
-            return "it takes the traced shape only, and others are to be measured"
+    def _find_race_problem(self, candidate: Candidate, artifact: Artifact, digest: str) -> str | None:
+        """Returns why a checked file need not be measured, or None."""
+        if artifact.fixed and not all(workload.traced for workload in self.tournament.workloads):
+            return "it accepts only the traced shape, and other shapes are to be measured"
         bar = self.job.config.gate.max_size_mb
-        most = None if bar is None else bar.of(self.format)
-        if most is not None and artifact.size > most * 1e6 and recipe not in (self.plain, self.configured):
-            return f"it takes {artifact.size / 1e6:.4g} MB, and gate.max_size_mb is {most:g}"
-        if content in self._contents and recipe not in (self.configured, self.start):
-            return f'it gives the same file as "{self._contents[content]}"'
+        maximum = None if bar is None else bar.of(self.format)
+        if maximum is not None and artifact.size > maximum * 1e6 and candidate not in (self.plain, self.configured):
+            return f"it has {artifact.size / 1e6:.4g} MB, gate.max_size_mb is {maximum:g}"
+        if digest in self._names and candidate not in (self.configured, self.start):
+            return f'it is the same file as "{self._names[digest]}"'
         return None
 
     def _race(self) -> None:
-        """Halves the field from heat to heat; after the first the best changes are tried together too."""
+        """Halves the field in each rung; adds combinations of the best after the first."""
         rounds = _FIRST_ROUNDS
-        field = self._candidates(self.made)
+        field = self._without_baselines(self.built)
         while self._is_heat_due(field, rounds):
             field = self._heat(field, rounds)
-            together = self._together(field) if rounds == _FIRST_ROUNDS else []
-            field = self._kept(field, max(_FINALISTS, len(field) // 2)) + together
+            combined = self._combine(field) if rounds == _FIRST_ROUNDS else []
+            field = self._keep_fastest(field, max(_FINALISTS, len(field) // 2)) + combined
             rounds *= 2
-        self.spent = time.monotonic() - self.begun
-        self._heat(self._kept(field, _FINALISTS), max(LEAST_ROUNDS, self.job.config.bench.rounds))
-        for recipe in list(self.artifacts):
-            self.workshop.discard(self.artifacts.pop(recipe))
+        self.spent = time.monotonic() - self.start_time
+        self._heat(self._keep_fastest(field, _FINALISTS), max(LEAST_ROUNDS, self.job.config.bench.rounds))
+        for candidate in list(self.artifacts):
+            self.builder.discard(self.artifacts.pop(candidate))
 
-    def _together(self, field: Sequence[Recipe]) -> list[Recipe]:
-        """The best changes so far, two and more of them at once; to leave out all rules is one of them."""
-        singles = [*field, *([self.plain] if self.plain != self.start and self.contest.ran(self.plain) else [])]
-        better = [recipe for recipe in self._fastest(singles)[:_MOST_TOGETHER] if self._speedup(recipe) > 1]
-        found = []
+    def _combine(self, field: Sequence[Candidate]) -> list[Candidate]:
+        """Combines the best changes so far; leaving out all rules counts as one change."""
+        uses_plain = self.plain != self.start and self.tournament.has_run(self.plain)
+        singles = [*field, *([self.plain] if uses_plain else [])]
+        better = [candidate for candidate in self._by_speed(singles)[:_MAX_COMBINED] if self._speedup(candidate) > 1]
+        combined = []
         for count in range(2, len(better) + 1):
-            changes = frozenset[Ingredient]().union(*(self.start ^ one for one in better[:count]))
-            self._try(self.start ^ changes, until=self.end)
-            found.append(self.start ^ changes)
-        return [recipe for recipe in self._candidates(found) if recipe in self.artifacts and recipe not in field]
+            changes = frozenset[Option]().union(*(self.start ^ candidate for candidate in better[:count]))
+            self._try(self.start ^ changes, until=self.end_time)
+            combined.append(self.start ^ changes)
+        new = [candidate for candidate in self._without_baselines(combined) if candidate in self.artifacts]
+        return [candidate for candidate in new if candidate not in field]
 
-    def _choose(self) -> Recipe:
-        """The fastest of the last heat if it is faster for sure, else the start; never what is slower than plain.
+    def _choose(self) -> Candidate:
+        """Returns the fastest of the last rung, or the start if none is certainly faster.
 
-        Of those that are as fast, the one that changes least.
+        Of equally fast candidates, the smallest change wins. No candidate that is slower than the plain export wins.
         """
-        ran = [recipe for recipe in self._candidates(self.made) if self.contest.ran_last(recipe)]
-        faster = [recipe for recipe in [*ran, self.plain] if self._is_faster(recipe)]
-        faster.sort(key=lambda recipe: self._last(self.start, recipe).speedup, reverse=True)
-        alike = [one for one in faster if self._as_fast(one, faster[0])]
-        alike.sort(key=lambda recipe: len(recipe ^ self.start))
-        others = [one for one in faster if one not in alike]
-        return next((one for one in (*alike, *others, self.start) if not self._worse_than_plain(one)), self.plain)
+        finalists = [item for item in self._without_baselines(self.built) if self.tournament.has_run_last(item)]
+        faster = [candidate for candidate in [*finalists, self.plain] if self._is_faster(candidate)]
+        faster.sort(key=lambda candidate: self._compare_last(self.start, candidate).speedup, reverse=True)
+        equal = [candidate for candidate in faster if self._is_equally_fast(candidate, faster[0])]
+        equal.sort(key=lambda candidate: len(candidate ^ self.start))
+        slower = [candidate for candidate in faster if candidate not in equal]
+        ranked = (*equal, *slower, self.start)
+        return next((candidate for candidate in ranked if not self._is_worse_than_plain(candidate)), self.plain)
 
-    def _as_fast(self, recipe: Recipe, fastest: Recipe) -> bool:
-        """Whether what lies between two is neither seen for sure nor worth a change, should it be as it looks."""
-        if recipe == fastest:
+    def _is_equally_fast(self, candidate: Candidate, fastest: Candidate) -> bool:
+        """Returns True if the fastest is not certainly faster, nor by enough to matter."""
+        if candidate == fastest:
             return True
-        found = self._last(recipe, fastest)
-        return found.verdict != "faster" and found.speedup < _WORTH_A_CHANGE
+        comparison = self._compare_last(candidate, fastest)
+        return comparison.verdict != "faster" and comparison.speedup < _MIN_GAIN
 
-    def _worse_than_plain(self, recipe: Recipe) -> bool:
-        """Whether it is slower at one shape, or looks slower over all and is worth no change at best."""
-        if not self.contest.ran_last(self.plain) or recipe == self.plain:
+    def _is_worse_than_plain(self, candidate: Candidate) -> bool:
+        """Returns True if it is slower at one shape, or slower overall without real gains."""
+        if not self.tournament.has_run_last(self.plain) or candidate == self.plain:
             return False
-        over_all = self.contest.compare(self.plain, recipe)
-        return (over_all.speedup < 1 / _WORTH_A_CHANGE and over_all.high < _WORTH_A_CHANGE) or any(
-            self.contest.compare_at(workload, self.plain, recipe).verdict == "slower"
-            for workload in self.contest.workloads
+        overall = self.tournament.compare(self.plain, candidate)
+        return (overall.speedup < 1 / _MIN_GAIN and overall.high < _MIN_GAIN) or any(
+            self.tournament.compare_at(workload, self.plain, candidate).verdict == "slower"
+            for workload in self.tournament.workloads
         )
 
-    def _is_faster(self, recipe: Recipe) -> bool:
-        """Whether it is faster than the start for sure; the plain export by all heats, of which no one had a choice."""
-        last = recipe != self.plain
-        return self.contest.ran_last(recipe) and self.contest.compare(self.start, recipe, last=last).verdict == "faster"
+    def _is_faster(self, candidate: Candidate) -> bool:
+        """Returns True if it is certainly faster than the start.
 
-    def _last(self, baseline: Recipe, candidate: Recipe) -> Comparison:
-        return self.contest.compare(baseline, candidate, last=True)
+        The plain export ran in every rung without being selected, so that all rungs count for it.
+        """
+        last = candidate != self.plain
+        ran = self.tournament.has_run_last(candidate)
+        return ran and self.tournament.compare(self.start, candidate, last=last).verdict == "faster"
 
-    def _speedup(self, recipe: Recipe) -> float:
-        return self.contest.compare(self.start, recipe).speedup
+    def _compare_last(self, baseline: Candidate, candidate: Candidate) -> Comparison:
+        return self.tournament.compare(baseline, candidate, last=True)
 
-    def _candidates(self, recipes: Iterable[Recipe]) -> list[Recipe]:
-        return [recipe for recipe in recipes if recipe not in (self.start, self.plain)]
+    def _speedup(self, candidate: Candidate) -> float:
+        return self.tournament.compare(self.start, candidate).speedup
 
-    def _fastest(self, field: Sequence[Recipe]) -> list[Recipe]:
-        """The fastest first; what has not run yet before all, since only what promises most is made without."""
+    def _without_baselines(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        return [candidate for candidate in candidates if candidate not in (self.start, self.plain)]
+
+    def _by_speed(self, field: Sequence[Candidate]) -> list[Candidate]:
+        """Sorts by speed; combinations that have not run come first, as they promise most."""
         return sorted(
-            field, key=lambda recipe: self._speedup(recipe) if self.contest.ran(recipe) else math.inf, reverse=True
+            field,
+            key=lambda candidate: self._speedup(candidate) if self.tournament.has_run(candidate) else math.inf,
+            reverse=True,
         )
 
-    def _kept(self, field: Sequence[Recipe], most: int) -> list[Recipe]:
-        """The fastest, and the fastest single change to compare several with; the files of the others go."""
-        ordered = self._fastest(field)
-        single = [recipe for recipe in ordered if len(recipe ^ self.start) == 1][:1]
-        kept = [recipe for index, recipe in enumerate(ordered) if index < most or recipe in single]
-        for recipe in ordered:
-            if recipe not in kept:
-                self.workshop.discard(self.artifacts.pop(recipe))
-        return kept
+    def _keep_fastest(self, field: Sequence[Candidate], count: int) -> list[Candidate]:
+        """Returns the fastest and the fastest single change; discards the other files."""
+        ranked = self._by_speed(field)
+        single = [candidate for candidate in ranked if len(candidate ^ self.start) == 1][:1]
+        fastest = [candidate for rank, candidate in enumerate(ranked) if rank < count or candidate in single]
+        for candidate in ranked:
+            if candidate not in fastest:
+                self.builder.discard(self.artifacts.pop(candidate))
+        return fastest
 
-    def _is_heat_due(self, field: Sequence[Recipe], rounds: int) -> bool:
-        """Whether to run one before the last heat.
+    def _is_heat_due(self, field: Sequence[Candidate], rounds: int) -> bool:
+        """Returns True if another rung should run before the last one.
 
-        The first is run in any case where it decides what drops out, since what it was made for is made. Of as many as
-        the last heat takes it tells no more than what to try together.
+        The first rung always runs if it decides who drops out, because its files exist already. With as many
+        candidates as the last rung takes, a rung only shows what to combine.
         """
-        in_time = time.monotonic() + self.contest.cost(len(field) + 2, rounds) < self.end
-        if self.contest.rungs == 0:
+        in_time = time.monotonic() + self.tournament.cost(len(field) + 2, rounds) < self.end_time
+        if self.tournament.rungs == 0:
             return len(field) > _FINALISTS or (len(field) > 1 and in_time)
-        return len(field) > _FINALISTS + 1 and in_time  # of which one may be a single change
+        return len(field) > _FINALISTS + 1 and in_time  # one more than the finalists, which may be a single change
 
-    def _heat(self, field: Sequence[Recipe], rounds: int) -> list[Recipe]:
-        """Lets candidates race with the start and the plain export; those that cannot be run there are refused.
+    def _heat(self, field: Sequence[Candidate], rounds: int) -> list[Candidate]:
+        """Measures a field with the start and the plain export; rejects what cannot run.
 
-        What the others are compared with has a second chance, as a process may end for a cause that is not its file's.
+        The start and the plain export have a second try, because a process may end for reasons unrelated to its file.
         """
-        running = {one: self.artifacts[one] for one in (self.plain, self.start, *field) if one in self.artifacts}
-        excused: list[Recipe] = []
+        names = (self.plain, self.start, *field)
+        running = {candidate: self.artifacts[candidate] for candidate in names if candidate in self.artifacts}
+        retried: list[Candidate] = []
         while True:
             try:
-                self.contest.rung(running, rounds)
-                return [recipe for recipe in field if recipe in running]
+                self.tournament.rung(running, rounds)
+                return [candidate for candidate in field if candidate in running]
             except BenchError as error:
-                broken = next((recipe for recipe, artifact in running.items() if artifact.name == error.location), None)
-                if broken in (self.plain, self.start) and broken not in excused:
-                    excused.append(broken)
+                failed = next((item for item, artifact in running.items() if artifact.name == error.location), None)
+                if failed in (self.plain, self.start) and failed not in retried:
+                    retried.append(failed)
                     continue
-                if broken is None or broken == self.start:
+                if failed is None or failed == self.start:
                     raise
-                self.refused[broken] = f"it cannot be run in a process of its own: {error.message}"
-                self.made.remove(broken)
-                self.workshop.discard(self.artifacts.pop(broken))
-                del running[broken]
+                self.refused[failed] = f"it cannot run in its own process: {error.message}"
+                self.built.remove(failed)
+                self.builder.discard(self.artifacts.pop(failed))
+                del running[failed]
 
-    def _told(self, recipe: Recipe) -> str:
-        without_rules = rules_in(recipe) == rules_in(self.plain) != rules_in(self.configured)
-        if recipe == self.plain != self.configured or without_rules:
-            return ", ".join(["plain export", *(f"with {name}" for name in passes_in(recipe))])
-        return change_in_words(self.configured, recipe, self.job.rules)
+    def _describe(self, candidate: Candidate) -> str:
+        without_rules = rules_in(candidate) == rules_in(self.plain) != rules_in(self.configured)
+        if candidate == self.plain != self.configured or without_rules:
+            return ", ".join(["plain export", *(f"with {name}" for name in passes_in(candidate))])
+        return describe_change(self.configured, candidate, self.job.rules)
 
-    def _trial(self, recipe: Recipe) -> Trial:
-        measured = recipe != self.start and self.contest.ran(recipe)
+    def _trial(self, candidate: Candidate) -> Trial:
+        measured = candidate != self.start and self.tournament.has_run(candidate)
         return Trial(
-            self._told(recipe),
-            tuple(rules_in(recipe)),
-            tuple(passes_in(recipe)),
-            self.refused.get(recipe),
-            self.contest.compare(self.start, recipe) if measured else None,
+            self._describe(candidate),
+            tuple(rules_in(candidate)),
+            tuple(passes_in(candidate)),
+            self.refused.get(candidate),
+            self.tournament.compare(self.start, candidate) if measured else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Keeps what tuning found, so that a second run starts from there."""
+"""Caches the trials of a search, so that the next run starts from them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pydantic import TypeAdapter, ValidationError
 
 from optexport.cache import store
 from optexport.config.benchmarks import LEAST_ROUNDS
-from optexport.tuning.outcome import NOT_THE_SAME, Trial
+from optexport.tuning.outcome import PARITY_FAILED, Trial
 
 _TRIALS = TypeAdapter(list[Trial])
 
 
 def read(entry: str) -> list[Trial]:
-    """The trials under a name, the chosen one first; none where nothing is kept."""
-    if (kept := store.read(entry)) is None:
+    """Returns the cached trials of an entry, with the chosen one first."""
+    if (cached := store.read(entry)) is None:
         return []
     try:
-        return _TRIALS.validate_python(kept[1])
-    except ValidationError:  # as another version kept them
+        return _TRIALS.validate_python(cached[1])
+    except ValidationError:  # written by another version
         return []
 
 
 def write(entry: str, chosen: Trial, trials: Sequence[Trial]) -> None:
-    """Keeps what was chosen, and the trials that need not be repeated.
+    """Caches the chosen trial and those that need not be repeated.
 
-    Those are what was measured to an end, and what does not compute the same. What dropped out early, or could not be
-    made, may fare better another time.
+    These are fully measured trials, and those that failed the parity check. Trials that dropped out early or could not
+    be built may do better next time.
     """
-    ended = [trial for trial in trials if trial.comparison is not None and trial.comparison.rounds >= LEAST_ROUNDS]
-    refused = [trial for trial in trials if (trial.refused or "").startswith(NOT_THE_SAME)]
-    store.write(entry, [asdict(trial) for trial in (chosen, *ended, *refused)])
+    measured = [trial for trial in trials if trial.comparison is not None and trial.comparison.rounds >= LEAST_ROUNDS]
+    wrong = [trial for trial in trials if (trial.refused or "").startswith(PARITY_FAILED)]
+    store.write(entry, [asdict(trial) for trial in (chosen, *measured, *wrong)])

@@ -1,10 +1,9 @@
-"""Finds the rules and passes that pay, format by format."""
+"""Chooses the fastest rules and format passes for each format."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from optexport._utils.progress import Progress
 from optexport.bench.workload import Workload
@@ -14,7 +13,6 @@ from optexport.config.metrics import METRIC
 from optexport.config.schema import Format
 from optexport.job import Job, resolved
 from optexport.parity.checker import ParityChecker
-from optexport.parity.reference import Call
 from optexport.runtime import devices
 from optexport.tracing.trace import Traced
 from optexport.transformations.apply import is_built_in
@@ -23,67 +21,63 @@ from optexport.tuning.candidate import configured
 from optexport.tuning.candidate_builder import CandidateBuilder
 from optexport.tuning.outcome import Outcome
 from optexport.tuning.search import Search
-from optexport.tuning.tournament import Contest
+from optexport.tuning.tournament import Tournament
 
 
 def tune(
-    job: Job,
-    traced: Traced,
-    call: Call,
-    proof: ParityChecker,
-    workloads: Sequence[Workload],
-    budget: float,
-    folder: Path,
-    progress: Progress,
+    builder: CandidateBuilder, workloads: Sequence[Workload], budget: float, progress: Progress
 ) -> tuple[Job, tuple[Outcome, ...]]:
-    """Finds the recipe of each format's file.
+    """Searches for the fastest candidate of each format.
 
     Args:
-        traced: Is not changed.
-        proof: Has the reference, the bounds and the gates that candidates must keep to.
-        workloads: What the files are measured on.
-        budget: Seconds for the candidates of all formats. What each is compared with, and its last heat, come on top.
-        folder: Where to write files.
+        builder: Builds and checks the candidates of a job.
+        workloads: Inputs to measure on.
+        budget: Seconds for the candidates of all formats. Their baselines and the last rungs come on top.
+        progress: Times the search of each format.
 
     Returns:
-        The job with the rules and passes that were chosen, and what came of the search.
+        The job with the chosen rules and format passes, and the outcome of each search.
     """
-    workshop = CandidateBuilder(job, traced, call, proof, folder)
+    job = builder.job
     formats = list(dict.fromkeys(job.config.export.formats))
-    left = budget
+    remaining = budget
     outcomes = []
     for index, name in enumerate(formats):
         with progress.step(f"tune {name}"):
-            contest = Contest(workloads, job.config.bench.threads)
-            search = Search(job, name, workshop, contest, share(budget, left, index, len(formats)))
-            known = _entry(job, traced, proof, workloads, name)
-            outcome = search.run(trial_cache.read(known))
-            left -= search.spent
+            tournament = Tournament(workloads, job.config.bench.threads)
+            search = Search(job, name, builder, tournament, share(budget, remaining, index, len(formats)))
+            entry = _cache_entry(job, builder.traced, builder.proof, workloads, name)
+            outcome = search.run(trial_cache.read(entry))
+            remaining -= search.spent
             if outcome is not None:
-                trial_cache.write(known, outcome.chosen, outcome.trials)
+                trial_cache.write(entry, outcome.chosen, outcome.trials)
                 outcomes.append(outcome)
     return _with_chosen(job, outcomes), tuple(outcomes)
 
 
-def share(budget: float, left: float, index: int, formats: int) -> float:
-    """Seconds for the search of one format: as many as for any, whatever earlier ones took of them.
+def share(budget: float, remaining: float, index: int, formats: int) -> float:
+    """Returns the seconds for one format: its share of the budget, or more if time is left.
 
     Args:
-        left: Seconds of the budget that are left, or below 0 where it was overdrawn.
-        index: How many formats came before.
+        budget: Seconds for all formats.
+        remaining: Seconds left; negative if earlier formats took too long.
+        index: Number of formats before this one.
+        formats: Number of formats.
     """
-    return max(budget / formats, left / (formats - index))
+    return max(budget / formats, remaining / (formats - index))
 
 
-def _entry(job: Job, traced: Traced, proof: ParityChecker, workloads: Sequence[Workload], file_format: Format) -> str:
-    """What the trials of a format are kept under."""
+def _cache_entry(
+    job: Job, traced: Traced, proof: ParityChecker, workloads: Sequence[Workload], file_format: Format
+) -> str:
+    """Returns the cache entry of a format's trials."""
     reference, gates = proof.reference, job.config.parity.metrics or ()
     plugins = {type(rule.transformation).__module__ for rule in job.rules if not is_built_in(rule.transformation)}
     metrics = {gate.removeprefix(METRIC).partition(":")[0] for gate in gates if gate.startswith(METRIC)}
     return store.name(
         "tuning",
         model_key.of(traced.graph_module, job.loaded.model),
-        str(traced.graph_module.graph),  # where its calls are not known by name there is no digest of it
+        str(traced.graph_module.graph),  # a graph that calls unnamed functions has no digest
         job.loaded.weights_sha256,
         file_format,
         [[rule.name, rule.options, rule.formats, rule.min_matches] for rule in job.rules],
@@ -101,19 +95,19 @@ def _entry(job: Job, traced: Traced, proof: ParityChecker, workloads: Sequence[W
 
 
 def _with_chosen(job: Job, outcomes: Sequence[Outcome]) -> Job:
-    """The job in which every rule and lowering is for the formats that chose it; without rules that none chose."""
+    """Restricts rules and format passes to the formats that chose them."""
     chosen = {outcome.format: outcome.chosen for outcome in outcomes}
     formats = list(dict.fromkeys(job.config.export.formats))
     rules = []
     for index, rule in enumerate(job.rules):
-        own = [
+        rule_formats = [
             name
             for name in formats
             if (index in chosen[name].rules if name in chosen else index in configured(job, name))
         ]
-        if own:
-            rules.append(replace(rule, formats=None if own == formats else tuple(own)))
-    lowered = {**job.config.export.passes, **{name: list(trial.passes) for name, trial in chosen.items()}}
-    export = job.config.export.model_copy(update={"passes": {name: found for name, found in lowered.items() if found}})
+        if rule_formats:
+            rules.append(replace(rule, formats=None if rule_formats == formats else tuple(rule_formats)))
+    passes = {**job.config.export.passes, **{name: list(trial.passes) for name, trial in chosen.items()}}
+    export = job.config.export.model_copy(update={"passes": {name: names for name, names in passes.items() if names}})
     config = resolved(job.config.model_copy(update={"export": export, "tune": None}), rules)
     return replace(job, config=config, rules=tuple(rules))

@@ -1,4 +1,4 @@
-"""Small ONNX files to be measured."""
+"""Writes small ONNX files to measure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 64
 
 
 def chain(path: Path, products: int, *, external: bool = False) -> Path:
-    """Writes a chain of matrix products, x [batch, length, 64] to y; each of them takes as long as the others."""
+    """Writes a chain of matrix products, x [batch, length, 64] to y, each of equal cost."""
     weight = np.random.default_rng(0).standard_normal((WIDTH, WIDTH)).astype("float32") / WIDTH**0.5
     names = ["x", *(f"v{index}" for index in range(1, products)), "y"]
     graph = helper.make_graph(
@@ -28,7 +28,7 @@ def chain(path: Path, products: int, *, external: bool = False) -> Path:
 
 
 def lookup(path: Path) -> Path:
-    """Writes a table look-up of ids [batch, length] that has 2 rows, so that other ids than 0 and 1 fail."""
+    """Writes a table look-up with 2 rows of ids [batch, length]; ids above 1 fail."""
     graph = helper.make_graph(
         [helper.make_node("Gather", ["table", "ids"], ["y"])],
         "lookup",

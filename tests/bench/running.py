@@ -1,4 +1,4 @@
-"""Calls of ``optexport bench``, and what they measure on."""
+"""Calls ``optexport bench`` for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict on times: right as often as it says, the same from both sides, and silent where nothing can be told."""
+"""Tests of the verdict on times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ Times = npt.NDArray[np.float64]
 def simulated(
     generator: np.random.Generator, ratio: float, launches: int = 10, rounds: int = 2, noise: float = 0.02
 ) -> tuple[Times, Times]:
-    """Times of a baseline and of a candidate that is faster by a ratio, as machines give them: each process has a speed
-    of its own, each turn is off by heavy-tailed noise, and both share what disturbs a whole round."""
+    """Simulates times of a baseline and of a candidate that is faster by a ratio.
+
+    Each process has its own speed, each turn has heavy-tailed noise, and both share the disturbance of a round.
+    """
     shared = 0.3 * generator.standard_normal((launches, rounds))
 
     def turns(seconds: float) -> Times:
@@ -31,21 +33,21 @@ def simulated(
 
 
 @pytest.mark.parametrize("launches", [6, 10, 30])
-def test_the_interval_holds_the_true_ratio_as_often_as_it_says(launches: int) -> None:
+def test_interval_covers_the_true_ratio_as_often_as_claimed(launches: int) -> None:
     generator = np.random.default_rng(launches)
-    found = [compare(*simulated(generator, 1.03, launches)) for _ in range(300)]
-    inside = sum(c.low <= 1.03 <= c.high for c in found) / len(found)
+    comparisons = [compare(*simulated(generator, 1.03, launches)) for _ in range(300)]
+    inside = sum(c.low <= 1.03 <= c.high for c in comparisons) / len(comparisons)
     assert inside >= 0.95 - 0.025  # two standard deviations of a count of 300
 
 
-def test_equal_artifacts_are_seldom_told_apart() -> None:
+def test_equal_artifacts_seldom_differ() -> None:
     generator = np.random.default_rng(0)
     verdicts = [compare(*simulated(generator, 1.0)).verdict for _ in range(300)]
-    assert verdicts.count("cannot tell") >= (0.95 - 0.025) * len(verdicts)
+    assert verdicts.count("inconclusive") >= (0.95 - 0.025) * len(verdicts)
 
 
-def test_an_interval_over_rounds_alone_would_be_too_narrow() -> None:
-    """Why artifacts are started afresh: as one launch, the same rounds claim more than they know."""
+def test_interval_over_rounds_of_one_launch_is_too_narrow() -> None:
+    """Shows why artifacts restart: rounds of one launch are not independent."""
     generator = np.random.default_rng(0)
     missed = 0
     for _ in range(200):
@@ -56,12 +58,12 @@ def test_an_interval_over_rounds_alone_would_be_too_narrow() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.2, 5.0), st.integers(1, 12), st.integers(1, 4), st.floats(1e-4, 0.3))
-def test_exchanging_the_two_inverts_everything(
+def test_swapping_the_two_inverts_every_figure(
     seed: int, ratio: float, launches: int, rounds: int, noise: float
 ) -> None:
-    one, other = simulated(np.random.default_rng(seed), ratio, launches, rounds, noise)
-    forwards, backwards = compare(one, other), compare(other, one)
-    assert backwards.verdict == {"faster": "slower", "slower": "faster"}.get(forwards.verdict, "cannot tell")
+    baseline, candidate = simulated(np.random.default_rng(seed), ratio, launches, rounds, noise)
+    forwards, backwards = compare(baseline, candidate), compare(candidate, baseline)
+    assert backwards.verdict == {"faster": "slower", "slower": "faster"}.get(forwards.verdict, "inconclusive")
     assert backwards.more_rounds == forwards.more_rounds
     np.testing.assert_allclose(
         [backwards.speedup, backwards.low, backwards.high],
@@ -71,60 +73,65 @@ def test_exchanging_the_two_inverts_everything(
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.5, 2.0), st.floats(1e-6, 1e3))
-def test_the_unit_of_time_does_not_matter(seed: int, ratio: float, unit: float) -> None:
-    one, other = simulated(np.random.default_rng(seed), ratio)
-    np.testing.assert_allclose(compare(one, other).low, compare(one * unit, other * unit).low, rtol=1e-9)
+def test_unit_of_time_does_not_matter(seed: int, ratio: float, unit: float) -> None:
+    baseline, candidate = simulated(np.random.default_rng(seed), ratio)
+    np.testing.assert_allclose(
+        compare(baseline, candidate).low, compare(baseline * unit, candidate * unit).low, rtol=1e-9
+    )
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_a_difference_far_beyond_the_noise_is_always_told(seed: int) -> None:
+def test_large_difference_always_has_a_verdict(seed: int) -> None:
     generator = np.random.default_rng(seed)
     assert compare(*simulated(generator, 2.0)).verdict == "faster"
     assert compare(*simulated(generator, 0.5)).verdict == "slower"
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.1, 10.0))
-def test_too_few_rounds_give_no_verdict_and_say_how_many_are_missing(seed: int, ratio: float) -> None:
-    found = compare(*simulated(np.random.default_rng(seed), ratio, launches=3))
-    assert (found.verdict, found.more_rounds) == ("cannot tell", LEAST_ROUNDS - 6)
+def test_too_few_rounds_are_inconclusive(seed: int, ratio: float) -> None:
+    comparison = compare(*simulated(np.random.default_rng(seed), ratio, launches=3))
+    assert (comparison.verdict, comparison.more_rounds) == ("inconclusive", LEAST_ROUNDS - 6)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 20), st.integers(1, 4))
-def test_the_interval_lies_within_what_was_seen_and_around_the_median(seed: int, launches: int, rounds: int) -> None:
+def test_interval_is_within_the_data_and_has_the_median(seed: int, launches: int, rounds: int) -> None:
     logs = np.random.default_rng(seed).standard_normal((launches, rounds))
     low, high = interval(logs)
     assert logs.min() <= low <= np.median(logs) <= high <= logs.max()
 
 
-def test_the_rounds_that_it_asks_for_mostly_decide() -> None:
+def test_suggested_rounds_mostly_give_a_verdict() -> None:
     generator = np.random.default_rng(1)
-    decided = asked = 0
+    decided = suggested = 0
     for _ in range(60):
-        found = compare(*simulated(generator, 1.01))
-        if found.verdict == "cannot tell" and found.more_rounds is not None and found.speedup > 1:
-            asked += 1
-            more = compare(*simulated(generator, found.speedup, launches=10 + found.more_rounds))  # two rounds each
+        comparison = compare(*simulated(generator, 1.01))
+        if comparison.verdict == "inconclusive" and comparison.more_rounds is not None and comparison.speedup > 1:
+            suggested += 1
+            more = compare(
+                *simulated(generator, comparison.speedup, launches=10 + comparison.more_rounds)
+            )  # two rounds each
             decided += more.verdict == "faster"
-    assert asked >= 10
-    assert decided >= 0.8 * asked
+    assert suggested >= 10
+    assert decided >= 0.8 * suggested
 
 
-def test_what_is_told_names_the_rounds_the_likeness_or_the_noise() -> None:
-    assert Comparison(1.2, 1.1, 1.3, "faster").told == "faster"
-    assert Comparison(1.01, 0.9, 1.1, "cannot tell", 80).told == "cannot tell; about 80 more rounds would"
-    assert Comparison(1.005, 0.99, 1.02, "cannot tell", 127).told == "alike within 2 %"
-    assert Comparison(1.01, 0.9, 1.1, "cannot tell", 8, 4).told == "cannot tell from fewer than 12 rounds"
-    assert Comparison(1.0001, 0.991, 1.012, "cannot tell").told == "alike within 1.2 %"
-    assert "vary too much" in Comparison(1.0001, 0.7, 1.4, "cannot tell").told
+def test_verdict_text_names_rounds_equality_or_noise() -> None:
+    assert Comparison(1.2, 1.1, 1.3, "faster").verdict_text == "faster"
+    assert Comparison(1.01, 0.9, 1.1, "inconclusive", 80).verdict_text == "inconclusive: needs about 80 more rounds"
+    assert Comparison(1.005, 0.99, 1.02, "inconclusive", 127).verdict_text == "equal within 2 %"
+    assert Comparison(1.01, 0.9, 1.1, "inconclusive", 8, 4).verdict_text == "inconclusive: fewer than 12 rounds"
+    assert Comparison(1.0001, 0.991, 1.012, "inconclusive").verdict_text == "equal within 1.2 %"
+    assert "too noisy" in Comparison(1.0001, 0.7, 1.4, "inconclusive").verdict_text
 
 
-def test_the_same_times_are_alike() -> None:
+def test_equal_times_are_equal() -> None:
     times = np.exp(np.random.default_rng(0).standard_normal((10, 2)))
-    found = compare(times, times)
-    assert (found.speedup, found.low, found.high, found.verdict, found.more_rounds) == (1, 1, 1, "cannot tell", None)
-    assert found.told == "alike within 0 %"
+    comparison = compare(times, times)
+    assert (comparison.speedup, comparison.low, comparison.high) == (1, 1, 1)
+    assert (comparison.verdict, comparison.more_rounds) == ("inconclusive", None)
+    assert comparison.verdict_text == "equal within 0 %"
 
 
-def test_percentiles_are_those_of_all_calls() -> None:
+def test_percentiles() -> None:
     np.testing.assert_allclose(percentiles([float(i) for i in range(101)]), (50, 90, 99))
     assert all(math.isfinite(value) for value in percentiles([1.0]))

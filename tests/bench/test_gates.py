@@ -1,4 +1,4 @@
-"""``[bench]`` and ``[gate]`` of a run: where the numbers go, which bars hold, and what is said where one does not."""
+"""Tests of ``[bench]`` and ``[gate]`` of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def call(tmp_path: Path) -> Caller:
 
 
 def as_onnx(more: str) -> str:
-    """A config that exports what a worker is started for in the least time."""
+    """Returns a config that exports ONNX, whose worker starts fastest."""
     return config(inputs=DYNAMIC, more=more).replace('formats = ["pt2"]', 'formats = ["onnx"]')
 
 
@@ -42,15 +42,15 @@ def measured(folder: Path) -> Mapping[str, Any]:
     return dict(json.loads((folder / "build" / "model" / "measurements.json").read_bytes())["bench"])
 
 
-# Where the numbers go
+# Figures
 
 
-def test_a_run_measures_nothing_unless_asked_to(call: Caller, tmp_path: Path) -> None:
-    assert "Measured" not in call("run", config(inputs=DYNAMIC)).stdout
+def test_run_measures_nothing_by_default(call: Caller, tmp_path: Path) -> None:
+    assert "Benchmark" not in call("run", config(inputs=DYNAMIC)).stdout
     assert "bench" not in json.loads((tmp_path / "build" / "model" / "measurements.json").read_bytes())
 
 
-def test_what_is_measured_is_shown_and_kept_beside_the_manifest_and_not_in_it(call: Caller, tmp_path: Path) -> None:
+def test_figures_are_printed_and_not_in_the_manifest(call: Caller, tmp_path: Path) -> None:
     bench = "bench = { enabled = true, rounds = 1, shapes = [{ batch = 1 }, { batch = 8 }] }"
     result = call("run", as_onnx(bench))
     assert result.exit_code == 0, result.stderr
@@ -67,7 +67,7 @@ def test_what_is_measured_is_shown_and_kept_beside_the_manifest_and_not_in_it(ca
     assert (tmp_path / "build" / "model" / "manifest.json").read_bytes() == manifest, "equal runs, equal bytes"
 
 
-def test_what_is_measured_is_among_the_metrics_of_the_run(tmp_path: Path) -> None:
+def test_figures_are_metrics_of_the_mlflow_run(tmp_path: Path) -> None:
     uri = stores.store(tmp_path)
     path = stores.project(tmp_path, "sqlite:///mlflow.db", formats='["onnx"]')
     path.write_text(f"{path.read_text()}[bench]\nenabled = true\nrounds = 1\nshapes = [{{ batch = 3 }}]\n")
@@ -84,44 +84,44 @@ def test_what_is_measured_is_among_the_metrics_of_the_run(tmp_path: Path) -> Non
     assert metrics[f"bench.onnx.{label}.rows_per_second"] == pytest.approx(figures.rows_per_second)
 
 
-def test_a_size_that_the_model_does_not_take_is_told(call: Caller) -> None:
+def test_unknown_axis_is_an_error(call: Caller) -> None:
     inputs = 'tensors.x.shape = ["batch", 4]'
     bench = "bench = { enabled = true, shapes = [{ bach = 1 }] }"
-    told = message(call("run", config(inputs=inputs, more=bench)), 2)
-    assert told.startswith("bench.shapes[0]: no input has a dimension bach")
+    error = message(call("run", config(inputs=inputs, more=bench)), 2)
+    assert error.startswith("bench.shapes[0]: no input has a dynamic axis bach")
 
 
 # Gates
 
 
-def test_bars_that_hold_let_the_run_pass_and_imply_measuring(call: Caller, tmp_path: Path) -> None:
+def test_gates_that_hold_pass_and_imply_a_benchmark(call: Caller, tmp_path: Path) -> None:
     bars = "gate = { max_size_mb = 50, max_latency_ms = { onnx = 60000 }, min_speedup = 0.0001 }\nbench.rounds = 12"
     result = call("run", as_onnx(bars))
     assert result.exit_code == 0, result.stderr
-    found = measured(tmp_path)
-    (compared,) = found["comparisons"]
+    document = measured(tmp_path)
+    (compared,) = document["comparisons"]
     assert (compared["artifact"], compared["baseline"]) == ("onnx", "plain onnx")
-    assert {a["name"]: a["proven"] for a in found["artifacts"]} == {"onnx": True, "plain onnx": False}
+    assert {a["name"]: a["proven"] for a in document["artifacts"]} == {"onnx": True, "plain onnx": False}
 
 
-def test_bars_that_do_not_hold_end_the_run_with_6_and_each_is_named(call: Caller, tmp_path: Path) -> None:
+def test_gates_that_fail_are_named_with_exit_code_6(call: Caller, tmp_path: Path) -> None:
     bars = "gate = { max_size_mb = 1e-6, max_latency_ms = 1e-9, min_speedup = 1000 }\nbench.rounds = 12"
-    told = message(call("run", as_onnx(bars)), 6)
-    assert "max_size_mb: onnx takes " in told
-    assert "1e-06 at most demanded" in told
-    assert "max_latency_ms: onnx takes " in told
-    assert "min_speedup: onnx is " in told
-    assert "1000 demanded of the lower end" in told
+    error = message(call("run", as_onnx(bars)), 6)
+    assert "max_size_mb: onnx has " in error
+    assert "maximum 1e-06" in error
+    assert "max_latency_ms: onnx takes " in error
+    assert "min_speedup: onnx has speedup " in error
+    assert "minimum 1000 for the lower end" in error
     assert not (tmp_path / "build" / "model").exists()
 
 
-def test_a_bar_on_size_alone_runs_nothing(call: Caller, tmp_path: Path) -> None:
+def test_gate_on_size_measures_no_times(call: Caller, tmp_path: Path) -> None:
     assert call("run", config(inputs=DYNAMIC, more="gate.max_size_mb = 50")).exit_code == 0
     assert "bench" not in json.loads((tmp_path / "build" / "model" / "measurements.json").read_bytes())
     assert "max_size_mb" in message(call("run", config(inputs=DYNAMIC, more="gate.max_size_mb = { pt2 = 1e-6 }")), 6)
 
 
-# A model that only its rule makes one that ONNX can hold; the plain export cannot be made.
+# ONNX cannot hold this model without the rule, so that the plain export fails.
 ONLY_WITH_A_RULE = """
 import operator
 import torch
@@ -158,19 +158,17 @@ def only_with_a_rule(folder: Path, more: str) -> str:
     return f'{text}\n[[transformations]]\nuse = "python:bessel:WithoutBessel"\n'
 
 
-def test_a_tuned_file_that_has_no_plain_export_is_compared_with_none_and_the_report_says_why(
-    call: Caller, tmp_path: Path
-) -> None:
+def test_tuned_file_without_plain_export_has_a_note(call: Caller, tmp_path: Path) -> None:
     result = call("run", only_with_a_rule(tmp_path, 'tune.budget = "1s"'))
     assert result.exit_code == 0, result.stderr
     (note,) = measured(tmp_path)["notes"]
-    assert note.startswith("onnx: no plain export to compare it with could be made: torch.onnx could not convert")
+    assert note.startswith("onnx: not compared, because the plain export failed: torch.onnx could not convert")
     assert measured(tmp_path)["comparisons"] == []
 
 
-def test_a_speedup_over_a_plain_export_that_cannot_be_made_is_a_gate_that_fails(call: Caller, tmp_path: Path) -> None:
-    told = message(call("run", only_with_a_rule(tmp_path, "gate.min_speedup = 0.5")), 6)
-    assert "min_speedup: onnx cannot be compared, since the plain export cannot be made: torch.onnx could not" in told
+def test_speedup_gate_fails_without_a_plain_export(call: Caller, tmp_path: Path) -> None:
+    error = message(call("run", only_with_a_rule(tmp_path, "gate.min_speedup = 0.5")), 6)
+    assert "min_speedup: onnx has no baseline, because the plain export failed: torch.onnx could not" in error
 
 
 ONNX = Artifact("onnx", Path(), "onnx", 2_000_000)
@@ -178,7 +176,7 @@ PT2 = Artifact("pt2", Path(), "pt2", 3_000_000)
 AT = Workload({"batch": 1}, 1, Path())
 
 
-def found(low: float = 1.0, p50: float = 0.002) -> Report:
+def report_of(low: float = 1.0, p50: float = 0.002) -> Report:
     figures = tuple(Figures(artifact, AT, p50, 1, 1, None, None, 1, 1, None) for artifact in (ONNX, PT2))
     duels = (PairwiseComparison(ONNX, PT2, AT, Comparison(1.2, low, 1.3, "faster")),)
     return Report(Settings(), figures, duels)
@@ -188,20 +186,18 @@ def found(low: float = 1.0, p50: float = 0.002) -> Report:
     ("gate", "report", "failures"),
     [
         ({"max_size_mb": 3}, None, []),
-        ({"max_size_mb": 2.9}, None, ["max_size_mb: pt2 takes 3,"]),
-        ({"max_size_mb": {"every": 1, "pt2": 3}}, None, ["max_size_mb: onnx takes 2,"]),
+        ({"max_size_mb": 2.9}, None, ["max_size_mb: pt2 has 3 MB,"]),
+        ({"max_size_mb": {"every": 1, "pt2": 3}}, None, ["max_size_mb: onnx has 2 MB,"]),
         ({"max_size_mb": {"onnx": 2}}, None, []),
-        ({"max_latency_ms": 2}, found(), []),
-        ({"max_latency_ms": {"pt2": 1.9}}, found(), ["max_latency_ms: pt2 takes 2 (p50) at batch=1"]),
+        ({"max_latency_ms": 2}, report_of(), []),
+        ({"max_latency_ms": {"pt2": 1.9}}, report_of(), ["max_latency_ms: pt2 takes 2 ms (p50) at batch=1"]),
         ({"max_latency_ms": 2}, Report(Settings(), (), ()), ["onnx was not measured", "pt2 was not measured"]),
-        ({"min_speedup": {"onnx": 1}}, found(), []),
-        ({"min_speedup": {"onnx": 1.1}}, found(1.09), ["min_speedup: onnx is 1.2 (1.09 to 1.3) times as fast"]),
-        ({"min_speedup": {"pt2": 0.5}}, found(), ["min_speedup: pt2 was not measured against the plain export"]),
+        ({"min_speedup": {"onnx": 1}}, report_of(), []),
+        ({"min_speedup": {"onnx": 1.1}}, report_of(1.09), ["min_speedup: onnx has speedup 1.2 (1.09 to 1.3)"]),
+        ({"min_speedup": {"pt2": 0.5}}, report_of(), ["min_speedup: pt2 was not compared with the plain export"]),
     ],
 )
-def test_each_bar_is_held_against_what_it_is_on(
-    gate: dict[str, Any], report: Report | None, failures: list[str]
-) -> None:
+def test_each_gate_checks_its_figure(gate: dict[str, Any], report: Report | None, failures: list[str]) -> None:
     config, proof = GateConfig.model_validate(gate), exports.exported().manifest.parity
     if not failures:
         gates.check(config, [ONNX, PT2], report, proof, {})

@@ -1,4 +1,4 @@
-"""What ``optexport bench`` refuses, and how it says so."""
+"""Tests of errors of ``optexport bench``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.bench.files import WIDTH, chain
 from tests.bench.running import BRIEF, call, workload
 
 
-def test_a_changed_bundle_is_refused_before_anything_in_it_is_loaded(tmp_path: Path) -> None:
+def test_changed_bundle_is_refused_before_loading(tmp_path: Path) -> None:
     bundle = shutil.copytree(exports.exported().output, tmp_path / "bundle")
     content = bytearray((bundle / "model.onnx").read_bytes())
     content[len(content) // 2] ^= 1
@@ -34,81 +34,81 @@ def test_a_changed_bundle_is_refused_before_anything_in_it_is_loaded(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("shape", "told"),
+    ("shape", "words"),
     [
         ("batch=0", "is not of the form"),
         ("batch", "is not of the form"),
         ("batch=2,batch=3", "is not of the form"),
         (f"batch={'9' * 5000}", "is not of the form"),
         ("bach=2", 'Did you mean "batch"?'),
-        ("sequence=65", "sequence may be 2 to 64, not 65"),
+        ("sequence=65", "sequence is out of range (found 65, expected 2 to 64)"),
     ],
 )
-def test_sizes_that_cannot_be_meant_are_refused(shape: str, told: str) -> None:
+def test_invalid_shapes_are_refused(shape: str, words: str) -> None:
     result = call(exports.exported().output, "--shape", shape)
     assert result.exit_code == 2
-    assert told in result.stderr
+    assert words in result.stderr
 
 
-def test_bundles_of_models_with_other_inputs_are_not_compared(tmp_path: Path) -> None:
+def test_bundles_with_other_inputs_are_not_compared(tmp_path: Path) -> None:
     other = exports.quick(torch.nn.Linear(4, 4).eval(), {"input": torch.randn(2, 4)}, tmp_path / "b", formats=["pt2"])
-    told = message(call(exports.exported().output, "--against", other.output, *BRIEF), 2)
-    assert "pt2: it takes input, and the inputs are mask, x" in told
+    error = message(call(exports.exported().output, "--against", other.output, *BRIEF), 2)
+    assert "pt2: inputs input are missing (found mask, x)" in error
 
 
-def test_what_is_no_exported_file_is_refused(tmp_path: Path) -> None:
+def test_paths_without_exported_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    assert "neither a bundle nor an exported file" in message(call(tmp_path / "a.txt"), 2)
+    assert "not a bundle or an exported file" in message(call(tmp_path / "a.txt"), 2)
     assert "it holds no manifest.json" in message(call(tmp_path), 2)
     (tmp_path / "a.onnx").write_text("x")
-    assert "it is no ONNX file" in message(call(tmp_path / "a.onnx"), 5)
+    assert "not a valid ONNX file" in message(call(tmp_path / "a.onnx"), 5)
     assert call(tmp_path / "nowhere.onnx").exit_code == 2
-    assert "none of what is given is pt2" in message(call(chain(tmp_path / "b.onnx", 1), "--format", "pt2"), 2)
+    assert "no file has the format pt2" in message(call(chain(tmp_path / "b.onnx", 1), "--format", "pt2"), 2)
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
-def test_a_turn_of_no_length_is_refused(seconds: str) -> None:
+def test_invalid_seconds_are_refused(seconds: str) -> None:
     assert call(exports.exported().output, "--seconds", seconds).exit_code == 2
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.onnx"
     os.mkfifo(pipe)
-    assert "neither a bundle nor an exported file" in message(call(pipe), 2)
+    assert "not a bundle or an exported file" in message(call(pipe), 2)
     path = chain(tmp_path / "a.onnx", 1)
-    assert "it is no file" in message(call(path, "--inputs", pipe), 2)
-    assert "it exists and holds no measurements" in message(call(path, "--output", pipe), 2)
+    assert "the file does not exist" in message(call(path, "--inputs", pipe), 2)
+    assert "the file exists and is not a benchmark result" in message(call(path, "--output", pipe), 2)
 
 
-def test_what_torchscript_says_last_is_what_is_told(tmp_path: Path) -> None:
+def test_error_shows_the_last_line_of_torchscript(tmp_path: Path) -> None:
     scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     torch.jit.save(scripted, tmp_path / "a.pt")
     save_file({"input": np.ones((2, 5), "float32")}, tmp_path / "in.safetensors")
-    told = message(call(tmp_path / "a.pt", "--inputs", tmp_path / "in.safetensors", *BRIEF), 5)
-    assert "it cannot be run: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)" in told
+    error = message(call(tmp_path / "a.pt", "--inputs", tmp_path / "in.safetensors", *BRIEF), 5)
+    assert "cannot run the file: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)" in error
 
 
-def test_an_error_at_one_of_several_shapes_names_it(tmp_path: Path) -> None:
+def test_error_names_its_shape(tmp_path: Path) -> None:
     path = chain(tmp_path / "a.onnx", 1)
     good = workload(tmp_path)
     save_file({"x": np.ones((4, 8, WIDTH - 1), "float32")}, tmp_path / "bad.safetensors")
     bad = replace(good, sizes={"batch": 9}, file=tmp_path / "bad.safetensors")
-    with pytest.raises(BenchError, match="one: at batch=9 it cannot be run: "):
+    with pytest.raises(BenchError, match="one: at batch=9: cannot run the file: "):
         measure([Artifact("one", path, "onnx", 1)], [good, bad], [], Settings(rounds=2, seconds=0.001))
 
 
-def test_a_file_that_its_runtime_refuses_is_named(tmp_path: Path) -> None:
-    other = tmp_path / "in.safetensors"
-    save_file({"z": np.ones((2, 2), "float32")}, other)
+def test_error_of_a_runtime_names_the_file(tmp_path: Path) -> None:
+    inputs = tmp_path / "in.safetensors"
+    save_file({"z": np.ones((2, 2), "float32")}, inputs)
     path = chain(tmp_path / "a.onnx", 1)
-    told = message(call(path, "--inputs", other, *BRIEF), 5)
-    assert told.startswith(f"{path}: it cannot be run")
-    assert "takes x, and the inputs are z" in told
-    read = json.loads(call(path, "--inputs", other, *BRIEF, "--json").stdout)
-    assert read == {"passed": False, "exit_code": 5, "error": told.rstrip("\n"), "parity": None}
+    error = message(call(path, "--inputs", inputs, *BRIEF), 5)
+    assert error.startswith(f"{path}: cannot run the file")
+    assert "inputs x are missing (found z)" in error
+    read = json.loads(call(path, "--inputs", inputs, *BRIEF, "--json").stdout)
+    assert read == {"passed": False, "exit_code": 5, "error": error.rstrip("\n"), "parity": None}
 
 
-def test_a_process_that_dies_is_told_with_its_artifact_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_killed_process_names_file_and_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = chain(tmp_path / "a.onnx", 1)
     monkeypatch.setattr(racing, "_WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(BenchError) as caught:
@@ -120,14 +120,14 @@ def test_a_process_that_dies_is_told_with_its_artifact_and_how(tmp_path: Path, m
         race([Artifact("mine", path, "onnx", 1)], [workload(tmp_path)], Settings(rounds=2))
 
 
-def test_sizes_that_are_asked_for_twice_are_refused(tmp_path: Path) -> None:
+def test_equal_shapes_are_refused(tmp_path: Path) -> None:
     path = chain(tmp_path / "a.onnx", 2)
-    told = message(call(path, "--shape", "batch=1,length=2", "--shape", "length=2,batch=1", *BRIEF), 2)
-    assert "--shape[1]: these sizes are asked for twice" in told
+    error = message(call(path, "--shape", "batch=1,length=2", "--shape", "length=2,batch=1", *BRIEF), 2)
+    assert "--shape[1]: the same sizes occur twice" in error
 
 
-def test_inputs_of_sizes_that_a_bundle_does_not_take_are_refused(tmp_path: Path) -> None:
+def test_inputs_out_of_range_are_refused(tmp_path: Path) -> None:
     tensors = {"x": np.ones((2, 65, 8), "float32"), "mask": np.ones((2, 65), "int64")}
     save_file(tensors, tmp_path / "in.safetensors")
-    told = message(call(exports.exported().output, "--inputs", tmp_path / "in.safetensors", *BRIEF), 2)
-    assert "sequence may be 2 to 64, not 65" in told
+    error = message(call(exports.exported().output, "--inputs", tmp_path / "in.safetensors", *BRIEF), 2)
+    assert "sequence is out of range (found 65, expected 2 to 64)" in error

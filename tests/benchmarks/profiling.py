@@ -20,7 +20,7 @@ import onnxruntime
 from safetensors.numpy import load_file
 
 from optexport._utils.platform import machine
-from optexport.bench.artifact import open_target
+from optexport.bench.artifact import open_artifacts
 from optexport.bench.workload import from_onnx
 from tests.benchmarks import workloads
 from tests.exporters import files
@@ -28,7 +28,7 @@ from tests.exporters import files
 
 def profile(path: Path, sizes: dict[str, int], threads: int, runs: int, folder: Path) -> dict[str, list[float]]:
     """Microseconds, calls and elements of one run, by operator."""
-    (artifact,) = open_target(path).artifacts
+    (artifact,) = open_artifacts(path).artifacts
     (workload,), _ = from_onnx(artifact, [sizes], folder)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from optexport._utils.platform import machine
-from optexport.bench.artifact import Artifact, exported, file_size
+from optexport.bench.artifact import Artifact, file_size, list_artifacts
 from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
@@ -91,7 +91,7 @@ def _toml(texts: Sequence[str]) -> str:
 def artifacts(result: Result, prefix: str) -> dict[str, Artifact]:
     """The files of a run, by format."""
     inputs = [spec.name for spec in result.manifest.inputs]
-    files = exported(result.manifest.artifacts, inputs, result.output, "")
+    files = list_artifacts(result.manifest.artifacts, inputs, result.output, "")
     return {file.format: replace(file, name=f"{prefix} {file.format}") for file in files}
 
 

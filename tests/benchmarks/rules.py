@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from optexport import export
 from optexport._utils.platform import machine
-from optexport.bench.artifact import open_target
+from optexport.bench.artifact import open_artifacts
 from optexport.bench.measure import measure
 from optexport.bench.turns import Settings
 from optexport.bench.workload import Workload
@@ -34,7 +34,7 @@ def race(pair: Pair, folder: Path, settings: Settings) -> Iterator[str]:
     sides = []
     for part, rules in (("without", pair.without), ("with", pair.with_)):
         export(model, example, folder / part, transformations=rules, formats=FORMATS, dynamic=pair.dynamic)
-        sides.append({artifact.format: artifact for artifact in open_target(folder / part).artifacts})
+        sides.append({artifact.format: artifact for artifact in open_artifacts(folder / part).artifacts})
     without, with_ = sides
     workloads = []
     for shape in pair.shapes:

@@ -20,7 +20,7 @@ from onnx import numpy_helper
 from onnx.external_data_helper import set_external_data
 from safetensors.torch import load_file, save_file
 
-from optexport.bench.artifact import bundle_of
+from optexport.bench.artifact import find_bundle
 from optexport.bundle import digest_json, digests
 from optexport.bundle.external_data import check_locations
 from optexport.bundle.layout import MANIFEST, MEASUREMENTS, REFERENCE
@@ -181,7 +181,7 @@ def test_no_command_waits_for_a_pipe_or_follows_a_link(small: Path, tmp_path: Pa
 
 def test_a_file_beside_a_pipe_called_as_a_manifest_is_in_no_bundle(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / MANIFEST)
-    assert bundle_of(tmp_path / "model.onnx") is None
+    assert find_bundle(tmp_path / "model.onnx") is None
 
 
 def test_blame_reads_no_file_outside_of_the_bundle(small: Path, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_mistake_that_a_run_finds_ends_it_with_its_code_and_one_message(
 def test_a_run_that_proves_its_bundle_ends_with_0_and_so_does_verify(call: Caller, tmp_path: Path) -> None:
     result = call("run", config(inputs='tensors.x.shape = ["batch", 4]\ndynamic.batch = [1, 8]'))
     assert result.exit_code == 0, result.output
-    assert "Parity passed" in result.stdout
+    assert "PASSED  1 file, " in result.stdout
     bundle = tmp_path / "build" / "model"
     assert f"{bundle}" in result.stdout
     verified = CliRunner().invoke(cli, ["verify", str(bundle)])

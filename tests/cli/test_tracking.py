@@ -40,7 +40,7 @@ def test_a_run_registers_its_model_and_the_alias_moves_only_to_a_better_one(uri:
     config.write_text(text.replace('use = "merge-linears"', 'use = "fuse-bias-in-linear"'))
     result = call("run", config)
     assert result.exit_code == 0, result.stderr
-    assert "Registered block version 1 holds best" in result.stdout
+    assert "registry block version 1 holds best" in result.stdout
     # The same numbers in a larger file, and parity is not what is looked at.
     config.write_text(f"{text}[register.max_regression]\nsize = 0.0\nparity = 1000.0\n")
     result = call("run", "--json", config)

@@ -1,4 +1,4 @@
-"""The CI files under ``pipelines`` follow their hosts' schemas, keep what a job leaves, and name what is there."""
+"""Tests of the CI files under ``pipelines``."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ RAY = yaml.safe_load((ROOT / "pipelines" / "ray-job.yml").read_text(encoding="ut
         ("pipelines/gitlab-ci.yml", ["vendor.gitlab-ci", "--data-transform", "gitlab-ci"]),
     ],
 )
-def test_it_follows_the_schema_of_its_host(name: str, schema: list[str]) -> None:
+def test_file_follows_the_schema_of_its_host(name: str, schema: list[str]) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", *schema, str(ROOT / name)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("document", [*KUBERNETES, *NIGHTLY], ids=lambda document: document["kind"])
-def test_kubernetes_would_take_it(document: dict[str, Any]) -> None:
+def test_kubernetes_accepts_the_documents(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_the_job_of_kubernetes_runs_a_config_that_check_takes(tmp_path: Path) -> None:
+def test_kubernetes_job_runs_a_valid_config(tmp_path: Path) -> None:
     config_map, _, job = KUBERNETES
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -55,17 +55,19 @@ def test_the_job_of_kubernetes_runs_a_config_that_check_takes(tmp_path: Path) ->
     assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
     assert Path(path).parent == Path(mounts["config"])
     config = parse_config(config_map["data"][Path(path).name], tmp_path / "config.toml")
-    assert Path(config.export.output).parent == Path(mounts["work"]), "a draft takes its name beside itself"
-    assert not config.tracking.uri.startswith("sqlite:"), "the folder of the config cannot be written"
+    assert Path(config.export.output).parent == Path(mounts["work"]), "the bundle is written next to its final folder"
+    assert not config.tracking.uri.startswith("sqlite:"), "the config folder is read-only"
     (policy,) = job["spec"]["podFailurePolicy"]["rules"]
     assert policy["onExitCodes"]["containerName"] == container["name"]
     help_text = CliRunner().invoke(cli, ["--help"]).stdout.partition("Exit codes:")[2]
     codes = {int(line.split()[0]) for line in help_text.splitlines() if line.strip()}
-    assert set(policy["onExitCodes"]["values"]) == codes - {0, 1, 130}, "1 may be a full disk"
+    assert set(policy["onExitCodes"]["values"]) == codes - {0, 1, 130}, (
+        "exit code 1 may be a full disk, so the job is retried"
+    )
 
 
 def _pods() -> dict[str, dict[str, Any]]:
-    """The pods that others than Kubernetes' own kinds make."""
+    """Returns the pods that Argo and Ray create."""
     argo = next(template for template in ARGO["spec"]["templates"] if "container" in template)
     cluster = RAY["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
@@ -77,86 +79,90 @@ def _pods() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["argo", "ray head", "ray worker"])
-def test_kubernetes_would_take_the_pods_of_argo_and_of_ray(name: str) -> None:
+def test_kubernetes_accepts_the_pods_of_argo_and_ray(name: str) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": _pods()[name]}
     kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
     mounted = {mount["name"] for container in pod["spec"]["containers"] for mount in container.get("volumeMounts", [])}
     assert mounted <= {volume["name"] for volume in pod["spec"].get("volumes", [])}
 
 
-def test_every_batch_of_the_pipelines_is_a_call_that_optexport_takes() -> None:
+def test_pipelines_call_optexport_with_valid_options() -> None:
     nightly = NIGHTLY[-1]["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]["args"][0]
     ray = shlex.split(RAY["spec"]["entrypoint"])[-1]
     argo = next(template for template in ARGO["spec"]["templates"] if "container" in template)["container"]
     calls = [shlex.split(nightly.splitlines()[-1])[1:], shlex.split(ray), [*argo["command"], *argo["args"]]]
     for program, command, *arguments in calls:
         assert program == "optexport"
-        cli.commands[command].make_context(command, arguments)  # which reads every option
+        cli.commands[command].make_context(command, arguments)  # parses every option
 
 
-def test_the_nightly_config_is_the_one_that_lies_beside_it() -> None:
+def test_nightly_config_equals_nightly_toml() -> None:
     text = (ROOT / "pipelines" / "nightly.toml").read_text(encoding="utf-8")
     assert tomllib.loads(NIGHTLY[0]["data"]["nightly.toml"]) == tomllib.loads(text)
 
 
-def test_the_cluster_runs_the_version_of_ray_that_is_pinned() -> None:
+def test_cluster_runs_the_pinned_version_of_ray() -> None:
     version = RAY["spec"]["rayClusterSpec"]["rayVersion"]
     assert f"ray=={version}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
-def test_the_hook_of_pre_commit_is_a_command_that_takes_many_files() -> None:
+def test_pre_commit_hook_accepts_many_files() -> None:
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     program, command, *options = hook["entry"].split()
     assert program == "optexport"
-    done = CliRunner().invoke(cli, [command, *options, *map(str, sorted(ROOT.glob("pipelines/*.toml")))])
-    assert done.exit_code == 0, done.output
-    assert "It is a template: optexport batch CONFIG --from-registry FILTER runs it" in done.output
+    result = CliRunner().invoke(cli, [command, *options, *map(str, sorted(ROOT.glob("pipelines/*.toml")))])
+    assert result.exit_code == 0, result.output
+    assert "It is a template: optexport batch CONFIG --from-registry FILTER runs it" in result.output
 
 
-def test_the_hook_leaves_alone_what_runs_make(tmp_path: Path) -> None:
+def test_pre_commit_hook_ignores_bundles(tmp_path: Path) -> None:
     text = (ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8")
     (hook,) = yaml.safe_load(text)
     (shown,) = [line.removeprefix("#") for line in text.splitlines() if "hooks: [" in line]
     (snippet,) = yaml.safe_load(shown)["hooks"]
     for patterns in (hook, snippet):
-        for path, taken in {"pipelines/a.toml": True, "pipelines/build/a/config.toml": False, "a.toml": False}.items():
-            found = re.search(patterns["files"], path) and not re.search(patterns["exclude"], path)
-            assert bool(found) == taken, path
+        for path, expected in {
+            "pipelines/a.toml": True,
+            "pipelines/build/a/config.toml": False,
+            "a.toml": False,
+        }.items():
+            matches = re.search(patterns["files"], path) and not re.search(patterns["exclude"], path)
+            assert bool(matches) == expected, path
 
 
 @pytest.mark.parametrize("end", ["Complete", "Failed"])
-def test_waiting_for_the_job_of_kubernetes_ends_with_it_however_it_ends(end: str, tmp_path: Path) -> None:
+def test_wait_command_ends_when_the_kubernetes_job_ends(end: str, tmp_path: Path) -> None:
     text = (ROOT / "pipelines/kubernetes-job.yml").read_text(encoding="utf-8")
     (command,) = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#   timeout ")]
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f"#!/bin/sh\necho 'FailureTarget {end}'\n")
     kubectl.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(command, shell=True, env={"PATH": path}, capture_output=True, text=True, timeout=9)
-    assert (done.returncode, done.stdout) == (0, f"FailureTarget {end}\n")
+    result = subprocess.run(command, shell=True, env={"PATH": path}, capture_output=True, text=True, timeout=9)
+    assert (result.returncode, result.stdout) == (0, f"FailureTarget {end}\n")
 
 
-def test_the_bundle_that_they_keep_is_the_output_of_their_config() -> None:
+def test_pipelines_keep_the_output_of_their_config() -> None:
     for variables in (GITHUB["env"], GITLAB["variables"]):
         config = ROOT / variables["CONFIG"]
         output = tomllib.loads(config.read_text(encoding="utf-8"))["export"]["output"]
         assert ROOT / variables["BUNDLE"] == config.parent / output
 
 
-def test_github_keeps_the_folder_of_a_failed_proof() -> None:
-    kept: dict[str, Any] = {
+def test_github_keeps_the_folder_of_a_failed_check() -> None:
+    steps: dict[str, Any] = {
         step["with"]["name"]: step
         for step in GITHUB["jobs"]["export"]["steps"]
         if step.get("uses", "").startswith("actions/upload-artifact@")
     }
-    assert kept["failure"]["if"] == "failure()"
-    assert kept["failure"]["with"]["path"] == "${{ env.BUNDLE }}-failure"
-    assert kept["failure"]["with"]["if-no-files-found"] == "ignore"
-    assert kept["reports"]["if"] == "always()"
-    assert "if" not in kept["bundle"]
+    assert steps["failure"]["if"] == "failure()"
+    assert steps["failure"]["with"]["path"] == "${{ env.BUNDLE }}-failure"
+    assert steps["failure"]["with"]["if-no-files-found"] == "ignore"
+    assert steps["reports"]["if"] == "always()"
+    assert "if" not in steps["bundle"]
 
 
-def test_gitlab_keeps_the_folder_of_a_failed_proof() -> None:
+def test_gitlab_keeps_the_folder_of_a_failed_check() -> None:
     artifacts = GITLAB["export"]["artifacts"]
     assert artifacts["when"] == "always"
     assert artifacts["paths"] == ["$BUNDLE", "${BUNDLE}-failure"]

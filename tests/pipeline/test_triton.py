@@ -20,7 +20,7 @@ from torch import nn
 
 from optexport import Bundle, export
 from optexport._utils.progress import Progress
-from optexport.bench.artifact import open_target
+from optexport.bench.artifact import open_artifacts
 from optexport.bundle import digests
 from optexport.bundle.manifest import ArtifactRecord
 from optexport.config.load import parse_config
@@ -156,7 +156,7 @@ def test_python_that_is_started_in_the_bundle_takes_no_folder_for_a_package() ->
 
 def test_one_of_its_files_is_measured_as_the_bundles(tmp_path: Path) -> None:
     path = served("rows").files["torchscript"]
-    target = open_target(path)
+    target = open_artifacts(path)
     assert target.bundle == served("rows").output
     assert [artifact.path for artifact in target.artifacts] == [path]
     assert [artifact.proven for artifact in target.artifacts] == [True]

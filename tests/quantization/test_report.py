@@ -17,7 +17,7 @@ from optexport.bundle.manifest import Manifest
 from optexport.cli.main import cli
 from optexport.config.metrics import beside_gate
 from optexport.quantization import int8
-from optexport.report import ci
+from optexport.report import github, junit
 from tests._helpers import exports
 from tests.quantization import models
 
@@ -36,8 +36,8 @@ def told(folder: Path) -> str:
 
 
 def test_the_summary_says_what_is_lowered_and_why_the_rest_is_not(told: str) -> None:
-    assert "Precision onnx is int8, and held to the gates: cosine of output 0.999" in told
-    assert "3 of 4 layers are lowered" in told
+    assert "Precision onnx is int8, checked by gates: cosine of output 0.999" in told
+    assert "3 of 4 layers in int8" in told
     assert f"in float32: {models.HURT} (measured; lowered alone: cosine of output 0." in told
     assert "onnx, optimised (int8)" in told
 
@@ -78,10 +78,10 @@ def test_blame_has_nothing_against_a_bundle_that_keeps_to_its_gates(folder: Path
 @pytest.mark.usefixtures("told")
 def test_reports_name_the_precision_and_show_no_limit_that_there_is_not(folder: Path) -> None:
     manifest = Manifest.model_validate_json((folder / "bundle" / "manifest.json").read_bytes())
-    rows = [line for line in ci.markdown(manifest.parity, "bundle").splitlines() if "(int8)" in line]
+    rows = [line for line in github.markdown(manifest.parity, "bundle").splitlines() if "(int8)" in line]
     assert len(rows) == 4
     assert "| gates |" in rows[0]
-    suites = ElementTree.fromstring(ci.junit(manifest.parity))
+    suites = ElementTree.fromstring(junit.render(manifest.parity))
     classes = {case.get("classname") for case in suites.iter("testcase")}
     assert {"optexport.onnx (int8)", "optexport.onnx in float32"} <= classes
 
@@ -96,7 +96,7 @@ def test_the_page_shows_what_does_not_keep_to_a_gate_below_it(folder: Path) -> N
     assert lowered.value is not None
     assert chosen.value is not None
     page = (folder / "bundle" / "report.html").read_text(encoding="utf-8")
-    shown = page[page.index("What the gates are on") :]
+    shown = page[page.index("Values of the gates") :]
     assert f'<td class="n">{lowered.value:.6g}</td><td class="n">{chosen.value:.6g}</td>' in shown
     assert f'<td class="n">{chosen.min:.15g}</td>' in shown
 
@@ -133,9 +133,9 @@ def test_an_output_that_nothing_is_demanded_of_is_named(tmp_path: Path) -> None:
     config = models.write(tmp_path, 'onnx = "int8"', model="convolved", gates="cosine = 0.9")
     done = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["run", str(config)])
     assert done.exit_code == 0, done.output
-    assert "held to nothing: output_1\n" in done.output
+    assert "no gate and no tolerance: output_1\n" in done.output
     manifest = Manifest.model_validate_json((tmp_path / "bundle" / "manifest.json").read_bytes())
-    rows = [line for line in ci.markdown(manifest.parity, "bundle").splitlines() if "| onnx (int8) |" in line]
+    rows = [line for line in github.markdown(manifest.parity, "bundle").splitlines() if "| onnx (int8) |" in line]
     assert ["| gates |" in row for row in rows[:2]] == [True, False]
     assert "| none |" in rows[1]
 
@@ -144,7 +144,7 @@ def test_verify_says_that_a_gate_of_the_users_own_is_not_checked_again(tmp_path:
     gates = '"python:tests.quantization.models:metric" = 0.5'
     done = CliRunner().invoke(cli, ["run", str(models.write(tmp_path, 'onnx = "int8"', gates=gates))])
     assert done.exit_code == 0, done.output
-    assert "held to nothing" not in done.output
+    assert "no gate and no tolerance" not in done.output
     done = CliRunner().invoke(cli, ["verify", str(tmp_path / "bundle")])
     assert done.exit_code == 0, done.output
     assert "decide as the gates demand" not in done.output
@@ -217,9 +217,9 @@ def test_what_is_another_model_beyond_the_sizes_of_the_data_fails_though_its_gat
     (tmp_path / "mine.toml").write_text(COUNTED.replace("2000", "200"), encoding="utf-8")
     done = CliRunner().invoke(cli, ["run", str(tmp_path / "mine.toml")])
     assert done.exit_code == 0, done.output
-    assert "gates count on the data alone; at other sizes gross faults alone are found" in done.stdout
+    assert "gates use your data only; at other sizes only gross errors are detected" in done.stdout
     report = (tmp_path / "bundle" / "report.html").read_text(encoding="utf-8")
-    assert "count on the data alone: at other sizes gross faults alone are found." in report
+    assert "use your data only; at other sizes only gross errors are detected." in report
 
 
 def test_what_is_next_to_nothing_at_one_size_is_no_gross_fault(tmp_path: Path) -> None:

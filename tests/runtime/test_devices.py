@@ -17,7 +17,7 @@ import torch
 
 from optexport import Bundle, DeviceError, verify
 from optexport._utils import packages
-from optexport.bench.worker import bound
+from optexport.bench.worker import bind_session
 from optexport.diagnosis.bisect_artifacts import blame_files
 from optexport.runtime import devices, runners
 from optexport.tracking.bundle_record import BundleRecord
@@ -129,7 +129,7 @@ def test_a_session_on_the_cpu_has_no_other_provider() -> None:
 def test_a_session_gives_the_same_on_inputs_that_lie_on_its_device() -> None:
     session = devices.onnx_session(exports.exported().files["onnx"], onnxruntime.SessionOptions(), "cpu")
     batch = {name: tensor.numpy() for name, tensor in exports.batch().items()}
-    run = bound(session, batch, "cpu")
+    run = bind_session(session, batch, "cpu")
     for _ in range(2):
         for one, other in zip(run(), session.run(None, batch), strict=True):
             np.testing.assert_array_equal(one.numpy(), other)

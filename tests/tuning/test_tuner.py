@@ -1,4 +1,4 @@
-"""Tuning as a run does it: files are made, proven and measured, and what was chosen is what is shipped."""
+"""Tests of tuning within a run."""
 
 from __future__ import annotations
 
@@ -82,10 +82,6 @@ enabled = false
 """
 
 
-# What is tried where the configured rules do not pass together.
-_ONE_BY_ONE = ("without python:rules_of_mine:Slows", "without python:rules_of_mine:Breaks")
-
-
 def _write(folder: Path, text: str = _CONFIG) -> Path:
     (folder / "rules_of_mine.py").write_text(_RULES, encoding="utf-8")
     path = folder / "config.toml"
@@ -105,17 +101,17 @@ def result(folder: Path) -> Result:
         return run(_write(folder))
 
 
-def test_a_rule_that_only_slows_is_dropped_and_one_that_breaks_is_refused(result: Result) -> None:
+def test_slow_rule_is_dropped_and_broken_rule_refused(result: Result) -> None:
     (outcome,) = result.tuned
     assert outcome.chosen.rules == ()
     assert result.manifest.transformations == []
     refused = {trial.change: trial.refused or "" for trial in outcome.trials}
-    assert refused["as configured"].startswith("not the same at transformed graph: hidden at traced")
+    assert refused["as configured"].startswith("parity failed for transformed graph: hidden at traced")
     slowed = next(trial for trial in outcome.trials if trial.change == "without python:rules_of_mine:Breaks")
     assert slowed.refused is None
 
 
-def test_what_was_tried_is_in_the_measurements_and_what_was_chosen_in_the_manifest(result: Result) -> None:
+def test_trials_are_in_measurements_and_choice_in_manifest(result: Result) -> None:
     (tuned,) = json.loads((result.output / "measurements.json").read_text())["tune"]
     assert tuned["chosen"]["rules"] == []
     assert {trial["change"] for trial in tuned["trials"]} >= {"plain export", "as configured"}
@@ -126,7 +122,7 @@ def test_what_was_tried_is_in_the_measurements_and_what_was_chosen_in_the_manife
     assert artifact.passes == list(tuned["chosen"]["passes"])
 
 
-def test_a_config_of_what_was_chosen_gives_the_same_file_without_a_search(result: Result, tmp_path: Path) -> None:
+def test_config_of_the_choice_gives_the_same_file(result: Result, tmp_path: Path) -> None:
     lowered = json.dumps(result.manifest.artifacts[0].passes)
     head, _, _ = _CONFIG.partition("[[transformations]]")
     text = f"""transformations = []
@@ -142,36 +138,34 @@ enabled = false
     assert again.files["onnx"].read_bytes() == result.files["onnx"].read_bytes()
 
 
-def test_a_tuned_bundle_is_made_again_without_a_search(result: Result) -> None:
+def test_tuned_bundle_is_reproduced_without_a_search(result: Result) -> None:
     folder = next(parent for parent in result.output.parents if (parent / "rules_of_mine.py").is_file())
     progress = Progress()
     assert reproduce(result.output, folder, progress) == []
     assert not any("tun" in name for name in progress.seconds)
 
 
-def _kept(folder: Path) -> list[dict[str, Any]]:
-    """The trials that are kept: the only entry whose notes are rows."""
+def _cached(folder: Path) -> list[dict[str, Any]]:
+    """Returns the cached trials: the only entry whose notes are rows."""
     notes = [json.loads(path.read_bytes())["notes"] for path in (folder / "cache").glob("*/entry.json")]
     (trials,) = [note for note in notes if isinstance(note, list) and note and isinstance(note[0], dict)]
     return trials
 
 
-def test_a_second_run_starts_from_what_the_first_one_found(
-    result: Result, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_run_starts_from_cached_trials(result: Result, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", str(folder / "cache"))
-    kept = {trial["change"] for trial in _kept(folder)}
+    cached = {trial["change"] for trial in _cached(folder)}
     (first,), (second,) = result.tuned, run(folder / "config.toml").tuned
-    assert kept >= {first.chosen.change, "as configured"}
-    assert {trial.change for trial in second.trials} >= kept
+    assert cached >= {first.chosen.change, "as configured"}
+    assert {trial.change for trial in second.trials} >= cached
     assert second.chosen.change == first.chosen.change
 
 
 @pytest.mark.nightly
-def test_a_plugin_that_was_mended_is_tried_again(result: Result, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = _kept(folder)
+def test_fixed_plugin_is_tried_again(result: Result, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = _cached(folder)
     assert trials
-    assert all(trial["refused"] is None or trial["refused"].startswith("not the same") for trial in trials)
+    assert all(trial["refused"] is None or trial["refused"].startswith("parity failed") for trial in trials)
     (folder / "rules_of_mine.py").write_text(_RULES.replace("0.5)]\n", "0.0)]\n"), encoding="utf-8")
     monkeypatch.setenv("OPTEXPORT_CACHE", str(folder / "cache"))
     monkeypatch.delitem(sys.modules, "rules_of_mine")
@@ -181,8 +175,8 @@ def test_a_plugin_that_was_mended_is_tried_again(result: Result, folder: Path, m
     assert result.passed
 
 
-class _Kept:
-    """What a search of one format is kept under, of a rule and a metric with a helper, and of two batches."""
+class _CacheJob:
+    """A job with a rule, a metric with a helper, and two batches, to compute its cache entry."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "metric_helper.py").write_text("FACTOR = 1\n", encoding="utf-8")
@@ -206,48 +200,44 @@ class _Kept:
         cases = [SimpleNamespace(name=str(index), batch=batch) for index, batch in enumerate(self.batches)]
         proof: Any = SimpleNamespace(reference=SimpleNamespace(cases=cases, outputs=[]), bounds={})
         traced: Any = SimpleNamespace(graph_module=fx.symbolic_trace(self.norm))
-        return tuner._entry(self.job, traced, proof, [], "onnx")
+        return tuner._cache_entry(self.job, traced, proof, [], "onnx")
 
 
-def test_other_code_of_a_rule_or_a_metric_and_other_values_of_inputs_are_searched_for_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_depends_on_code_of_plugins_and_input_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", str(tmp_path / "kept"))
     monkeypatch.delitem(sys.modules, "rules_of_mine", raising=False)
-    kept = _Kept(tmp_path)
-    names = [kept.name(), kept.name()]
+    job = _CacheJob(tmp_path)
+    names = [job.name(), job.name()]
     assert names[0] == names[1]
     for file in ("rules_of_mine.py", "metric_of_mine.py", "metric_helper.py"):
         path = tmp_path / file
         path.write_text(path.read_text(encoding="utf-8") + "# other\n", encoding="utf-8")
-        names.append(kept.name())
-    kept.batches[1]["x"][0, 0] = 2.0
-    names.append(kept.name())
-    for module in kept.norm:
-        module.eps = 1e-6  # which the text of a graph does not hold
-    names.append(kept.name())
+        names.append(job.name())
+    job.batches[1]["x"][0, 0] = 2.0
+    names.append(job.name())
+    for module in job.norm:
+        module.eps = 1e-6  # not part of a graph's text
+    names.append(job.name())
     assert len(set(names)) == 6
 
 
 @pytest.mark.nightly
-def test_the_switch_tunes_without_a_table_and_tells_what_was_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tune_option_works_without_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTEXPORT_CACHE", "")
     path = _write(tmp_path, _CONFIG.replace('[tune]\nbudget = "4s"\n', ""))
     answer = CliRunner().invoke(cli, ["run", "--tune", str(path)])
     assert answer.exit_code == 0, answer.output
-    assert "Tuned" in answer.output
-    assert "refused: not the same at transformed graph" in answer.output
+    assert "Tuning" in answer.output
+    assert "rejected: parity failed for transformed graph" in answer.output
     assert "onnx: " in answer.output
 
 
 @pytest.mark.parametrize(
-    ("budget", "told"),
+    ("budget", "words"),
     [('"soon"', '"soon" is no time'), ('"٣m"', "is no time"), ('"0s"', '"0s" is no time'), ("5", "tune")],
 )
-def test_a_budget_that_is_no_time_is_refused(tmp_path: Path, budget: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_budget_is_refused(tmp_path: Path, budget: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         load_config(_write(tmp_path, _CONFIG.replace('"4s"', budget)))
 
 
@@ -267,21 +257,23 @@ def _duel(verdict: Any) -> PairwiseComparison:
     ("first", "again", "fails"),
     [
         ("faster", "slower", False),
-        ("cannot tell", "slower", False),
-        ("slower", "cannot tell", False),
+        ("inconclusive", "slower", False),
+        ("slower", "inconclusive", False),
         ("slower", "slower", True),
     ],
 )
-def test_what_is_slower_than_the_plain_export_twice_fails_with_exit_code_6(first: str, again: str, fails: bool) -> None:
+def test_file_slower_than_plain_twice_fails_with_code_6(first: str, again: str, fails: bool) -> None:
     report = Report(Settings(), (), (_duel(first),))
-    expected = pytest.raises(GateError, match=r"onnx is 0.9 \(0.85 to 0.95\) times as fast")
+    expected = pytest.raises(GateError, match=r"onnx has speedup 0.9 \(0.85 to 0.95\)")
     with expected if fails else contextlib.nullcontext() as raised:
         check_never_slower(report, lambda _: _duel(again), _PROOF)
     assert not fails or raised.value.exit_code == 6
 
 
-def test_a_file_that_was_lowered_after_tuning_and_is_slower_is_not_laid_to_tuning_alone() -> None:
+def test_error_of_a_slower_lowered_file_has_a_hint() -> None:
     duel = _duel("slower")
     duel = replace(duel, artifact=replace(duel.artifact, name="onnx (int8)", precision="int8"))
-    with pytest.raises(GateError, match=r"onnx \(int8\) is 0.9.*\n.*leave onnx out of \[precision\], or \[tune\] out"):
+    with pytest.raises(
+        GateError, match=r"onnx \(int8\) has speedup 0.9.*\n.*Remove onnx from \[precision\], or remove \[tune\]"
+    ):
         check_never_slower(Report(Settings(), (), (duel,)), lambda _: duel, _PROOF)

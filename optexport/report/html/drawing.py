@@ -1,4 +1,4 @@
-"""What a drawing of a part of a graph consists of; the template beside it makes SVG of that."""
+"""Turns a part of a graph into boxes and lines, which a template renders as SVG."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from optexport.report.html.changes import View
 from optexport.report.html.graph_text import OUTPUT, GraphNode
 from optexport.report.html.layout import HEIGHT, Box, arrange
 
-_LONGEST_LABEL = 30
-_LONGEST_LINE = 300
-# How wide a letter of the page's monospaced font is, at the sizes of the style sheet, and the room beside a label.
+_MAX_LABEL = 30
+_MAX_LINE = 300
+# Width of a letter of the page's monospaced font in pixels, and the padding of a label.
 _LETTER = 6.7
-_MARGIN = 16
+_PADDING = 16
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node where it is drawn: what it does, what it is called, and its line in the graph's text."""
+    """A drawn node: its box, its operation, its name, and its line in the graph's text."""
 
     box: Box
     title: str
@@ -29,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Drawing:
-    """All that is to be drawn, in pixels; each line as the commands of a path."""
+    """A drawing in pixels; each line is the commands of an SVG path."""
 
     width: float
     height: float
@@ -40,20 +40,20 @@ class Drawing:
 
 def draw(view: View) -> Drawing:
     """Arranges a part of a graph."""
-    shown = {each.node.name: each for each in view.nodes}
-    titles = {name: _short(_title(each.node)) for name, each in shown.items()}
-    widths = {name: _LETTER * max(len(title), len(_short(name))) + _MARGIN for name, title in titles.items()}
-    reads = {name: [source for source in each.node.inputs if source in shown] for name, each in shown.items()}
-    found = arrange(widths, reads)
-    nodes = [
-        Node(found.boxes[name], titles[name], _short(name), each.node.line[:_LONGEST_LINE], each.changed)
-        for name, each in shown.items()
+    nodes = {shown.node.name: shown for shown in view.nodes}
+    titles = {name: _shorten(_title(shown.node)) for name, shown in nodes.items()}
+    widths = {name: _LETTER * max(len(title), len(_shorten(name))) + _PADDING for name, title in titles.items()}
+    reads = {name: [source for source in shown.node.inputs if source in nodes] for name, shown in nodes.items()}
+    layout = arrange(widths, reads)
+    boxes = [
+        Node(layout.boxes[name], titles[name], _shorten(name), shown.node.line[:_MAX_LINE], shown.changed)
+        for name, shown in nodes.items()
     ]
-    return Drawing(round(found.width, 1), found.height, tuple(nodes), tuple(found.lines))
+    return Drawing(round(layout.width, 1), layout.height, tuple(boxes), tuple(layout.lines))
 
 
 def _title(node: GraphNode) -> str:
-    """What a node does, as people say it: the module, or the operator without where it comes from."""
+    """Returns a node's module, or its operator without the namespace."""
     if node.op == OUTPUT:
         return "results"
     if node.op == "placeholder":
@@ -64,7 +64,7 @@ def _title(node: GraphNode) -> str:
     return node.target
 
 
-def _short(text: str) -> str:
-    """A text that fits into a box: of a long one the two ends, as layers of a model differ in both."""
+def _shorten(text: str) -> str:
+    """Shortens a text to a box; keeps both ends, because layers differ at either."""
     text = on_one_line(text)
-    return text if len(text) <= _LONGEST_LABEL else f"{text[:12]}…{text[-17:]}"
+    return text if len(text) <= _MAX_LABEL else f"{text[:12]}…{text[-17:]}"

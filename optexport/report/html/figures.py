@@ -1,4 +1,4 @@
-"""The plots of a report, as inline SVG that takes its colours from the page and is the same for the same numbers."""
+"""Draws the plots of a report as reproducible inline SVG in the page's colours."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from optexport.bundle.manifest import ParityRecord
 from optexport.bundle.measurements import BenchRecord
 from optexport.errors import on_one_line
 
-# Colours that stand for those of the page, whose style sheet knows them in light, in dark and on paper.
+# Stand-ins for the CSS variables of the page, whose style sheet has values for light, dark and print.
 _COLOURS = {"#010101": "var(--ink)", "#020202": "var(--muted)", "#030303": "var(--line)", "#040404": "var(--accent)",
             "#050505": "var(--good)", "#060606": "var(--bad)", "#070707": "var(--card)"}  # fmt: skip
 _INK, _MUTED, _LINE, _ACCENT, _GOOD, _BAD, _CARD = _COLOURS
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "optexport",
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "text.parse_math": False,  # a name may contain a dollar sign
     "font.size": 9,
     "text.color": _INK,
     "axes.labelcolor": _MUTED,
@@ -46,15 +46,15 @@ _STYLE: dict[Any, Any] = {
 }
 _WIDTH = 4.9
 _ROW = 0.24
-# More rows than this make no picture; the tables have them all.
-_MOST_ROWS = 24
+# More rows would be unreadable; the tables have all of them.
+_MAX_ROWS = 24
 _MARKERS = "osD^vPX*<>"
-_LONGEST_LABEL = 26
+_MAX_LABEL = 26
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio to be drawn: what it is of, and its 95 % interval."""
+    """A labelled ratio and its 95 % interval."""
 
     label: str
     value: float
@@ -62,25 +62,25 @@ class Interval:
     high: float
 
 
-def parity_plot(proof: ParityRecord) -> Markup | None:
-    """The distance of each output at each place as a multiple of its floor; None where no output has a floor."""
-    outputs = [name for name, bound in proof.bounds.items() if bound.floor > 0][:_MOST_ROWS]
-    targets = [target for target in proof.targets if target.precision is None]
+def parity_plot(parity: ParityRecord) -> Markup | None:
+    """Plots errors as multiples of the noise floor; returns None if all floors are zero."""
+    outputs = [name for name, bound in parity.bounds.items() if bound.floor > 0][:_MAX_ROWS]
+    targets = [target for target in parity.targets if target.precision is None]
     if not outputs or not targets:
         return None
     with _figure(len(outputs) * max(1, len(targets) / 3) + 2 + len(targets) / 2) as figure:
         axes = _axes(figure, outputs)
         axes.set_xscale("log")
         for row, name in enumerate(outputs):
-            bound = proof.bounds[name]
-            limit = bound.limit / bound.floor
-            axes.plot([limit] * 2, [row - 0.4, row + 0.4], color=_BAD, linewidth=1.6, solid_capstyle="butt")
+            bound = parity.bounds[name]
+            tolerance = bound.limit / bound.floor
+            axes.plot([tolerance] * 2, [row - 0.4, row + 0.4], color=_BAD, linewidth=1.6, solid_capstyle="butt")
         axes.axvline(1, color=_MUTED, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
         for index, target in enumerate(targets):
             offset = (index - (len(targets) - 1) / 2) * 0.8 / len(targets)
-            found = {output.output: output.multiple for output in target.outputs}
+            multiples = {output.output: output.multiple for output in target.outputs}
             points = [(multiple, row + offset) for row, name in enumerate(outputs)
-                      if (multiple := found.get(name)) is not None and multiple > 0]  # fmt: skip
+                      if (multiple := multiples.get(name)) is not None and multiple > 0]  # fmt: skip
             axes.plot(
                 [x for x, _ in points],
                 [y for _, y in points],
@@ -91,7 +91,7 @@ def parity_plot(proof: ParityRecord) -> Markup | None:
                 markerfacecolor=_CARD if index % 2 == 0 else _INK if index == 0 else _ACCENT,
                 label=_label(target.title),
             )
-        axes.set_xlabel("distance in floors (dashed: the floor; bar: the limit)")
+        axes.set_xlabel("error in noise floors (dashed: noise floor; bar: tolerance)")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
@@ -100,46 +100,48 @@ def parity_plot(proof: ParityRecord) -> Markup | None:
 
 
 def latency_plot(bench: BenchRecord) -> Markup | None:
-    """The times of each file, in a panel for each shape: the median with its interval, and the slow calls."""
-    shapes = bench.shapes[: _MOST_ROWS // 3]
+    """Plots the latency of each file, with a panel for each shape."""
+    shapes = bench.shapes[: _MAX_ROWS // 3]
     if not shapes:
         return None
-    rows = {shape: [f for f in bench.figures if f.shape == shape] for shape in shapes}
-    counts = [len(found) for found in rows.values()]
+    rows = {shape: [row for row in bench.figures if row.shape == shape] for shape in shapes}
+    counts = [len(records) for records in rows.values()]
     with _figure(sum(counts) + 2.4 * len(shapes)) as figure:
         panels = figure.subplots(len(shapes), squeeze=False, gridspec_kw={"height_ratios": [n + 1.2 for n in counts]})
-        for (shape, found), (axes,) in zip(rows.items(), panels, strict=True):
-            _prepare(axes, [f.artifact for f in found])
+        for (shape, records), (axes,) in zip(rows.items(), panels, strict=True):
+            _prepare(axes, [record.artifact for record in records])
             axes.set_title(_label(shape), loc="left", fontsize=9, color=_INK)
-            for row, f in enumerate(found):
-                axes.plot([f.p50_ms, f.p99_ms], [row, row], color=_MUTED, linewidth=0.8)
-                axes.plot([f.p90_ms], [row], color=_MUTED, marker="|", markersize=7)
-                if f.low_ms is not None and f.high_ms is not None:
-                    axes.plot([f.low_ms, f.high_ms], [row, row], color=_ACCENT, linewidth=5, solid_capstyle="butt")
-                axes.plot([f.p50_ms], [row], color=_INK, marker="o", markersize=4.5)
+            for row, record in enumerate(records):
+                axes.plot([record.p50_ms, record.p99_ms], [row, row], color=_MUTED, linewidth=0.8)
+                axes.plot([record.p90_ms], [row], color=_MUTED, marker="|", markersize=7)
+                low, high = record.low_ms, record.high_ms
+                if low is not None and high is not None:
+                    axes.plot([low, high], [row, row], color=_ACCENT, linewidth=5, solid_capstyle="butt")
+                axes.plot([record.p50_ms], [row], color=_INK, marker="o", markersize=4.5)
             axes.set_xlim(left=0)
-        panels[-1][0].set_xlabel("ms a call")
+        panels[-1][0].set_xlabel("ms per call")
         return _inline(figure, "latency")
 
 
 def ratio_plot(rows: Sequence[Interval], label: str, name: str) -> Markup | None:
-    """Ratios with their intervals around 1; None where there are none.
+    """Plots ratios with their intervals around 1; returns None if there are none.
 
     Args:
-        label: What the ratio is.
-        name: What tells this plot from others of the page.
+        rows: Ratios to plot.
+        label: Label of the axis.
+        name: Prefix of the ids, unique within the page.
     """
-    rows = rows[:_MOST_ROWS]
+    rows = rows[:_MAX_ROWS]
     if not rows:
         return None
     with _figure(len(rows) + 2) as figure:
         axes = _axes(figure, [row.label for row in rows])
         axes.axvline(1, color=_MUTED, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
-        for target, row in enumerate(rows):
+        for y, row in enumerate(rows):
             colour = _GOOD if row.low > 1 else _BAD if row.high < 1 else _INK
-            axes.plot([row.low, row.high], [target, target], color=colour, linewidth=1.4)
-            axes.plot([row.low, row.high], [target, target], color=colour, linestyle="none", marker="|", markersize=6)
-            axes.plot([row.value], [target], color=colour, marker="o", markersize=4.5)
+            axes.plot([row.low, row.high], [y, y], color=colour, linewidth=1.4)
+            axes.plot([row.low, row.high], [y, y], color=colour, linestyle="none", marker="|", markersize=6)
+            axes.plot([row.value], [y], color=colour, marker="o", markersize=4.5)
         axes.set_xlabel(label)
         return _inline(figure, name)
 
@@ -165,18 +167,18 @@ def _prepare(axes: Axes, rows: Sequence[str]) -> None:
 
 def _label(text: str) -> str:
     text = on_one_line(text)
-    return text if len(text) <= _LONGEST_LABEL else f"{text[:12]}…{text[-13:]}"
+    return text if len(text) <= _MAX_LABEL else f"{text[:12]}…{text[-13:]}"
 
 
 def _inline(figure: Figure, name: str) -> Markup:
-    """The SVG as a part of the page: its ids are its own, its colours the page's, and it is hidden from readers.
+    """Returns the SVG with ids and colours of the page, hidden from screen readers.
 
-    Labels are escaped by matplotlib; the table beside the plot says the same to whoever cannot see it.
+    Matplotlib escapes labels. A table next to the plot has the same numbers.
     """
-    nothing: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    svg = plot_file(figure, "svg", metadata=nothing).decode()
+    no_metadata: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    svg = plot_file(figure, "svg", metadata=no_metadata).decode()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)  # whose style would be the whole page's
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)  # a style would apply to the whole page
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>plot-{name}-", svg)
     for stand_in, colour in _COLOURS.items():
         svg = svg.replace(stand_in, colour)

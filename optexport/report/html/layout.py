@@ -1,13 +1,15 @@
-"""Places the nodes of a small graph in layers, each below all that it reads, and bends the lines between them.
+"""Arranges the nodes of a small graph in layers, and routes the lines between them.
 
-The way of Sugiyama, Tagawa and Toda (1981): layers by the longest path, a stand-in for a line in each layer that it
-passes, order by the mean place of neighbours, then places as near to them as the others of the layer leave.
+Data flows downwards.
+
+Follows Sugiyama, Tagawa and Toda (1981): layers by longest path, a stand-in for a line in every layer that it crosses,
+an order by the mean position of neighbours, and positions as close to the neighbours as the layer allows.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 HEIGHT = 36
@@ -19,7 +21,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True)
 class Box:
-    """Where a node is: its left upper corner and its width."""
+    """A node's upper left corner and width."""
 
     x: float
     y: float
@@ -28,7 +30,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Layout:
-    """A drawing: the boxes by name, and each line as the commands of an SVG path."""
+    """Boxes by name, and each line as the commands of an SVG path."""
 
     width: float
     height: float
@@ -36,61 +38,68 @@ class Layout:
     lines: Sequence[str]
 
 
-class _Place:
-    """A node, or a line where it passes a layer."""
+class _Slot:
+    """A node, or a line where it crosses a layer."""
 
     def __init__(self, width: float, layer: int) -> None:
         self.width, self.layer, self.x = width, layer, 0.0
-        self.above: list[_Place] = []
-        self.below: list[_Place] = []
+        self.above: list[_Slot] = []
+        self.below: list[_Slot] = []
 
 
 def arrange(widths: Mapping[str, float], reads: Mapping[str, Sequence[str]]) -> Layout:
     """Arranges a graph.
 
     Args:
-        widths: The width of each node, in the order of computation.
-        reads: The nodes that a node reads, all of them among ``widths``.
+        widths: Width of each node, in the order of computation.
+        reads: Names of the nodes that a node reads; all of them are in ``widths``.
     """
-    layers_of = _layers(widths, reads)
-    nodes = {name: _Place(width, layers_of[name]) for name, width in widths.items()}
-    layers: list[list[_Place]] = [[] for _ in range(1 + max(layers_of.values(), default=0))]
-    for place in nodes.values():
-        layers[place.layer].append(place)
+    layer_numbers = _layer_numbers(widths, reads)
+    nodes = {name: _Slot(width, layer_numbers[name]) for name, width in widths.items()}
+    layers: list[list[_Slot]] = [[] for _ in range(1 + max(layer_numbers.values(), default=0))]
+    for slot in nodes.values():
+        layers[slot.layer].append(slot)
+    lines = _connect(nodes, reads, layers)
+    for layer in layers:
+        _pack(layer)
+    steps: tuple[Callable[[list[_Slot], bool], None], ...] = (_order, _align)
+    for step in steps:
+        for turn in range(_ROUNDS):
+            for layer in layers if turn % 2 == 0 else layers[::-1]:
+                step(layer, turn % 2 == 0)
+    slots = [slot for layer in layers for slot in layer]
+    left = min((slot.x - slot.width / 2 for slot in slots), default=0.0)
+    for slot in slots:
+        slot.x -= left
+    return Layout(
+        max((slot.x + slot.width / 2 for slot in slots), default=0.0),
+        len(layers) * (HEIGHT + _LAYER_GAP) - _LAYER_GAP,
+        {name: Box(round(slot.x - slot.width / 2, 1), _top(slot), slot.width) for name, slot in nodes.items()},
+        [_path(line) for line in lines],
+    )
+
+
+def _connect(
+    nodes: Mapping[str, _Slot], reads: Mapping[str, Sequence[str]], layers: Sequence[list[_Slot]]
+) -> list[list[_Slot]]:
+    """Returns the slots of every line, and adds those between its ends to the layers."""
     lines = []
     for name, sources in reads.items():
         for source in sources:
             line = [nodes[source]]
             for depth in range(nodes[source].layer + 1, nodes[name].layer):
-                line.append(_Place(_LINE_WIDTH, depth))
+                line.append(_Slot(_LINE_WIDTH, depth))
                 layers[depth].append(line[-1])
             line.append(nodes[name])
             for upper, lower in itertools.pairwise(line):
                 upper.below.append(lower)
                 lower.above.append(upper)
             lines.append(line)
-    for layer in layers:
-        _pack(layer)
-    for turn in range(_ROUNDS):
-        for layer in layers if turn % 2 == 0 else layers[::-1]:
-            _order(layer, down=turn % 2 == 0)
-    for turn in range(_ROUNDS):
-        for layer in layers if turn % 2 == 0 else layers[::-1]:
-            _settle(layer)
-    places = [place for layer in layers for place in layer]
-    left = min((place.x - place.width / 2 for place in places), default=0.0)
-    for place in places:
-        place.x -= left
-    return Layout(
-        max((place.x + place.width / 2 for place in places), default=0.0),
-        len(layers) * (HEIGHT + _LAYER_GAP) - _LAYER_GAP,
-        {name: Box(round(p.x - p.width / 2, 1), _top(p), p.width) for name, p in nodes.items()},
-        [_path(line) for line in lines],
-    )
+    return lines
 
 
-def _layers(widths: Mapping[str, float], reads: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Each node one below the lowest that it reads; one that reads nothing just above the first that reads it."""
+def _layer_numbers(widths: Mapping[str, float], reads: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Puts each node below its inputs, and a node without inputs above its first user."""
     layers: dict[str, int] = {}
     for name in widths:
         layers[name] = 1 + max((layers[source] for source in reads.get(name, ())), default=-1)
@@ -101,56 +110,59 @@ def _layers(widths: Mapping[str, float], reads: Mapping[str, Sequence[str]]) -> 
     return layers
 
 
-def _pack(layer: Sequence[_Place]) -> None:
+def _pack(layer: Sequence[_Slot]) -> None:
     x = 0.0
-    for place in layer:
-        place.x = x + place.width / 2
-        x += place.width + _NODE_GAP
+    for slot in layer:
+        slot.x = x + slot.width / 2
+        x += slot.width + _NODE_GAP
 
 
-def _mean(places: Sequence[_Place], otherwise: float) -> float:
-    return sum(place.x for place in places) / len(places) if places else otherwise
+def _mean(slots: Sequence[_Slot], default: float) -> float:
+    return sum(slot.x for slot in slots) / len(slots) if slots else default
 
 
-def _order(layer: list[_Place], *, down: bool) -> None:
-    layer.sort(key=lambda place: _mean(place.above if down else place.below, place.x))
+def _order(layer: list[_Slot], down: bool) -> None:
+    """Sorts a layer by the mean position of its neighbours, and centres it on them."""
+    layer.sort(key=lambda slot: _mean(slot.above if down else slot.below, slot.x))
     _pack(layer)
-    middle = _mean([place for each in layer for place in (each.above if down else each.below)], 0.0)
-    shift = middle - _mean(layer, 0.0)
-    for place in layer:
-        place.x += shift
+    neighbours = [neighbour for slot in layer for neighbour in (slot.above if down else slot.below)]
+    shift = _mean(neighbours, 0.0) - _mean(layer, 0.0)
+    for slot in layer:
+        slot.x += shift
 
 
-def _settle(layer: Sequence[_Place]) -> None:
-    """Moves each place towards its neighbours in other layers: the mean of what pushing to either side gives."""
-    wanted = [_mean([*place.above, *place.below], place.x) for place in layer]
-    right, left = list(wanted), list(wanted)
+def _align(layer: Sequence[_Slot], _down: bool) -> None:
+    """Moves each slot towards its neighbours, and resolves overlaps evenly to both sides."""
+    targets = [_mean([*slot.above, *slot.below], slot.x) for slot in layer]
+    pushed_right, pushed_left = list(targets), list(targets)
     for index in range(1, len(layer)):
-        right[index] = max(right[index], right[index - 1] + _apart(layer[index - 1], layer[index]))
+        minimum = pushed_right[index - 1] + _min_distance(layer[index - 1], layer[index])
+        pushed_right[index] = max(pushed_right[index], minimum)
     for index in range(len(layer) - 2, -1, -1):
-        left[index] = min(left[index], left[index + 1] - _apart(layer[index], layer[index + 1]))
-    for place, one, other in zip(layer, right, left, strict=True):
-        place.x = (one + other) / 2
+        maximum = pushed_left[index + 1] - _min_distance(layer[index], layer[index + 1])
+        pushed_left[index] = min(pushed_left[index], maximum)
+    for slot, right, left in zip(layer, pushed_right, pushed_left, strict=True):
+        slot.x = (right + left) / 2
 
 
-def _apart(one: _Place, other: _Place) -> float:
-    return (one.width + other.width) / 2 + _NODE_GAP
+def _min_distance(left: _Slot, right: _Slot) -> float:
+    return (left.width + right.width) / 2 + _NODE_GAP
 
 
-def _top(place: _Place) -> float:
-    return float(place.layer * (HEIGHT + _LAYER_GAP))
+def _top(slot: _Slot) -> float:
+    return float(slot.layer * (HEIGHT + _LAYER_GAP))
 
 
-def _path(line: Sequence[_Place]) -> str:
-    """From the lower edge of the first to the upper edge of the last, straight down beside what it passes."""
+def _path(line: Sequence[_Slot]) -> str:
+    """Draws a line from its first slot to its last, straight through crossed layers."""
     x, y = line[0].x, _top(line[0]) + HEIGHT
     commands = [f"M{x:.1f} {y:.1f}"]
-    for place in line[1:]:
-        top = _top(place)
+    for slot in line[1:]:
+        top = _top(slot)
         middle = (y + top) / 2
-        commands.append(f"C{x:.1f} {middle:.1f} {place.x:.1f} {middle:.1f} {place.x:.1f} {top:.1f}")
-        x, y = place.x, top
-        if place is not line[-1]:
+        commands.append(f"C{x:.1f} {middle:.1f} {slot.x:.1f} {middle:.1f} {slot.x:.1f} {top:.1f}")
+        x, y = slot.x, top
+        if slot is not line[-1]:
             y = top + HEIGHT
             commands.append(f"V{y:.1f}")
     return "".join(commands)

@@ -1,4 +1,4 @@
-"""Whether the originals of two bundles gave the same, on the inputs that both were proven on."""
+"""Compares the stored reference results of two bundles on the inputs that both have."""
 
 from __future__ import annotations
 
@@ -14,59 +14,62 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the stored results of two originals tell.
+class ReferenceComparison:
+    """Result of comparing the reference results of two bundles.
 
     Attributes:
-        shared: How many inputs both hold.
-        apart: The first result that is farther apart than both proofs allow, as words; None where none is.
+        shared: Number of inputs that both bundles have.
+        difference: First result that differs by more than both tolerances together, as text; None if there is none.
     """
 
     shared: int
-    apart: str | None
+    difference: str | None
 
 
-def compare(one: Path, a: Manifest, other: Path, b: Manifest) -> Found:
-    """Compares what the originals of two bundles gave in float64; extreme inputs are left out.
+def compare(folder_a: Path, a: Manifest, folder_b: Path, b: Manifest) -> ReferenceComparison:
+    """Compares the reference results of two bundles in float64, without extreme cases.
 
-    Args:
-        one, other: The folders, whose files are those of their manifests.
+    The folders must already be checked against their manifests.
 
     Raises:
-        BundleError: One of them holds no results as its manifest names them.
+        BundleError: A bundle lacks the results that its manifest names.
     """
-    from optexport.cache.keys import of_tensors  # torch, which two equal bundles do not need
+    from optexport.cache.keys import of_tensors  # imports torch, which two equal bundles do not need
     from optexport.parity import distances
 
-    ours, theirs = _read(one, a), _read(other, b)
+    reference_a, reference_b = _read(folder_a, a), _read(folder_b, b)
 
-    def content(case: Case) -> str:  # files keep tensors in an order of their own
+    def digest(case: Case) -> str:  # sorted, because the order of tensors in a file is arbitrary
         return of_tensors([dict(sorted(case.batch.items()))])
 
-    known = {content(case): number for number, case in enumerate(theirs.cases) if case.name in _judged(b)}
+    ordinary_a, ordinary_b = _ordinary_cases(a), _ordinary_cases(b)
+    numbers_b = {digest(case): number for number, case in enumerate(reference_b.cases) if case.name in ordinary_b}
     shared = 0
-    for number, case in enumerate(ours.cases):
-        if case.name not in _judged(a) or (same := known.get(content(case))) is None:
+    for number_a, case in enumerate(reference_a.cases):
+        if case.name not in ordinary_a or (number_b := numbers_b.get(digest(case))) is None:
             continue
         shared += 1
-        for name, result in ours.exact[number].items():
-            met, bounds = theirs.exact[same][name], [m.parity.bounds[name] for m in (a, b) if name in m.parity.bounds]
-            if why := distances.why_incomparable(met, result) or distances.why_incomparable(result, met):
-                return Found(shared, f"of the originals' {name} at {case.name}, {why}")
-            far, limit = distances.largest(distances.distance(met, result)), sum(bound.limit for bound in bounds)
-            if far > limit:
-                apart = f"the originals' {name} are {far:.2g} apart at {case.name}, of {limit:.2g} allowed"
-                return Found(shared, apart)
-    return Found(shared, None)
+        for name, result_a in reference_a.exact[number_a].items():
+            result_b = reference_b.exact[number_b][name]
+            problem = distances.why_incomparable(result_b, result_a) or distances.why_incomparable(result_a, result_b)
+            if problem:
+                return ReferenceComparison(shared, f"the originals' {name} at {case.name}: {problem}")
+            distance = distances.largest(distances.distance(result_b, result_a))
+            tolerance = sum(m.parity.bounds[name].limit for m in (a, b) if name in m.parity.bounds)
+            if distance > tolerance:
+                text = f"the originals' {name} differ by {distance:.2g} at {case.name}, tolerance {tolerance:.2g}"
+                return ReferenceComparison(shared, text)
+    return ReferenceComparison(shared, None)
 
 
 def _read(folder: Path, manifest: Manifest) -> Reference:
     from optexport.bundle.layout import REFERENCE
     from optexport.parity.reference_file import read_reference
 
-    return read_reference(folder / REFERENCE, manifest.reference_cases, [each.name for each in manifest.outputs])
+    outputs = [output.name for output in manifest.outputs]
+    return read_reference(folder / REFERENCE, manifest.reference_cases, outputs)
 
 
-def _judged(manifest: Manifest) -> set[str]:
+def _ordinary_cases(manifest: Manifest) -> set[str]:
     extreme = {case for bound in manifest.parity.bounds.values() for case in bound.extremes}
     return set(manifest.reference_cases) - extreme

@@ -19,7 +19,7 @@ from model_signing import hashing, signing
 
 import optexport
 from optexport._utils import atomic_dir
-from optexport.bench.artifact import open_target
+from optexport.bench.artifact import open_artifacts
 from optexport.bundle import contents
 from optexport.bundle.signing.signature import check, sign
 from optexport.errors import BundleError
@@ -124,7 +124,7 @@ def test_everything_else_takes_a_signed_bundle(whole: Path) -> None:
     assert signed.call("diff", whole, None, str(exports.exported().output)).exit_code == 0
     bundle = optexport.Bundle.load(whole)
     assert bundle(**{name: tensor.numpy() for name, tensor in exports.batch().items()})["hidden"].shape == (2, 5, 8)
-    assert len(open_target(whole).artifacts) == 3
+    assert len(open_artifacts(whole).artifacts) == 3
 
 
 def test_a_later_run_replaces_a_signed_bundle_and_leaves_no_signature(copied: Path) -> None:

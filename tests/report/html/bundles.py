@@ -1,4 +1,4 @@
-"""Bundles to report on: a real one, with times, and the ways to spoil what it says."""
+"""Makes bundles for reports: a real one with times, and changed or hostile ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BENCH = {
     ],
     "notes": ["a note"],
 }  # fmt: skip
-_COMPARISON = {"speedup": 1.05, "low": 0.97, "high": 1.1, "verdict": "cannot tell", "more_rounds": 40, "rounds": 12}
+_COMPARISON = {"speedup": 1.05, "low": 0.97, "high": 1.1, "verdict": "inconclusive", "more_rounds": 40, "rounds": 12}
 _TRIAL = {
     "change": "as configured",
     "rules": [0],
@@ -58,28 +58,28 @@ TUNE = [
 ]
 
 
-def copied(place: Path, *, measured: bool = True) -> Path:
-    """A real bundle, whose times are made up where it is to have any; its report is written anew."""
-    shutil.copytree(exports.exported().output, place)
+def copied(folder: Path, *, measured: bool = True) -> Path:
+    """Copies a real bundle, adds invented times if asked, and writes its report."""
+    shutil.copytree(exports.exported().output, folder)
     if measured:
-        exports.edit_json(place / "measurements.json", lambda m: m.update(bench=BENCH, tune=TUNE))
-    page.write(place)
-    return place
+        exports.edit_json(folder / "measurements.json", lambda m: m.update(bench=BENCH, tune=TUNE))
+    page.write(folder)
+    return folder
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """The manifest, however it was changed."""
+    """Returns the manifest without checking it."""
     return Manifest.model_validate(digest_json.read(folder / "manifest.json"))
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Changes a bundle's manifest and seals it again, and writes its report again."""
+    """Changes and reseals a bundle's manifest, and writes its report."""
     exports.edit_json(folder / "manifest.json", change)
     page.write(folder)
     return folder
 
 
-# Where only certain words may stand, or what ties documents together.
+# Fields with fixed values, or that link documents.
 _FIXED = {
     "format",
     "device",
@@ -96,11 +96,11 @@ _FIXED = {
 
 
 def renamed(value: Any, prefix: str) -> Any:
-    """A document in which every text and every name of a mapping of names begins with something."""
+    """Adds a prefix to every text and every name in a document."""
     if isinstance(value, dict):
-        return {_key(key, prefix): each if key in _FIXED else renamed(each, prefix) for key, each in value.items()}
+        return {_key(key, prefix): v if key in _FIXED else renamed(v, prefix) for key, v in value.items()}
     if isinstance(value, list):
-        return [renamed(each, prefix) for each in value]
+        return [renamed(item, prefix) for item in value]
     return f"{prefix}{value}" if isinstance(value, str) else value
 
 
@@ -119,7 +119,7 @@ def _key(key: str, prefix: str) -> str:
 
 
 def hostile(folder: Path, prefix: str) -> Path:
-    """Puts something before every text of a bundle's manifest and measurements, and into its graphs and config."""
+    """Adds a prefix to every text of a bundle's manifest, measurements, graphs and config."""
     for name in ("graph_before.txt", "graph_after.txt"):
         text = (folder / name).read_text(encoding="utf-8")
         (folder / name).write_text(text.replace("target=", f"target={prefix}"), encoding="utf-8")
@@ -128,7 +128,7 @@ def hostile(folder: Path, prefix: str) -> Path:
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     changed = renamed(copy.deepcopy(manifest), prefix)
     changed["transformations"] = [
-        {**new, "formats": [], "changes": old["changes"]}  # so that the changes are found in the graphs
+        {**new, "formats": [], "changes": old["changes"]}  # unchanged, so that they match the graphs
         for new, old in zip(changed["transformations"], manifest["transformations"], strict=True)
     ]
     changed["transformations"][0] |= renamed(
@@ -139,7 +139,7 @@ def hostile(folder: Path, prefix: str) -> Path:
     changed["fixed_axes"] = [f"{prefix}axis"]
     changed["artifacts"][0]["fixed_shape"] = f"{prefix}shape"
     changed["constants"] = {f"{prefix}constant": f"{prefix}value"}
-    changed["application"]["outputs"] = manifest["application"]["outputs"]  # one of a few words
+    changed["application"]["outputs"] = manifest["application"]["outputs"]  # a fixed value
     digest_json.write(folder / "manifest.json", {key: value for key, value in changed.items() if key != "digest"})
     digest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["digest"]
     measurements = {**renamed(measurements, prefix), "manifest": digest}

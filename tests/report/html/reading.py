@@ -1,4 +1,4 @@
-"""Reads pages as a browser would, as far as tests ask: elements with their attributes, in order, and the text."""
+"""Parses HTML pages into elements for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _VOID = {"meta", "input", "br", "link", "img", "hr"}
 
 @dataclass
 class Element:
-    """An element, with the text in it and in all that it holds."""
+    """An element, with its text and that of its descendants."""
 
     tag: str
     attributes: dict[str, str]
@@ -20,11 +20,11 @@ class Element:
 
 
 class Page(HTMLParser):
-    """A page, read whole.
+    """A parsed page.
 
     Attributes:
-        elements: All of them, in the order of their beginnings.
-        wrong: Tags that end nothing, or were never ended.
+        elements: All elements, in the order of their start tags.
+        wrong: Unmatched tags.
     """
 
     def __init__(self, html: str) -> None:
@@ -60,11 +60,11 @@ class Page(HTMLParser):
             element.text += data
 
     def all(self, tag: str) -> list[Element]:
-        """The elements of a kind."""
+        """Returns the elements with a tag."""
         return [element for element in self.elements if element.tag == tag]
 
     @property
     def text(self) -> str:
-        """What can be read of the body."""
+        """Text of the body."""
         (body,) = self.all("body")
         return body.text

@@ -1,4 +1,4 @@
-"""The pages in headless Chromium: quiet, within the screen, usable by keyboard and readers, printed, inside MLflow."""
+"""Tests of the pages in headless Chromium."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>\u202e"
 def browser() -> Iterator[webdriver.Chrome]:
     options = webdriver.ChromeOptions()
     options.binary_location = "/usr/bin/chromium"
-    # Root has no sandbox. What the browser itself would ask of the network is switched off.
+    # Root has no sandbox. The browser's own network requests are disabled.
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
@@ -53,19 +53,19 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    made = Server(folder, stores.store(folder))
-    yield made
-    made.stop()
+    server = Server(folder, stores.store(folder))
+    yield server
+    server.stop()
 
 
 def show(browser: webdriver.Chrome, address: str, width: int = 1280, **media: str) -> None:
-    """Opens a page at a width, as light or dark, and forgets what was logged before."""
+    """Opens a page with a width and colour scheme, and clears the logs."""
     browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600},
     )
-    wanted = {"prefers-color-scheme": media.get("scheme", "light"), "prefers-reduced-motion": "reduce"}
-    features = [{"name": name, "value": value} for name, value in wanted.items()]
+    media_features = {"prefers-color-scheme": media.get("scheme", "light"), "prefers-reduced-motion": "reduce"}
+    features = [{"name": name, "value": value} for name, value in media_features.items()]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media.get("media", ""), "features": features})
     browser.get("about:blank")
     for log in ("browser", "performance"):
@@ -74,7 +74,7 @@ def show(browser: webdriver.Chrome, address: str, width: int = 1280, **media: st
 
 
 def requested(browser: webdriver.Chrome) -> list[str]:
-    """The addresses that were asked for since `show`."""
+    """Returns the addresses requested since `show`."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
 
@@ -82,11 +82,11 @@ def requested(browser: webdriver.Chrome) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.parametrize("name", ["report", "hostile", "diff"])
-def test_a_page_is_quiet_and_no_wider_than_the_screen(
+def test_page_logs_nothing_and_fits_the_screen(
     browser: webdriver.Chrome, pages: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:
     show(browser, pages[name].as_uri(), width, scheme=scheme)
-    assert browser.get_log("browser") == []  # neither an error of a script, nor a breach of the policy
+    assert browser.get_log("browser") == []  # no script errors and no policy violations
     assert requested(browser) == [pages[name].as_uri()]
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     colour = browser.execute_script("return getComputedStyle(document.documentElement).backgroundColor")
@@ -95,7 +95,7 @@ def test_a_page_is_quiet_and_no_wider_than_the_screen(
     assert browser.find_elements(By.CSS_SELECTOR, "img, iframe, [onerror]") == []
 
 
-def test_drawings_zoom_by_button_and_by_keyboard(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+def test_drawings_zoom_by_button_and_keyboard(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
     show(browser, pages["report"].as_uri())
     drawing = browser.find_element(By.CSS_SELECTOR, "details[open] .graph")
     widths = [drawing.rect["width"]]
@@ -110,9 +110,7 @@ def test_drawings_zoom_by_button_and_by_keyboard(browser: webdriver.Chrome, page
     assert drawing.rect["width"] == pytest.approx(natural, rel=0.01)
 
 
-def test_a_search_shows_the_changes_of_a_node_and_says_how_many(
-    browser: webdriver.Chrome, pages: dict[str, Path]
-) -> None:
+def test_search_shows_and_counts_the_changes_of_a_node(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
     show(browser, pages["report"].as_uri())
     changes = browser.find_elements(By.CSS_SELECTOR, "details.change")
     assert len(changes) == 2
@@ -128,11 +126,11 @@ def test_a_search_shows_the_changes_of_a_node_and_says_how_many(
     assert [change.is_displayed() for change in changes] == [False, False]
 
 
-def test_the_keyboard_reaches_the_contents_first(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+def test_first_tab_stop_is_the_skip_link(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
     show(browser, pages["report"].as_uri())
     browser.switch_to.active_element.send_keys(Keys.TAB)
     skip = browser.switch_to.active_element
-    assert skip.text == "To the contents"
+    assert skip.text == "Skip to content"
     assert skip.rect["x"] >= 0
     assert browser.execute_script("return getComputedStyle(arguments[0]).outlineStyle", skip) == "solid"
     skip.send_keys(Keys.ENTER)
@@ -140,7 +138,7 @@ def test_the_keyboard_reaches_the_contents_first(browser: webdriver.Chrome, page
 
 
 @pytest.mark.parametrize("name", ["report", "diff"])
-def test_readers_find_names_for_all_that_can_be_operated_or_read_as_a_table(
+def test_controls_and_tables_have_accessible_names(
     browser: webdriver.Chrome, pages: dict[str, Path], name: str
 ) -> None:
     show(browser, pages[name].as_uri())
@@ -153,7 +151,7 @@ def test_readers_find_names_for_all_that_can_be_operated_or_read_as_a_table(
     assert "table" in roles
 
 
-def test_on_paper_everything_is_open_and_black_on_white(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+def test_print_opens_everything_in_black_on_white(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
     show(browser, pages["report"].as_uri(), scheme="dark", media="print")
     for closed in browser.find_elements(By.CSS_SELECTOR, "details:not([open])"):
         table = closed.find_element(By.CSS_SELECTOR, "table")
@@ -169,16 +167,16 @@ def test_on_paper_everything_is_open_and_black_on_white(browser: webdriver.Chrom
     assert printed.startswith(b"%PDF")
 
 
-def wait_for(found: Callable[[], Any], seconds: float = 30) -> Any:
+def wait_for(find: Callable[[], Any], seconds: float = 30) -> Any:
     end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, "it did not appear"
+    while not (value := find()):
+        assert time.monotonic() < end, "timeout"
         time.sleep(0.2)
     return value
 
 
 @pytest.mark.parametrize("name", ["report", "hostile"])
-def test_inside_of_mlflow_it_is_shown_and_works(
+def test_page_works_inside_mlflow(
     browser: webdriver.Chrome, pages: dict[str, Path], tracking: Server, name: str
 ) -> None:
     client = mlflow.MlflowClient(tracking.uri)
@@ -192,7 +190,7 @@ def test_inside_of_mlflow_it_is_shown_and_works(
         wait_for(lambda: browser.find_elements(By.TAG_NAME, "footer"))
         assert browser.find_element(By.CSS_SELECTOR, ".verdict strong").text == "Passed"
         assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-        field = browser.find_element(By.ID, "find")  # shown by our script, which the frame lets run
+        field = browser.find_element(By.ID, "find")  # shows that the frame runs our script
         assert field.is_displayed()
         field.send_keys("no such node")
         assert not browser.find_element(By.CSS_SELECTOR, "details.change").is_displayed()

@@ -1,4 +1,4 @@
-"""Graphs are read as torch writes them; changes that are alike are drawn once, and followed through other rules."""
+"""Tests of parsing graphs and grouping the changes of rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.report.html import bundles
 
 
 class Odd(nn.Module):
-    """Calls of every kind, with arguments that look like nodes, and a module under a name that is markup."""
+    """Has calls of every kind, arguments that look like nodes, and a module whose name is markup."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,41 +28,41 @@ class Odd(nn.Module):
         return {"one": torch.einsum("%x,i->i", z.sum(), self.weight), "more": (z, k, a.view(k, -1))}
 
 
-def test_a_graph_is_read_as_it_was_written() -> None:
+def test_graph_text_is_parsed() -> None:
     traced = fx.symbolic_trace(Odd())
     read = Graph(str(traced.graph))
     assert list(read.nodes) == [node.name for node in traced.graph.nodes]
     for node in traced.graph.nodes:
-        found = read.nodes[node.name]
-        assert found.op == node.op
-        seeming = {"x"} if node.name == "einsum" else set()  # "%x", a text that looks like a node
-        assert set(found.inputs) == {each.name for each in node.all_input_nodes} | seeming
+        parsed = read.nodes[node.name]
+        assert parsed.op == node.op
+        lookalikes = {"x"} if node.name == "einsum" else set()  # the text "%x" looks like a node
+        assert set(parsed.inputs) == {source.name for source in node.all_input_nodes} | lookalikes
         if node.op == "call_module":
-            assert found.target == node.target
+            assert parsed.target == node.target
     weight = next(node for node in traced.graph.nodes if node.name == "weight")
     assert read.users["weight"] == [user.name for user in weight.users]
 
 
-def test_the_graphs_of_a_bundle_are_read_whole() -> None:
+def test_graphs_of_a_bundle_are_parsed_completely() -> None:
     result = exports.exported()
     for name, count in (("before", result.manifest.nodes_before), ("after", result.manifest.nodes_after)):
         assert len(Graph((result.output / f"graph_{name}.txt").read_text(encoding="utf-8")).nodes) == count
 
 
-def by_rule(found: list[RuleChanges]) -> dict[str, RuleChanges]:
-    return {each.rule.rule: each for each in found}
+def by_rule(changes: list[RuleChanges]) -> dict[str, RuleChanges]:
+    return {entry.rule.rule: entry for entry in changes}
 
 
-def test_a_change_is_drawn_with_what_lies_around_it() -> None:
+def test_change_is_drawn_with_its_neighbours() -> None:
     result = exports.exported()
     (group,) = by_rule(read_changes(result.output, result.manifest))["merge-linears"].groups
     assert group.before is not None
     assert group.after is not None
     assert group.before.changed == ["linear", "linear_1", "linear_2"]
     assert group.after.changed == ["query_key_value_merged", "linear", "linear_1", "linear_2"]
-    around = {shown.node.name for shown in group.before.nodes if not shown.changed}
-    assert around == {"x", "reshape", "reshape_1", "reshape_2"}
-    assert around == {shown.node.name for shown in group.after.nodes if not shown.changed}
+    neighbours = {shown.node.name for shown in group.before.nodes if not shown.changed}
+    assert neighbours == {"x", "reshape", "reshape_1", "reshape_2"}
+    assert neighbours == {shown.node.name for shown in group.after.nodes if not shown.changed}
 
 
 def chain(names: list[str], kinds: list[str]) -> str:
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def with_graphs(folder: Path, before: str, after: str, *rules: list[tuple[list[str], list[str]]]) -> list[RuleChanges]:
-    """What is told of two graphs, and rules with their changes: the nodes there now, and those before."""
+    """Writes two graphs and rules with changes (new nodes, replaced nodes); returns the changes read from them."""
     (folder / "graph_before.txt").write_text(before, encoding="utf-8")
     (folder / "graph_after.txt").write_text(after, encoding="utf-8")
 
@@ -97,37 +97,38 @@ def names(view: View | None) -> list[str]:
     return view.changed
 
 
-def test_changes_that_are_alike_but_for_numbers_are_one_drawing(folder: Path) -> None:
+def test_changes_that_differ_in_numbers_share_a_drawing(folder: Path) -> None:
     modules = {f"n_{i}": f"layer.{i // 3}.{'abc'[i % 3]}" for i in range(9)}
-    kept = {name: module for name, module in modules.items() if not module.endswith("b")}
-    before, after = chain([*modules], [*modules.values()]), chain([*kept], [*kept.values()])
+    before = chain([*modules], [*modules.values()])
     after = chain(
         [f"n_{i}" for i in range(9) if i % 3 != 1], [f"layer.{i // 3}.{'abc'[i % 3]}" for i in range(9) if i % 3 != 1]
     )
-    found = with_graphs(folder, before, after, [([], [f"n_{i}"]) for i in (1, 4, 7)])
-    assert [len(group.members) for group in found[0].groups] == [3]
-    assert names(found[0].groups[0].before) == ["n_1"]
-    assert names(found[0].groups[0].after) == []
-    assert [shown.node.name for shown in found[0].groups[0].after.nodes] == ["n_0", "n_2"]  # type: ignore[union-attr]
+    changes = with_graphs(folder, before, after, [([], [f"n_{i}"]) for i in (1, 4, 7)])
+    assert [len(group.members) for group in changes[0].groups] == [3]
+    assert names(changes[0].groups[0].before) == ["n_1"]
+    assert names(changes[0].groups[0].after) == []
+    assert [shown.node.name for shown in changes[0].groups[0].after.nodes] == ["n_0", "n_2"]  # type: ignore[union-attr]
 
 
-def test_what_one_rule_made_and_another_took_is_followed(folder: Path) -> None:
-    found = with_graphs(
+def test_nodes_are_followed_through_other_rules(folder: Path) -> None:
+    changes = with_graphs(
         folder, chain(["a", "b"], ["A", "B"]), chain(["d"], ["D"]), [(["c"], ["a", "b"])], [(["d"], ["c"])]
     )
-    for each in found:
-        (group,) = each.groups
+    for entry in changes:
+        (group,) = entry.groups
         assert names(group.before) == ["a", "b"]
         assert names(group.after) == ["d"]
-    assert found[0].groups[0].others == ("fuse-batch-norm",)
+    assert changes[0].groups[0].other_rules == ("fuse-batch-norm",)
 
 
-def test_a_change_of_nodes_that_are_nowhere_has_nothing_to_draw(folder: Path) -> None:
-    found = with_graphs(folder, chain(["a"], ["A"]), chain(["a"], ["A"]), [(["p"], ["q"])], [(["q"], ["p"])])
-    assert [view.nodes for each in found for view in (each.groups[0].before, each.groups[0].after) if view] == [()] * 4
+def test_change_of_unknown_nodes_draws_nothing(folder: Path) -> None:
+    changes = with_graphs(folder, chain(["a"], ["A"]), chain(["a"], ["A"]), [(["p"], ["q"])], [(["q"], ["p"])])
+    assert [view.nodes for entry in changes for view in (entry.groups[0].before, entry.groups[0].after) if view] == [
+        ()
+    ] * 4
 
 
-def test_a_graph_of_other_files_is_not_read(folder: Path) -> None:
+def test_format_names_cannot_read_other_files(folder: Path) -> None:
     (folder.parent / "graph_after.x").mkdir()
     (folder.parent / "secret.txt").write_text(chain(["secret"], ["A"]), encoding="utf-8")
 
@@ -135,7 +136,10 @@ def test_a_graph_of_other_files_is_not_read(folder: Path) -> None:
         document["transformations"][5]["formats"] = ["x/../../secret"]
 
     exports.edit_json(folder / "manifest.json", change)
-    found = read_changes(folder, bundles.manifest_of(folder))
+    changes = read_changes(folder, bundles.manifest_of(folder))
     assert all(
-        group.after is None or not group.after.nodes for each in found if each.rule.formats for group in each.groups
+        group.after is None or not group.after.nodes
+        for entry in changes
+        if entry.rule.formats
+        for group in entry.groups
     )

@@ -1,4 +1,4 @@
-"""``optexport diff``: first whether two bundles compute the same, then all that differs, and nothing that does not."""
+"""Tests of ``optexport diff``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model without rules, in one format."""
+    """Exports the same model without rules, in one format."""
     target = tmp_path_factory.mktemp("plain") / "plain"
     export(exports.block(), exports.batch(), target, dynamic=exports.DYNAMIC, transformations=[], formats=["pt2"])
     return target
@@ -49,26 +49,26 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exports.quick(exports.Block(), exports.batch(), tmp_path_factory.mktemp("other") / "<b>other</b>").output
 
 
-def test_a_bundle_and_itself_are_the_same_to_the_byte(one: Path) -> None:
+def test_bundle_equals_itself_to_the_byte(one: Path) -> None:
     done = diff(one, one)
     assert done.exit_code == 0
     assert "They compute the same: all model files are equal to the byte." in done.stdout.splitlines()
-    found = document(one, one)
-    assert found["computes"] == "same"
-    assert {title for title, section in found["sections"].items() if section["rows"]} == {"Latency"}
+    differences = document(one, one)
+    assert differences["computes"] == "same"
+    assert {title for title, section in differences["sections"].items() if section["rows"]} == {"Latency"}
 
 
-def test_another_graph_of_the_same_model_is_the_same_to_rounding(one: Path, plain: Path) -> None:
-    found = document(one, plain)
-    assert found["computes"] == "same to rounding"
-    assert found["reasons"] == ["pt2 differs"]
-    sections = {title: section["rows"] for title, section in found["sections"].items()}
+def test_other_graph_of_a_model_is_the_same_to_rounding(one: Path, plain: Path) -> None:
+    differences = document(one, plain)
+    assert differences["computes"] == "same to rounding"
+    assert differences["reasons"] == ["pt2 differs"]
+    sections = {title: section["rows"] for title, section in differences["sections"].items()}
     assert sections["Model"] == []
     (merged,) = [row for row in sections["Rules"] if row["rule"] == "merge-linears"]
     assert (merged["changes in A"], merged["changes in B"]) == (1, "not there")
     assert merged["only in A"] == "query_key_value_merged"
-    gone = {row["place"] for row in sections["Parity"] if row["distance in B"] == "not there"}
-    assert {"onnx", "torchscript"} <= gone
+    absent = {row["place"] for row in sections["Parity"] if row["distance in B"] == "not there"}
+    assert {"onnx", "torchscript"} <= absent
     sizes = {row["file"]: row for row in sections["Sizes"]}
     assert sizes["model.onnx"]["bytes in A"] == (one / "model.onnx").stat().st_size
     assert sizes["model.onnx"]["bytes in B"] == "not there"
@@ -76,15 +76,15 @@ def test_another_graph_of_the_same_model_is_the_same_to_rounding(one: Path, plai
     assert formats == ("torchscript, onnx, pt2", "pt2")
 
 
-def test_another_model_computes_something_else(one: Path, other_model: Path) -> None:
-    found = document(one, other_model)
-    assert found["computes"] == "different"
-    assert found["reasons"] == ["the weights"]
-    assert found["told"] == "They do not compute the same: the weights differ."
+def test_other_model_is_different(one: Path, other_model: Path) -> None:
+    differences = document(one, other_model)
+    assert differences["computes"] == "different"
+    assert differences["reasons"] == ["the weights"]
+    assert differences["told"] == "They do not compute the same: the weights differ."
 
 
 class Scaled(nn.Module):
-    """A number in its code tells two of them apart, and no weight."""
+    """Instances differ by a constant in the code, not by weights."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Scaled(nn.Module):
 
 
 def scaled(target: Path, factor: float, size: int = 2) -> Path:
-    """The bundle of a model with the same weights as all others of it."""
+    """Exports the model with weights that do not depend on the factor."""
     x = torch.linspace(-1, 1, 4 * size).reshape(size, 4)
     return exports.quick(randomise(Scaled(factor)), {"x": x}, target).output
 
@@ -104,24 +104,24 @@ def scaled(target: Path, factor: float, size: int = 2) -> Path:
 @pytest.mark.parametrize(
     ("factor", "computes"), [(2.0, "same"), (2.0 + 2**-22, "same to rounding"), (2.1, "different")]
 )
-def test_models_of_equal_weights_are_told_apart_by_what_they_gave(tmp_path: Path, factor: float, computes: str) -> None:
-    found = document(scaled(tmp_path / "a", 2.0), scaled(tmp_path / "b", factor))
-    assert found["computes"] == computes
+def test_models_with_equal_weights_differ_by_their_results(tmp_path: Path, factor: float, computes: str) -> None:
+    differences = document(scaled(tmp_path / "a", 2.0), scaled(tmp_path / "b", factor))
+    assert differences["computes"] == computes
     if computes == "different":
-        assert found["reasons"] == ["the originals' results"]
-        assert "the originals' output are 0." in found["told"]
+        assert differences["reasons"] == ["the originals' results"]
+        assert "the originals' output differ by 0." in differences["told"]
 
 
-def test_of_other_graphs_without_an_input_in_common_nothing_is_known(tmp_path: Path) -> None:
-    found = document(scaled(tmp_path / "a", 2.0), scaled(tmp_path / "b", 200.0, size=3))
-    assert found["computes"] == "not known"
-    assert "their traced graphs differ, and they share no inputs" in found["told"]
+def test_graphs_without_a_shared_input_are_not_known(tmp_path: Path) -> None:
+    differences = document(scaled(tmp_path / "a", 2.0), scaled(tmp_path / "b", 200.0, size=3))
+    assert differences["computes"] == "not known"
+    assert "their traced graphs differ, and they share no inputs" in differences["told"]
 
 
-def test_other_layers_in_lower_precision_compute_something_else(one: Path, tmp_path: Path) -> None:
-    def lower(kept: str | None) -> Any:
+def test_other_layers_in_lower_precision_are_different(one: Path, tmp_path: Path) -> None:
+    def lower(reason: str | None) -> Any:
         def change(manifest: dict[str, Any]) -> None:
-            layers = [{"layer": "up", "kept": kept, "alone": []}, {"layer": "down", "kept": None, "alone": []}]
+            layers = [{"layer": "up", "kept": reason, "alone": []}, {"layer": "down", "kept": None, "alone": []}]
             manifest["artifacts"][0]["precision"] = {
                 "precision": "bfloat16", "layers": layers, "lowered": [], "chosen": []
             }  # fmt: skip
@@ -129,22 +129,22 @@ def test_other_layers_in_lower_precision_compute_something_else(one: Path, tmp_p
         return change
 
     targets = [Path(shutil.copytree(one, tmp_path / name)) for name in ("a", "b")]
-    for target, kept in zip(targets, (None, "measured"), strict=True):
-        bundles.edit(target, lower(kept))
+    for target, reason in zip(targets, (None, "measured"), strict=True):
+        bundles.edit(target, lower(reason))
     assert document(*targets)["reasons"] == ["the precision of a file"]
     assert document(targets[0], targets[0])["computes"] == "same"
 
 
 @pytest.mark.parametrize(
-    ("factor", "told"),
+    ("factor", "verdict"),
     [
-        (1.0, "overlap: cannot tell"),
-        (1.15, "overlap: cannot tell"),
+        (1.0, "overlap: inconclusive"),
+        (1.15, "overlap: inconclusive"),
         (2.0, "apart: A is faster"),
         (0.5, "apart: B is faster"),
     ],
 )
-def test_times_are_told_by_whether_their_intervals_overlap(one: Path, tmp_path: Path, factor: float, told: str) -> None:
+def test_times_differ_if_their_intervals_are_apart(one: Path, tmp_path: Path, factor: float, verdict: str) -> None:
     other = Path(shutil.copytree(one, tmp_path / "other"))
 
     def slow(measurements: dict[str, Any]) -> None:
@@ -153,10 +153,10 @@ def test_times_are_told_by_whether_their_intervals_overlap(one: Path, tmp_path: 
 
     exports.edit_json(other / "measurements.json", slow)
     (row,) = document(one, other)["sections"]["Latency"]["rows"]
-    assert (row["file"], row["ms in A"], row["intervals"]) == ("onnx", 10.0, told)
+    assert (row["file"], row["ms in A"], row["intervals"]) == ("onnx", 10.0, verdict)
 
 
-def test_times_without_intervals_tell_nothing(one: Path, tmp_path: Path) -> None:
+def test_times_without_intervals_are_not_compared(one: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(one, tmp_path / "other"))
     figures = [{**row, "low_ms": None, "high_ms": None} for row in bundles.BENCH["figures"]]  # type: ignore[attr-defined]
     exports.edit_json(other / "measurements.json", lambda m: m["bench"].update(figures=figures))
@@ -164,8 +164,7 @@ def test_times_without_intervals_tell_nothing(one: Path, tmp_path: Path) -> None
     assert row["intervals"] == "not known"
 
 
-def test_a_list_that_is_empty_in_one_is_told_by_what_it_holds_in_the_other(one: Path, tmp_path: Path) -> None:
-    """Of measured shapes a row said that the one that has them has none."""
+def test_empty_list_differs_by_the_items_of_the_other(one: Path, tmp_path: Path) -> None:
     targets = [Path(shutil.copytree(one, tmp_path / name)) for name in ("a", "b")]
     for target, shapes in zip(targets, ([], [{"batch": 3}]), strict=True):
         bundles.edit(target, lambda manifest: manifest["config"].update(bench={"shapes": shapes}))  # noqa: B023
@@ -173,7 +172,7 @@ def test_a_list_that_is_empty_in_one_is_told_by_what_it_holds_in_the_other(one: 
     assert rows == [["bench.shapes[0].batch", "not there", "3"]]
 
 
-def test_versions_and_dimensions_that_differ_are_told(one: Path, tmp_path: Path) -> None:
+def test_versions_and_sizes_that_differ_are_listed(one: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(one, tmp_path / "other"))
 
     def change(manifest: dict[str, Any]) -> None:
@@ -186,7 +185,7 @@ def test_versions_and_dimensions_that_differ_are_told(one: Path, tmp_path: Path)
     assert sections["Inputs, outputs and sizes"]["rows"] == [{"": "size batch", "A": "1 to 32", "B": "1 to any"}]
 
 
-def test_the_page_is_whole_and_names_are_escaped(one: Path, other_model: Path, tmp_path: Path) -> None:
+def test_difference_page_is_valid_and_names_are_escaped(one: Path, other_model: Path, tmp_path: Path) -> None:
     page = tmp_path / "diff.html"
     assert diff(one, other_model, "--html", page).exit_code == 0
     read = Page(page.read_text(encoding="utf-8"))
@@ -196,7 +195,7 @@ def test_the_page_is_whole_and_names_are_escaped(one: Path, other_model: Path, t
     assert read.all("b") == []
 
 
-def test_a_bundle_that_is_damaged_or_absent_ends_as_verify_does(one: Path, tmp_path: Path) -> None:
+def test_damaged_or_absent_bundle_has_the_codes_of_verify(one: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(one, tmp_path / "damaged"))
     (damaged / "model.onnx").write_bytes(b"")
     assert diff(one, damaged).exit_code == 4

@@ -1,4 +1,4 @@
-"""Plots: the same for the same numbers, in the colours of the page, without names that would be markup."""
+"""Tests of the plots of a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def proof() -> ParityRecord:
     return exports.exported().manifest.parity
 
 
-def test_a_plot_is_the_same_again_and_has_no_colours_of_its_own(proof: ParityRecord) -> None:
+def test_plots_are_reproducible_and_use_page_colours(proof: ParityRecord) -> None:
     for plot in (
         lambda: figures.parity_plot(proof),
         lambda: figures.latency_plot(BENCH),
@@ -32,7 +32,7 @@ def test_a_plot_is_the_same_again_and_has_no_colours_of_its_own(proof: ParityRec
         assert Page(f"<body>{plot()}</body>").wrong == []
 
 
-def test_where_there_is_nothing_to_plot_there_is_no_plot(proof: ParityRecord) -> None:
+def test_no_data_gives_no_plot(proof: ParityRecord) -> None:
     exact = {name: bound.model_copy(update={"floor": 0.0}) for name, bound in proof.bounds.items()}
     assert figures.parity_plot(proof.model_copy(update={"bounds": exact})) is None
     assert figures.latency_plot(BENCH.model_copy(update={"figures": []})) is None
@@ -40,7 +40,7 @@ def test_where_there_is_nothing_to_plot_there_is_no_plot(proof: ParityRecord) ->
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "$\\frac{1}{0}$", "\u202e\x00", "%s {x:g}", ""])
-def test_labels_are_what_they_say(name: str) -> None:
+def test_labels_are_shown_literally(name: str) -> None:
     plot = figures.ratio_plot([Interval(name, 1.2, 1.1, 1.3)], "times", "ratio")
     assert plot is not None
     read = Page(f"<body>{plot}</body>")
@@ -50,11 +50,11 @@ def test_labels_are_what_they_say(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_name_in_letters_that_the_font_lacks_is_no_warning() -> None:
+def test_letters_that_the_font_lacks_give_no_warning() -> None:
     assert "分类" in figures.ratio_plot([Interval("分类", 1.2, 1.1, 1.3)], "times", "ratio")
 
 
-def test_a_page_may_hold_several_plots() -> None:
+def test_plots_of_a_page_have_unique_ids() -> None:
     plots = [figures.ratio_plot([Interval("a", 1, 0.9, 1.1)], "times", name) for name in ("one", "two")]
     ids = [e.attributes["id"] for plot in plots for e in Page(f"<body>{plot}</body>").elements if "id" in e.attributes]
     assert len(ids) == len(set(ids))

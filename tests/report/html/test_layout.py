@@ -1,7 +1,8 @@
-"""Drawings: no two boxes overlap, all data flows downwards, and lines go around boxes."""
+"""Tests of the layout of drawings."""
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from hypothesis import given, settings
@@ -23,29 +24,28 @@ def graphs(draw: st.DrawFn) -> tuple[dict[str, float], dict[str, list[str]]]:
 
 @settings(max_examples=80)
 @given(graphs())
-def test_boxes_are_apart_and_everything_flows_down(graph: tuple[dict[str, float], dict[str, list[str]]]) -> None:
+def test_boxes_do_not_overlap_and_data_flows_down(graph: tuple[dict[str, float], dict[str, list[str]]]) -> None:
     widths, reads = graph
-    found = arrange(widths, reads)
-    boxes = list(found.boxes.values())
+    layout = arrange(widths, reads)
+    boxes = list(layout.boxes.values())
     for box in boxes:
         assert box.x >= -0.1
-        assert box.x + box.width <= found.width + 0.1
-        assert 0 <= box.y <= found.height - HEIGHT
-    for index, one in enumerate(boxes):
-        for other in boxes[:index]:
-            if one.y == other.y:
-                assert one.x + one.width < other.x or other.x + other.width < one.x
+        assert box.x + box.width <= layout.width + 0.1
+        assert 0 <= box.y <= layout.height - HEIGHT
+    for a, b in itertools.combinations(boxes, 2):
+        if a.y == b.y:
+            assert a.x + a.width < b.x or b.x + b.width < a.x
     for name, sources in reads.items():
         for source in sources:
-            assert found.boxes[source].y + HEIGHT < found.boxes[name].y
-    assert len(found.lines) == sum(map(len, reads.values()))
-    for line in found.lines:
-        # Where a line goes straight down it passes a layer, and no box of it.
+            assert layout.boxes[source].y + HEIGHT < layout.boxes[name].y
+    assert len(layout.lines) == sum(map(len, reads.values()))
+    for line in layout.lines:
+        # A straight part of a line crosses a layer, and must not cross a box.
         for x, top, bottom in re.findall(r"([-\d.]+) ([-\d.]+)V([-\d.]+)", line):
             for box in boxes:
                 if float(top) <= box.y < float(bottom):
                     assert not box.x < float(x) < box.x + box.width
 
 
-def test_nothing_is_drawn_of_nothing() -> None:
+def test_empty_graph_has_an_empty_layout() -> None:
     assert arrange({}, {}).boxes == {}

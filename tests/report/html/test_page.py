@@ -1,4 +1,4 @@
-"""The page: self-contained, whole, escaped, in order for screen readers, small, and the same for the same bundle."""
+"""Tests of ``report.html``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read(bundle: Path) -> Page:
 
 
 def check_contained(read: Page) -> None:
-    """Checks that a page is well formed and asks for nothing: no script but ours, no address, no handler."""
+    """Checks that a page is well formed and self-contained: our script only, no addresses, no handlers."""
     assert read.wrong == []
     (script,) = read.all("script")
     digest = base64.b64encode(hashlib.sha256(script.text.encode()).digest()).decode()
@@ -61,18 +61,18 @@ def check_contained(read: Page) -> None:
         assert re.findall(r"url\((?!#)|@import", text) == []
 
 
-def test_it_is_one_file_that_asks_for_nothing(read: Page) -> None:
+def test_page_is_self_contained(read: Page) -> None:
     check_contained(read)
 
 
-def test_the_verdict_comes_first_and_every_part_is_there(read: Page) -> None:
+def test_page_has_the_verdict_and_all_sections(read: Page) -> None:
     assert read.text.index("Passed") < read.text.index("Parity")
-    assert "All 3 files compute what the original computes" in read.text
+    assert "All 3 files match the original within its measured tolerance" in read.text
     titles = [e.text for e in read.all("h2")]
-    assert titles == ["Parity", "What changed", "Latency", "Files", "What was skipped, and why",
+    assert titles == ["Parity", "What changed", "Latency", "Files", "What was skipped",
                       "Inputs and outputs", "How to reproduce it"]  # fmt: skip
     manifest = exports.exported().manifest
-    for told in (
+    for text in (
         *(target.title for target in manifest.parity.targets),
         *(f"{bound.floor:.3g}" for bound in manifest.parity.bounds.values()),
         *(rule.rule for rule in manifest.transformations),
@@ -87,27 +87,27 @@ def test_the_verdict_comes_first_and_every_part_is_there(read: Page) -> None:
         "it is too far",
         "with sum-residuals",
     ):
-        assert told in read.text, told
+        assert text in read.text, text
 
 
-def test_the_commands_hold_no_command_of_a_manifest(tmp_path: Path) -> None:
+def test_commands_quote_texts_of_the_manifest(tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         document["versions"] |= {"torch": "2.13+cpu;reboot", "onnx": "1 $(reboot)", "python": "3.11`reboot`.2"}
         document["optexport_version"] = "0.1\nreboot"
 
     manifest = bundles.manifest_of(bundles.edit(bundles.copied(tmp_path / "bundle"), change))
-    lines = contents.commands(manifest, from_file=True)
+    lines = contents.commands(manifest, has_config_file=True)
     assert len(lines) == 5
     for line in lines:
-        told = shlex.split(line, comments=True)
-        assert all(re.search(r"reboot", word) is None or shlex.quote(word) in line for word in told)
-        assert "reboot" not in told
+        words = shlex.split(line, comments=True)
+        assert all(re.search(r"reboot", word) is None or shlex.quote(word) in line for word in words)
+        assert "reboot" not in words
     assert " onnx==" not in lines[1]
     assert "torch==" not in lines[1]
     assert "--extra-index-url" not in lines[1]
 
 
-def test_the_commands_give_pip_nothing_that_it_takes_for_an_option_or_an_address(tmp_path: Path) -> None:
+def test_commands_pass_pip_only_names_and_versions(tmp_path: Path) -> None:
     hostile = {"--index-url=http://here/#": "1", "-rX": "2", "evil @ http://here/e.whl#": "3", "./evil": "4"}
 
     def change(document: dict[str, Any]) -> None:
@@ -115,16 +115,14 @@ def test_the_commands_give_pip_nothing_that_it_takes_for_an_option_or_an_address
         document["model"] |= {"source": "package:x/y", "revision": "--index-url=http://here/ 1"}
 
     manifest = bundles.manifest_of(bundles.edit(bundles.copied(tmp_path / "bundle"), change))
-    install = contents.commands(manifest, from_file=True)[1]
+    install = contents.commands(manifest, has_config_file=True)[1]
     assert "here" not in install
     assert "evil" not in install
     assert "-rX" not in install
     assert f"onnxruntime=={manifest.versions['onnxruntime']}" in install
 
 
-def test_the_commands_are_lines_of_their_own_and_install_the_package_that_holds_the_model(tmp_path: Path) -> None:
-    """They were one line with a visible escape for each break, and the config found no model after them."""
-
+def test_commands_are_lines_and_install_the_models_package(tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         document["model"] |= {"source": "package:of_models/small", "revision": "of-models 1.2"}
 
@@ -132,31 +130,30 @@ def test_the_commands_are_lines_of_their_own_and_install_the_package_that_holds_
     elements = Page((folder / "report.html").read_text(encoding="utf-8")).all("pre")
     (shown,) = [element for element in elements if element.attributes.get("aria-label") == "Commands"]
     lines = shown.text.strip().splitlines()
-    assert lines == contents.commands(bundles.manifest_of(folder), from_file=(folder / "config.toml").is_file())
+    assert lines == contents.commands(bundles.manifest_of(folder), has_config_file=(folder / "config.toml").is_file())
     assert " of-models==1.2" in lines[1]
 
 
 @pytest.mark.parametrize("generation", [None, {"max_length": 8}])
-def test_a_bundle_is_made_again_as_it_was_made(tmp_path: Path, generation: dict[str, Any] | None) -> None:
-    """``optexport run config.toml`` stood there, which makes another one where a rule was left out by ``--without``."""
+def test_commands_reproduce_the_bundle(tmp_path: Path, generation: dict[str, Any] | None) -> None:
     folder = bundles.edit(
         bundles.copied(tmp_path / "bundle"), lambda document: document["config"].update(generation=generation)
     )
-    (again,) = [
-        line for line in contents.commands(bundles.manifest_of(folder), from_file=True) if "config.toml" in line
+    (command,) = [
+        line for line in contents.commands(bundles.manifest_of(folder), has_config_file=True) if "config.toml" in line
     ]
-    assert again.startswith(".venv/bin/optexport " + ("run " if generation else "reproduce BUNDLE --folder "))
-    assert "--without" in again or not generation
+    assert command.startswith(".venv/bin/optexport " + ("run " if generation else "reproduce BUNDLE --folder "))
+    assert "--without" in command or not generation
 
 
-def test_a_bundle_without_times_says_so(tmp_path: Path) -> None:
+def test_page_of_a_bundle_without_times(tmp_path: Path) -> None:
     folder = bundles.copied(tmp_path / "bundle", measured=False)
     read = Page((folder / "report.html").read_text(encoding="utf-8"))
     assert "Nothing was measured" in read.text
     check_contained(read)
 
 
-def test_a_proof_that_failed_is_not_called_passed(tmp_path: Path) -> None:
+def test_failed_check_is_shown_as_failed(tmp_path: Path) -> None:
     def fail(document: dict[str, Any]) -> None:
         document["parity"]["places"][2]["outputs"][0]["cases"][0]["failure"] = "it is 3 from the reference"
 
@@ -169,17 +166,17 @@ def test_a_proof_that_failed_is_not_called_passed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_no_text_of_a_model_or_a_config_is_markup(bundle: Path, read: Page, tmp_path: Path, kind: str) -> None:
+def test_texts_of_model_and_config_are_escaped(bundle: Path, read: Page, tmp_path: Path, kind: str) -> None:
     folder = bundles.hostile(Path(shutil.copytree(bundle, tmp_path / "bundle")), HOSTILE[kind])
     html = (folder / "report.html").read_text(encoding="utf-8")
-    found = Page(html)
-    check_contained(found)
-    assert ("{{ 7 * 7 }}" in found.all("title")[0].text) == (kind == "a template")
+    hostile = Page(html)
+    check_contained(hostile)
+    assert ("{{ 7 * 7 }}" in hostile.all("title")[0].text) == (kind == "a template")
     assert re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f]", html) == []
-    assert {e.tag for e in found.elements} == {e.tag for e in read.elements}
+    assert {e.tag for e in hostile.elements} == {e.tag for e in read.elements}
 
 
-def test_what_was_hostile_is_shown_as_it_is(bundle: Path, tmp_path: Path) -> None:
+def test_hostile_texts_are_shown_literally(bundle: Path, tmp_path: Path) -> None:
     folder = bundles.hostile(Path(shutil.copytree(bundle, tmp_path / "bundle")), "<script>alert(1)</script>")
     read = Page((folder / "report.html").read_text(encoding="utf-8"))
     for part in (
@@ -199,7 +196,7 @@ def test_what_was_hostile_is_shown_as_it_is(bundle: Path, tmp_path: Path) -> Non
     assert "\\u202ehidden" in Page((folder / "report.html").read_text(encoding="utf-8")).text
 
 
-def test_headings_tables_and_figures_are_for_screen_readers_too(read: Page) -> None:
+def test_page_works_with_screen_readers(read: Page) -> None:
     (html,) = read.all("html")
     assert html.attributes["lang"] == "en"
     assert [len(read.all(tag)) for tag in ("h1", "main", "header", "footer", "nav")] == [1, 1, 1, 1, 1]
@@ -211,7 +208,7 @@ def test_headings_tables_and_figures_are_for_screen_readers_too(read: Page) -> N
     for header in read.all("th"):
         assert header.attributes["scope"] in ("col", "row")
     for svg in read.all("svg"):
-        assert svg.attributes["aria-hidden"] == "true"  # a table or a label beside it says the same
+        assert svg.attributes["aria-hidden"] == "true"  # a table or label has the same content
     for scroller in [e for e in read.elements if e.attributes.get("class") in ("scroll", "pane")]:
         assert scroller.attributes["tabindex"] == "0"
         assert scroller.attributes["aria-label"]
@@ -230,7 +227,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_the_contrast_of_text_is_double_a_in_light_in_dark_and_on_paper(read: Page) -> None:
+def test_text_contrast_meets_wcag_aa(read: Page) -> None:
     sheets = re.findall(r":root \{(.*?)\}", read.all("style")[0].text, re.DOTALL)
     assert len(sheets) == 3
     for sheet in sheets:
@@ -244,7 +241,7 @@ def test_the_contrast_of_text_is_double_a_in_light_in_dark_and_on_paper(read: Pa
                 assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, ground)
 
 
-def test_a_model_of_many_changes_outputs_and_cases_gives_a_small_page(tmp_path: Path) -> None:
+def test_page_of_a_large_model_is_small(tmp_path: Path) -> None:
     lines = ["graph():", "    %x : [num_users=1] = placeholder[target=x]"]
     before, changes, last = [*lines], [], "x"
     for index in range(3000):
@@ -275,12 +272,12 @@ def test_a_model_of_many_changes_outputs_and_cases_gives_a_small_page(tmp_path: 
     assert (folder / "report.html").stat().st_size < 2_000_000
     read = Page((folder / "report.html").read_text(encoding="utf-8"))
     check_contained(read)
-    for told in ("kinds of change are not drawn", "more kinds of change are in manifest.json", "1803 more",
+    for text in ("kinds of change are not drawn", "more kinds of change are in manifest.json", "1803 more",
                  "302 more outputs are in manifest.json", "characters more"):  # fmt: skip
-        assert told in read.text, told
+        assert text in read.text, text
 
 
-def test_the_same_bundle_gives_the_same_page_in_every_process(bundle: Path) -> None:
+def test_page_is_equal_in_every_process(bundle: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from optexport.report.html import page; page.write(Path(sys.argv[1]))"
     )
@@ -294,14 +291,14 @@ def test_the_same_bundle_gives_the_same_page_in_every_process(bundle: Path) -> N
         assert ((bundle / "report.html").read_bytes(), (bundle / "measurements.json").read_bytes()) == first
 
 
-def test_only_times_and_the_machine_tell_equal_runs_apart(tmp_path: Path) -> None:
-    one, other = bundles.copied(tmp_path / "one"), bundles.copied(tmp_path / "two")
+def test_equal_runs_differ_only_in_times_and_machine(tmp_path: Path) -> None:
+    one, two = bundles.copied(tmp_path / "one"), bundles.copied(tmp_path / "two")
     times = {"date": "1999-12-31T23:59:59+00:00", "processor": "Z80", "seconds": {"trace": 86400.0}}
-    exports.edit_json(other / "measurements.json", lambda m: m.update(times))
-    page.write(other)
-    pages = [(folder / "report.html").read_text(encoding="utf-8").splitlines() for folder in (one, other)]
+    exports.edit_json(two / "measurements.json", lambda m: m.update(times))
+    page.write(two)
+    pages = [(folder / "report.html").read_text(encoding="utf-8").splitlines() for folder in (one, two)]
     stage = r'<th scope="row">[\w -]+</th><td class="n">[\d.]+</td>'
-    said = re.compile(rf"\d{{4}}-\d\d-\d\d|Z80|{stage}|>machine<|optexport 0|On .*thread")
+    allowed = re.compile(rf"\d{{4}}-\d\d-\d\d|Z80|{stage}|>machine<|optexport 0|On .*thread")
     differing = set(pages[0]) ^ set(pages[1])
     assert differing
-    assert [line for line in differing if not said.search(line)] == []
+    assert [line for line in differing if not allowed.search(line)] == []

@@ -1,12 +1,12 @@
 "use strict";
-// The page is whole without this: it adds zoom to the drawings, a search for nodes, and opens everything for printing.
+// Optional: adds zoom to the drawings and a search for nodes, and opens all sections for printing.
 (() => {
   for (const bar of document.querySelectorAll(".zoom")) {
     const drawing = bar.parentElement.querySelector(".graph");
     const width = Number(drawing.getAttribute("width")), height = Number(drawing.getAttribute("height"));
     let scale = 1;
-    const zoom = (wanted) => {
-      scale = Math.min(4, Math.max(0.25, wanted));
+    const zoom = (requested) => {
+      scale = Math.min(4, Math.max(0.25, requested));
       drawing.setAttribute("width", width * scale);
       drawing.setAttribute("height", height * scale);
     };
@@ -23,7 +23,7 @@
 
   const field = document.querySelector("#find");
   if (field) {
-    const told = document.querySelector("#found");
+    const status = document.querySelector("#found");
     const groups = [...document.querySelectorAll("details.change")];
     const opened = new Map(groups.map((group) => [group, group.open]));
     const find = () => {
@@ -31,26 +31,26 @@
       let changes = 0;
       for (const group of groups) {
         const rows = [...group.querySelectorAll("tr[data-find]")];
-        const found = rows.filter((row) => row.textContent.toLowerCase().includes(text));
-        for (const row of rows) row.hidden = !found.includes(row);
+        const matches = rows.filter((row) => row.textContent.toLowerCase().includes(text));
+        for (const row of rows) row.hidden = !matches.includes(row);
         let hits = 0;
         for (const node of group.querySelectorAll(".node")) {
           const hit = text !== "" && node.textContent.toLowerCase().includes(text);
           node.classList.toggle("hit", hit);
           hits += hit;
         }
-        changes += found.length;
-        if (found.length === 0 && hits > 0) for (const row of rows) row.hidden = false;
-        group.hidden = text !== "" && found.length + hits === 0;
+        changes += matches.length;
+        if (matches.length === 0 && hits > 0) for (const row of rows) row.hidden = false;
+        group.hidden = text !== "" && matches.length + hits === 0;
         group.open = text === "" ? opened.get(group) : !group.hidden;
       }
-      told.textContent = text === "" ? "" : changes === 1 ? "1 change" : `${changes} changes`;
+      status.textContent = text === "" ? "" : changes === 1 ? "1 change" : `${changes} changes`;
     };
     field.addEventListener("input", find);
     field.closest(".tools").hidden = false;
   }
 
-  // Older browsers print closed parts closed.
+  // Older browsers do not print the contents of closed <details>.
   const closed = [];
   addEventListener("beforeprint", () => {
     for (const part of document.querySelectorAll("details:not([open])")) { closed.push(part); part.open = true; }

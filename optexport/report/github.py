@@ -1,0 +1,141 @@
+"""Reports to GitHub Actions: error annotations, and a Markdown summary of the job."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+from optexport.bundle.manifest import OutputRecord, ParityRecord, TargetRecord
+from optexport.config.metrics import beside_gate
+from optexport.errors import OptexportError, on_one_line, printable
+from optexport.report.parity_text import (
+    atol_text,
+    case_names,
+    explain,
+    find_failure,
+    list_decisions,
+    list_outputs,
+    metric_title,
+    number_text,
+)
+
+_PROGRAM = "optexport"
+_TARGET_TABLE = """
+| target | output | error | noise floor | tolerance | change in this step | would pass with | |
+|---|---|---:|---:|---:|---:|---|---|"""
+_GATE_TABLE = """
+| target | metric | value | 95 % interval | count | minimum | |
+|---|---|---:|---|---:|---:|---|"""
+
+
+def markdown(parity: ParityRecord, title: str) -> str:
+    """Returns the job summary as Markdown: verdict, tables, and explained failures."""
+    failures = [(target, output) for target, output in list_outputs(parity) if find_failure(output) is not None]
+    failed = bool(failures) or any(decision.failure is not None for _, decision in list_decisions(parity))
+    cases = f"{len(parity.cases)} cases: {_escape_markdown(case_names(parity.cases))}"
+    lines = [
+        f"### {_escape_markdown(title)}: parity {'failed' if failed else 'passed'}",
+        "",
+        f"Compared with {_escape_markdown(parity.compared_with)} on {cases}.",
+        _TARGET_TABLE,
+        *(_target_row(parity, target, output) for target, output in list_outputs(parity)),
+        *_gate_lines(parity),
+    ]
+    for target, output in failures:
+        text = _escape_markdown(f"{find_failure(output)}. {explain(parity, output)}")
+        lines += ["", f"- **{target.target}, {_escape_markdown(output.output)}**: {text}"]
+    return "\n".join(lines) + "\n"
+
+
+def _target_row(parity: ParityRecord, target: TargetRecord, output: OutputRecord) -> str:
+    bound = parity.bounds[output.output]
+    tolerance = number_text(bound.limit)
+    if target.precision is not None and all(case.limit is None for case in output.cases):
+        has_gate = any(decision.output in (None, output.output) for decision in target.decisions)
+        tolerance = "gates" if has_gate else "none"
+    return _table_row(
+        target.title,
+        _escape_markdown(output.output),
+        number_text(output.max_abs),
+        number_text(bound.floor),
+        tolerance,
+        number_text(output.step),
+        atol_text(output),
+        "passed" if find_failure(output) is None else "**failed**",
+    )
+
+
+def _gate_lines(parity: ParityRecord) -> list[str]:
+    rows = []
+    for target, decision in list_decisions(parity):
+        interval = "-" if decision.low is None else f"{decision.low:.6g} to {decision.high:.6g}"
+        value = "-" if decision.value is None else beside_gate(decision.value, decision.min)
+        title = _escape_markdown(metric_title(decision))
+        verdict = "passed" if decision.failure is None else "**failed**"
+        rows.append(
+            _table_row(target.title, title, value, interval, str(decision.count), f"{decision.min:.15g}", verdict)
+        )
+    return [_GATE_TABLE, *rows] if rows else []
+
+
+def _table_row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escape_markdown(text: str) -> str:
+    """Escapes a text for a line or a table cell of Markdown."""
+    return re.sub(r"[\\`*|<>\[\]~&]|\b_|_\b", r"\\\g<0>", on_one_line(text))
+
+
+def error_lines(parity: ParityRecord) -> list[str]:
+    """Returns an error annotation for every failed output and metric."""
+    outputs = [
+        _annotation(
+            f"{_PROGRAM}: {target.target}, {output.output}", f"{find_failure(output)}. {explain(parity, output)}"
+        )
+        for target, output in list_outputs(parity)
+        if find_failure(output) is not None
+    ]
+    metrics = [
+        _annotation(f"{_PROGRAM}: {target.target}, {metric_title(decision)}", decision.failure)
+        for target, decision in list_decisions(parity)
+        if decision.failure is not None
+    ]
+    return outputs + metrics
+
+
+def _annotation(title: str, message: str) -> str:
+    """Returns a workflow command that shows an error.
+
+    Escapes as https://docs.github.com/actions/reference/workflow-commands-for-github-actions asks.
+    """
+
+    def escape(text: str) -> str:
+        return printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+    return f"::error title={escape(title).replace(':', '%3A').replace(',', '%2C')}::{escape(message)}"
+
+
+def publish(title: str, parity: ParityRecord | None, error: OptexportError | None) -> None:
+    """Prints error annotations and appends the job summary, in GitHub Actions only.
+
+    Args:
+        title: Name of the config or bundle.
+        parity: The parity record; by default the record of the error.
+        error: The error that ended the program.
+    """
+    if parity is None and error is not None:
+        parity = error.proof
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        lines = [] if parity is None else error_lines(parity)
+        if error is not None and not lines:
+            lines = [_annotation(f"{_PROGRAM}: {type(error).__name__}", str(error))]
+        for line in lines:
+            print(line, file=sys.stderr)
+    if parity is not None and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
+        try:
+            with open(summary, "a", encoding="utf-8") as file:
+                file.write(markdown(parity, title))
+        except OSError as problem:  # a container may not mount the file, and the run itself succeeded
+            print(f"Cannot write the job summary: {problem}", file=sys.stderr)

@@ -1,0 +1,124 @@
+"""Writes the JUnit XML file of ``--junit``, which CI systems show as test results."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from xml.etree import ElementTree
+
+from optexport.bundle.layout import NO_ROOM, check_outside, check_written_over
+from optexport.bundle.manifest import ParityRecord
+from optexport.errors import ConfigError, OptexportError
+from optexport.report.parity_text import explain, list_decisions, list_outputs, metric_title
+
+_SUITE = "optexport"
+_JUNIT_START = re.compile(rb"(<\?xml.*?)?<testsuite", re.DOTALL)
+
+
+def render(parity: ParityRecord) -> str:
+    """Returns JUnit XML with a test case for every target, output and case."""
+    tests = []
+    for target, output in list_outputs(parity):
+        for case in output.cases:
+            test = ElementTree.Element(
+                "testcase", classname=f"{_SUITE}.{target.title}", name=f"{output.output} at {case.case}"
+            )
+            if case.failure is not None:
+                failure = ElementTree.SubElement(test, "failure", message=case.failure, type="ParityError")
+                failure.text = explain(parity, output)
+            tests.append(test)
+    for target, decision in list_decisions(parity):
+        test = ElementTree.Element("testcase", classname=f"{_SUITE}.{target.title}", name=metric_title(decision))
+        if decision.failure is not None:
+            ElementTree.SubElement(test, "failure", message=decision.failure, type="GateError")
+        tests.append(test)
+    return _render_suite(tests)
+
+
+def render_error(error: OptexportError) -> str:
+    """Returns JUnit XML of a run that failed before anything was compared."""
+    test = ElementTree.Element("testcase", classname=_SUITE, name="run")
+    element = ElementTree.SubElement(test, "error", message=error.message, type=type(error).__name__)
+    element.text = str(error)
+    return _render_suite([test])
+
+
+def _render_suite(tests: list[ElementTree.Element]) -> str:
+    def count(tag: str) -> str:
+        return str(sum(test.find(tag) is not None for test in tests))
+
+    counts: dict[str, str] = {"tests": str(len(tests)), "failures": count("failure"), "errors": count("error")}
+    for test in tests:
+        for element in test.iter():
+            element.attrib = {key: _replace_invalid(value) for key, value in element.attrib.items()}
+            element.text = None if element.text is None else _replace_invalid(element.text)
+    root = ElementTree.Element("testsuites", {"name": _SUITE, **counts})
+    ElementTree.SubElement(root, "testsuite", {"name": _SUITE, **counts}).extend(tests)
+    ElementTree.indent(root)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def _replace_invalid(text: str) -> str:
+    """Replaces characters that XML 1.0 does not allow."""
+    return re.sub(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "?", text)
+
+
+def start(path: Path | None, protected: Iterable[Path]) -> None:
+    """Writes a JUnit file that says the run did not finish, in case it is killed.
+
+    Args:
+        path: The JUnit file; None writes nothing.
+        protected: Files and folders that the JUnit file must not overwrite: config, output, bundle.
+
+    Raises:
+        ConfigError: The file cannot be written, or would replace something else.
+    """
+    if path is None:
+        return
+    check_outside("--junit", path, protected)
+    check_written_over("--junit", path, _JUNIT_START, "JUnit file")
+    if path.is_fifo() or path.is_char_device():  # its reader would take this text for the result
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render_error(OptexportError("the run did not finish")), encoding="utf-8")
+    except OSError as error:
+        raise _as_write_error(path, error) from error
+
+
+def write(path: Path | None, parity: ParityRecord | None, error: OptexportError | None) -> None:
+    """Writes the JUnit file of a finished run.
+
+    Args:
+        path: The JUnit file; None writes nothing.
+        parity: The parity record; by default the record of the error.
+        error: The error that ended the run. If the file cannot be written, that problem is only printed, so that this
+            error still decides the exit code.
+
+    Raises:
+        ConfigError: The run succeeded, but the file cannot be written.
+        OSError: The disk is full.
+    """
+    if parity is None and error is not None:
+        parity = error.proof
+    if path is None or (parity is None and error is None):
+        return
+    text = render(parity) if parity is not None else render_error(error) if error is not None else ""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        hint = f"The bundle is complete. Write the file again: optexport verify BUNDLE --junit {path}"
+        write_error = _as_write_error(path, problem, hint)
+        if error is None:
+            raise write_error from problem
+        print(f"Cannot write the JUnit file: {problem}", file=sys.stderr)
+
+
+def _as_write_error(path: Path, error: OSError, hint: str | None = None) -> ConfigError | OSError:
+    """Returns the error to raise: ConfigError, but a full disk stays an OSError."""
+    if error.errno in NO_ROOM:
+        error.filename = str(path)
+        return error
+    return ConfigError(f"cannot write the file: {error}", location=f"--junit {path}", hint=hint)

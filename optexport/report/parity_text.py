@@ -1,0 +1,66 @@
+"""Texts about a parity record that the JUnit, GitHub and HTML reports share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from optexport.bundle.manifest import DecisionRecord, OutputRecord, ParityRecord, TargetRecord
+
+_SHOWN_DATA_CASES = 4
+# A tolerance above this share of an output's largest value accepts almost any result.
+_USEFUL_SHARE = 0.1
+
+
+def list_outputs(parity: ParityRecord) -> Iterator[tuple[TargetRecord, OutputRecord]]:
+    """Yields every output with its target."""
+    return ((target, output) for target in parity.targets for output in target.outputs)
+
+
+def list_decisions(parity: ParityRecord) -> Iterator[tuple[TargetRecord, DecisionRecord]]:
+    """Yields every metric that has a gate with its target."""
+    return ((target, decision) for target in parity.targets for decision in target.decisions)
+
+
+def metric_title(decision: DecisionRecord) -> str:
+    """Returns a metric's name and output."""
+    return decision.measure if decision.output is None else f"{decision.measure} of {decision.output}"
+
+
+def find_failure(output: OutputRecord) -> str | None:
+    """Returns the first failed case of an output and its reason, or None if it passed."""
+    return next((f"at {case.case}: {case.failure}" for case in output.cases if case.failure is not None), None)
+
+
+def explain(parity: ParityRecord, output: OutputRecord) -> str:
+    """Explains a failed output: which tolerance would pass, and the distance in noise floors."""
+    if output.tolerance is None:
+        return "No tolerance would have passed."
+    bound, multiple = parity.bounds[output.output], ""
+    if output.multiple is not None:
+        reference = "the original" if bound.fixed else "float64"
+        multiple = f" It is {output.multiple:g} times as far from {reference} as the original is from float64."
+    if bound.largest is not None and output.tolerance > _USEFUL_SHARE * bound.largest:
+        return (
+            f"A tolerance that passes would prove nothing: it is more than {_USEFUL_SHARE:g} of the largest value, "
+            f"{number_text(bound.largest)}.{multiple}"
+        )
+    return f"With {atol_text(output)} against the original it would have passed.{multiple}"
+
+
+def atol_text(output: OutputRecord) -> str:
+    """Returns the smallest ``atol`` that an output would have passed with."""
+    return "none" if output.tolerance is None else f"atol={output.tolerance:.2g}"
+
+
+def number_text(value: float | None) -> str:
+    """Returns a number with two digits."""
+    return "-" if value is None else f"{value:.2g}"
+
+
+def case_names(cases: Sequence[str]) -> str:
+    """Returns the names of the cases as one text; shortens many data cases to a range."""
+    data = [name for name in cases if name.startswith("data ")]
+    if len(data) <= _SHOWN_DATA_CASES:
+        return "; ".join(cases)
+    data_range = f"{data[0]} to {data[-1].removeprefix('data ')}"
+    return "; ".join(data_range if name == data[0] else name for name in cases if name == data[0] or name not in data)
